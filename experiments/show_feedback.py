@@ -96,7 +96,7 @@ def plan_of(loaded: LoadedModel, case: Case, fit: TokenDataset) -> Plan:
     layers = layers_with(loaded, case.k, case.v)
     tensors = lattice_tensors(layers)
     if case.sides:
-        spec = FeedbackSpec(case.sides, case.damping, case.position_scale)
+        spec = FeedbackSpec(case.sides, damping=case.damping, position_scale=case.position_scale)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "feedback.safetensors"
             record = run_feedback(loaded, layers, tensors, fit, spec, {}, path, Silent())

@@ -193,11 +193,10 @@ def remove_stale(folder: Path) -> None:
 
 
 def require_output(path: Path, kind: str) -> None:
-    """ArtifactError, before the work, where a file of the kind could not be written to ``path``, or would replace a
-    safetensors file of another kind: a model's weights, a profile."""
+    """Before the work: make the folder of ``path``. ArtifactError where a file of the kind could not be written there,
+    or would replace a safetensors file of another kind: a model's weights, a profile."""
     require_file(path, ArtifactError)
-    if not path.parent.is_dir():
-        raise ArtifactError(f"cannot write {path}: {path.parent} is no folder", hint="make the folder first")
+    require_parent(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -209,6 +208,18 @@ def require_output(path: Path, kind: str) -> None:
             f"{path} is a {there}, which a {kind} would replace",
             hint="give another path; if the file is not needed, delete it first",
         )
+
+
+def require_parent(path: Path) -> None:
+    """Make the folder that ``path`` is to lie in. ArtifactError where that, or a new file in it, is refused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise ArtifactError(
+            f"cannot write {path}: cannot make the folder {path.parent}: {refused.strerror}", hint="give another path"
+        ) from None
+    if not path.exists() and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ArtifactError(f"cannot write {path}: no files can be made in {path.parent}", hint="give another path")
 
 
 def read_bytes(path: str | Path, kind: str) -> bytes:

@@ -15,6 +15,7 @@ from kvcal.quantities import format_bytes, format_measured, format_seconds
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
+    from kvcal.plan.damage import Damage
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.compare.record import Comparison
     from kvcal.stages.estimate import Estimate
@@ -118,8 +119,8 @@ def estimates_table(estimates: Sequence[Estimate]) -> View:
     return "Before it begins (estimates)", ("stage", "steps", "time", "memory"), rows
 
 
-def plan_table(plan: Plan, workload: Workload) -> View:
-    """A plan's totals and where it came from."""
+def plan_table(plan: Plan, workload: Workload, damage: Damage | None = None) -> View:
+    """A plan's totals, what it does to the model where that was measured, and where it came from."""
     raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
     factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
     libraries = plan.provenance.get("libraries")
@@ -128,6 +129,7 @@ def plan_table(plan: Plan, workload: Workload) -> View:
         ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
+        *([] if damage is None else [("DESTROYS the model" if damage.is_destroyed else "damage", str(damage))]),
         *((key, _short(str(value))) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
         *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]

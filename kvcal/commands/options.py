@@ -89,6 +89,10 @@ Weights = Annotated[
     typer.Option("--weights", help="Bytes of the weights, such as 16GB; default: as their files or index state."),
 ]
 KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alone, such as 1.5GiB.")]
+AllowDamage = Annotated[
+    bool,
+    typer.Option("--allow-damage", help="Take a plan that destroys the model, with a warning, instead of exit code 7."),
+]
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
 default; may be repeated."""
 

@@ -51,12 +51,16 @@ def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: o
     """
     from kvcal import tables
     from kvcal.charts.heat_map import heat_map
+    from kvcal.plan.damage import load_damage
     from kvcal.plan.plan import load_plan
+    from kvcal.strict import dump
 
     loaded = load_plan(plan)
+    damage = load_damage(plan, loaded.sha256)
     workload = sizes.workload(loaded.workload)
+    value = tables.plan_json(loaded, workload) | {"damage": None if damage is None else dump(damage)}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
-    given.show(tables.plan_json(loaded, workload), tables.plan_table(loaded, workload), layers, heat_map(loaded.layers))
+    given.show(value, tables.plan_table(loaded, workload, damage), layers, heat_map(loaded.layers))
 
 
 @options.spread
@@ -162,19 +166,29 @@ def verify(
     plan: options.PlanArgument,
     model: options.ModelOption,
     given: options.ModelOptions,
+    data: Annotated[list[str] | None, typer.Option(help="Text to measure on; default: kvcal's own.")] = None,
+    allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Check that a plan is sound, is this model's, and that the cache allocates exactly the bytes it predicts.
+    """Check that a plan is sound, is this model's, that the cache allocates exactly the bytes it predicts, and that it
+    does not destroy the model: exit code 7 where KL to 16 bits is above .5 nats a token, or above .1 with a top-1
+    agreement below 80 %.
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
     from kvcal import tables
+    from kvcal.plan.damage import require_undamaged
     from kvcal.plan.plan import load_plan
-    from kvcal.stages.verify import verify_plan
+    from kvcal.stages.damage import measure_damage
+    from kvcal.stages.verify import Check, verify_plan
 
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
         checks = verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
+        damage = measure_damage(loaded_plan, loaded, data or (), reporter)
+    require_undamaged(damage, allow_damage)
+    if damage is not None:
+        checks.append(Check("damage", str(damage)))
     given.show([asdict(check) for check in checks], tables.checks_table(checks))
 
 
@@ -187,6 +201,7 @@ def eval_command(
     posed: options.TaskOptions,
     recipe: options.RecipeOption = "default",
     out: options.Out = Path("artifacts/eval"),
+    allow_damage: options.AllowDamage = False,
 ) -> None:
     """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
     says; beside the plan, 16 bits and the baselines of `--set evaluate.against` are measured.
@@ -202,8 +217,10 @@ def eval_command(
     """
     from kvcal import tables
     from kvcal.folder import Folder
+    from kvcal.plan.damage import require_undamaged
     from kvcal.plan.plan import load_plan
     from kvcal.run.pipeline import evaluate_plan
+    from kvcal.stages.damage import damage_of_row
     from kvcal.stages.evaluate.gates import require_passed
     from kvcal.stages.evaluate.harness import require_tasks
     from kvcal.stages.verify import require_same_model
@@ -223,10 +240,12 @@ def eval_command(
         loaded = given.load(model)
         require_same_model(loaded_plan, loaded)
         evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
+        damage = damage_of_row(loaded_plan, loaded, evaluation.rows[-1], folder.plan, reporter)
     results = list(gates.results(evaluation.rows[-1]))
     shown = [tables.evaluation_table(evaluation), *([tables.gates_table(results)] if results else [])]
-    given.show(dump(evaluation) | {"gates": [asdict(one) for one in results]}, *shown)
+    given.show(dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": dump(damage)}, *shown)
     require_passed(plan.name, results)
+    require_undamaged(damage, allow_damage)
 
 
 @options.spread

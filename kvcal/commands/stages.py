@@ -271,19 +271,27 @@ def compile_command(
     fold: Annotated[
         Path | None, typer.Option(help="Fold λ into the model's weights and write the model to this new folder.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The model to fold into: folder, hub id or embedded name.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model to check the plan on, or to fold into: folder, hub id or name.")
+    ] = None,
+    allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for it.
+    """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for it. With
+    --model, one that destroys the model ends in exit code 7.
 
     Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
     """
     from kvcal import tables
-    from kvcal.artifact import require_output
+    from kvcal.artifact import require_output, require_parent
     from kvcal.folder import Folder
+    from kvcal.plan.damage import require_undamaged
     from kvcal.plan.plan import KIND
     from kvcal.run.pipeline import compile_folder
     from kvcal.run.transform import fold_folder
+    from kvcal.stages.damage import measure_damage
+    from kvcal.stages.verify import require_same_model
+    from kvcal.strict import dump
 
     earlier.require_none(folder)
     paths = Folder(folder)
@@ -291,11 +299,25 @@ def compile_command(
     path = output or paths.plan
     if output is not None:
         require_output(output, KIND)
-    if fold is None:
-        plan = compile_folder(paths, path, reporter)
-    elif model is None:
+    if fold is not None:
+        if fold.exists():
+            raise UsageError(f"--fold {fold} exists already", hint="name a folder that does not exist")
+        require_parent(fold)
+    if fold is not None and model is None:
         raise UsageError("--fold needs --model", hint="name the model whose weights are to take λ")
+    loaded = None if model is None else given.load(model)
+    if loaded is None or fold is None:
+        plan = compile_folder(paths, path, reporter)
     else:
-        loaded = given.load(model)
         plan = fold_folder(paths, path, loaded, fold, given.load, reporter)
-    given.show(tables.plan_json(plan, None) | {"path": str(path)})
+        loaded = given.load(str(fold))
+    damage = None
+    if loaded is None:
+        check = options.command_line("verify", path, "--model", plan.model.id)
+        reporter.say(f"note: the plan was not measured beside 16 bits: {check}")
+    else:
+        require_same_model(plan, loaded)
+        damage = measure_damage(plan, loaded, (), reporter, path)
+    found = None if damage is None else dump(damage)
+    given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})
+    require_undamaged(damage, allow_damage)

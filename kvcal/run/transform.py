@@ -209,8 +209,6 @@ def fold_folder(
     }
     if not lambdas:
         raise UsageError(f"{folder.path} holds no λ to fold", hint="run `kvcal reparam` first")
-    if out_model.exists():
-        raise UsageError(f"--fold {out_model} exists already", hint="name a folder that does not exist")
     fold(loaded.model, lambdas, loaded.geometry)
     save_folded(loaded, out_model)
     reporter.say(f"compile: λ of {len(lambdas)} layers folded into {out_model}")

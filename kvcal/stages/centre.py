@@ -33,7 +33,7 @@ from kvcal.models.rope import rotary_maps
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.predictor import MAX_INPUTS
 from kvcal.pages.transforms import rotate
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, Pages
 from kvcal.plan.page_format import RAW
 from kvcal.plan.tensors import LARGEST_OFFSET, rotary_spec
 from kvcal.progress import Reporter
@@ -63,7 +63,7 @@ class Centring:
             for number, layer in enumerate(found):
                 prefix = f"layers.{layer.geometry.index}"
                 if f"{prefix}.k_offset" in self.stored:
-                    k_pages = "pre" if f"{prefix}.rotary" in self.stored else "post"
+                    k_pages: Pages = "pre" if f"{prefix}.rotary" in self.stored else "post"
                     found[number] = replace(layer, k_offset=True, k_pages=k_pages)
         return tuple(found)
 

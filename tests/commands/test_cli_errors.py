@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.__main__ import app
 from kvcal.artifact import COMMANDS
+from kvcal.plan.plan import load_plan
 from kvcal.run import formats, pipeline
 from kvcal.stages import profile as profile_stage
 
@@ -210,3 +211,34 @@ def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_pat
     done = run_kvcal(*command.split(), "-o", weights)
     assert done.code == 5 and f"{weights} is a safetensors file of another program" in done.err
     assert weights.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan {made}/none --bits 3 -o {file}/plan.safetensors",
+        "compile {made}/run -o {file}/plan.safetensors",
+        "compile {made}/run --fold {file}/folded --model {made}/none",
+        "pack-prefix --model {made}/none --plan {made}/run/plan.safetensors --prompt x -o {file}/x.kv",
+        "plan {made}/none --bits 3 --out {file}/out",
+        "run default --model {made}/none --out {file}/out",
+        "search best --model {made}/none --out {file}/out",
+        "tune mixkvq --model {made}/none --out {file}/out",
+        "compare kitty --model {made}/none --out {file}/out",
+        "profile {made}/none --out {file}/out",
+        "eval {made}/run/plan.safetensors --model {made}/none --out {file}/out",
+    ],
+)
+def test_outputs_are_checked_before_a_model_is_loaded(command: str, made: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    done = run_kvcal(*command.format(made=made, file=file).split())
+    assert done.code in (2, 5) and "cannot make" in done.err and str(file) in done.err.replace("\n", "")
+
+
+def test_folders_of_outputs_are_made(made: Path, tmp_path: Path) -> None:
+    ran_well("compile", made / "run", "-o", tmp_path / "new" / "one" / "plan.safetensors")
+    plan = load_plan(tmp_path / "new" / "one" / "plan.safetensors")
+    prefix = ("--plan", made / "run" / "plan.safetensors", "--prompt", "Times. 12 x 34")
+    ran_well("pack-prefix", "--model", made / "model", *prefix, "-o", tmp_path / "other" / "x.kv")
+    assert plan == load_plan(made / "run" / "plan.safetensors") and (tmp_path / "other" / "x.kv").is_file()

@@ -31,14 +31,14 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
     arguments = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--bits", 4, *SIZES)
-    done = ran_well("plan", model, *arguments, "-o", folder / "first.safetensors", "--json")
+    done = ran_well("plan", model, *arguments, "-o", folder / "new" / "first.safetensors", "--json")
     (folder / "first.json").write_text(done.out)
     return folder
 
 
 def test_a_plan_in_one_command(made: Path) -> None:
     value = json.loads((made / "first.json").read_text())
-    plan = load_plan(made / "first.safetensors")
+    plan = load_plan(made / "new" / "first.safetensors")
     folder = made / "plans" / "small-4bits-2x4096"
     assert load_plan(folder / "plan.safetensors") == plan and value["folder"] == str(folder)
     assert (made / "plans" / "profile.safetensors").is_file() and not (folder / "profile.safetensors").exists()

@@ -391,9 +391,20 @@ def test_an_output_may_replace_its_own_kind_and_what_is_broken(tmp_path):
     require_output(path, "plan")
 
 
-def test_an_output_needs_a_folder(tmp_path):
-    with pytest.raises(ArtifactError, match=f"cannot write .*: {tmp_path / 'none'} is no folder"):
-        require_output(tmp_path / "none" / "a", "plan")
+def test_the_folder_of_an_output_is_made(tmp_path):
+    require_output(tmp_path / "new" / "one" / "a", "plan")
+    assert (tmp_path / "new" / "one").is_dir() and not list((tmp_path / "new" / "one").iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match=f"cannot write .*: cannot make the folder {tmp_path / 'file'}"):
+        require_output(tmp_path / "file" / "a", "plan")
+
+
+def test_an_output_is_refused_where_nothing_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ArtifactError, match=f"cannot write .*: no files can be made in {tmp_path}"):
+        require_output(tmp_path / "a", "plan")
+    (tmp_path / "a").write_text("")
+    require_output(tmp_path / "a", "plan")
 
 
 WRITES_AND_STOPS = """

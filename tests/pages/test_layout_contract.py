@@ -96,7 +96,7 @@ CASES: dict[str, list[Case]] = {
                 ],
             )
         ),
-        Case(Format(2, quantizer="rotated"), "v", 96, 0.3, num_heads=3, feedback=True),
+        Case(Format(2, quantizer="rotated"), "v", 96, 0.4, num_heads=3, feedback=True),
     ],
     "rotated-lattice": [
         Case(Format(2, group_size=size, param_dtype=param, quantizer="rotated-lattice"), side, dim, error)

@@ -272,7 +272,7 @@ def feedback_result() -> feedback_stage.FeedbackRecord:
     generator, shape = torch.Generator().manual_seed(0), factor_spec(2, 8).extents
     factors = {place: torch.randn(shape, generator=generator).half() for place in places}
     sides = tuple(feedback_stage.SideFeedback(*place, 0.5) for place in places)
-    return feedback_stage.FeedbackRecord(subject, sides, factors)
+    return feedback_stage.FeedbackRecord(subject, sides, factors, {})
 
 
 def open_feedback(path: Path) -> None:

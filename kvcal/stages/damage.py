@@ -1,0 +1,162 @@
+"""How far a plan's packed cache moves a model's predictions, on a few texts: the check that every plan passes.
+
+A format may fit a budget and destroy a model: keys with a large bias, an outlier that no calibration text had. So
+KL(16 bits || plan) and the share of tokens whose most likely next token stays are measured on texts of the pool
+*report*, where every layer reads a packed page. Of a plan beyond the limits (``kvcal.plan.damage``) each layer, then
+each side of the worst layers, is quantized alone. Pages that shrink at more tokens than these are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcal.data.sequences import DataSpec
+from kvcal.errors import UsageError
+from kvcal.folder import compute_dtype, model_inputs, sequences
+from kvcal.models.files import embedded_models
+from kvcal.models.load import LoadedModel
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.damage import Damage, SideDamage, load_damage, save_damage
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Side
+from kvcal.plan.plan import Plan
+from kvcal.plan.tensors import needed_tensors
+from kvcal.progress import Reporter
+from kvcal.stages.divergence import deviations, unquantized_plan
+from kvcal.stages.evaluate import Row
+
+# Texts and tokens of each, at least: seconds of a small model on a CPU.
+TEXTS, TOKENS = {"cpu": 2, "cuda": 8}, {"cpu": 512, "cuda": 1024}
+NUM_WORST = 3
+
+
+class Texts(NamedTuple):
+    """Tokens [B, T] int64, and whether each is counted: predicted from a packed page of every layer."""
+
+    tokens_BT: Tensor
+    mask_BT: Tensor
+    description: str
+    fingerprint: str
+
+
+def measure_damage(
+    plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter, path: Path | None = None
+) -> Damage | None:
+    """Measure ``plan`` and say what was found; None, with the reason, where no text is long enough. ``sources``: as in
+    [data], none for kvcal's own. ``path``: the plan's file, beside which the result is kept for the next time."""
+    texts = _texts(plan, loaded, sources, reporter)
+    if texts is None:
+        return None
+    asked = {"fingerprint": texts.fingerprint, "num_tokens": int(texts.mask_BT.sum())}
+    inputs = {**model_inputs(loaded), **compute_dtype(loaded), **asked}
+    damage = None if path is None else load_damage(path, plan.sha256)
+    if damage is None or damage.inputs != inputs:
+        kl, error, top1 = _against_16_bits(loaded, [plan], texts)[0]
+        tokens = int(texts.mask_BT.sum())
+        damage = Damage(plan.sha256, kl, error, top1, tokens, texts.description, (), inputs)
+        if damage.is_destroyed:
+            damage = replace(damage, worst=_worst(plan, loaded, texts, reporter))
+        if path is not None:
+            save_damage(damage, path)
+    _say(damage, reporter)
+    return damage
+
+
+def damage_of_row(plan: Plan, loaded: LoadedModel, row: Row, path: Path, reporter: Reporter) -> Damage:
+    """The same of a plan that an evaluation has measured already, on its texts."""
+    text, inputs = row.text, {"evaluation": True}
+    kl, tokens = max(text.kl, 0.0), text.num_loss_tokens
+    damage = Damage(row.plan_sha256, kl, text.kl_se, text.top1_agreement, tokens, "the evaluation's", (), inputs)
+    if damage.is_destroyed:
+        texts = _texts(plan, loaded, (), reporter)
+        damage = damage if texts is None else replace(damage, worst=_worst(plan, loaded, texts, reporter))
+        _say(damage, reporter)
+    save_damage(damage, path)
+    return damage
+
+
+def _say(damage: Damage, reporter: Reporter) -> None:
+    start = "warning: the plan destroys the model: " if damage.is_destroyed else "damage: "
+    reporter.say(f"{start}{damage}")
+
+
+def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter) -> Texts | None:
+    formats = [fmt for layer in plan.layers for side in SIDES for fmt in layer.formats(side) if fmt != RAW]
+    # Every read page is complete, and its tokens have left the window.
+    first = max((PAGE_TOKENS + fmt.max_window for fmt in formats), default=1)
+    device = loaded.model.device.type
+    count, length = TEXTS.get(device, 2), max(TOKENS.get(device, 512), first + PAGE_TOKENS)
+    if plan.is_progressive:  # its pages shrink on a schedule for no more
+        count, length = min(count, plan.workload.batch), min(length, plan.workload.context)
+    length = min(length, loaded.max_context or length)
+    own = "tasks:ledger" if loaded.source in embedded_models() else "python:docs"
+    refusal = f"texts of {length} tokens read no page that is packed: that begins behind token {first}"
+    for source in (tuple(sources), own) if sources else (own,):
+        if length <= first:
+            break
+        try:
+            spec = DataSpec(source, num_samples=count, seq_len=length, min_len=min(length, first + PAGE_TOKENS // 2))
+            data = sequences(spec, loaded, "report")
+        except UsageError as refused:
+            refusal = refused.message
+            continue
+        width = min(len(tokens) for tokens in data.sequences)
+        tokens_BT = torch.stack([tokens[:width] for tokens in data.sequences])
+        mask_BT = torch.stack([mask[:width] for mask in data.loss_masks])
+        mask_BT[:, :first] = False
+        if mask_BT.any(1).all():
+            return Texts(tokens_BT, mask_BT, data.description, data.fingerprint)
+        refusal = f"{data.description}: no token to predict behind token {first}"
+    reporter.say(f"warning: damage is not measured: {refusal}")
+    return None
+
+
+def _against_16_bits(
+    loaded: LoadedModel, plans: Sequence[Plan], texts: Texts
+) -> list[tuple[float, float | None, float]]:
+    """(KL, its standard error over texts, top-1 agreement) of each plan."""
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    found = deviations(loaded.model, reference, plans, texts.tokens_BT, texts.mask_BT)
+    kl_PB = found.statistics(len(texts.tokens_BT))[..., 0].clamp_min(0)
+    count = kl_PB.shape[1]
+    errors = [None] * len(plans) if count < 2 else (kl_PB.std(1) / count**0.5).tolist()
+    agrees = (~found.flips_Pn).double().mean(1)
+    return list(zip(kl_PB.mean(1).tolist(), errors, agrees.tolist(), strict=True))
+
+
+def _worst(plan: Plan, loaded: LoadedModel, texts: Texts, reporter: Reporter) -> tuple[SideDamage, ...]:
+    """The sides that do most by themselves: of the worst layers, keys and values apart."""
+    reporter.say("damage: which layers do it")
+    one = texts._replace(tokens_BT=texts.tokens_BT[:1], mask_BT=texts.mask_BT[:1])
+    paged = [layer for layer in plan.layers if layer.is_paged and {*layer.k, *layer.v} != {RAW}]
+    alone = _against_16_bits(loaded, [_only(plan, layer, SIDES) for layer in paged], one)
+    by_kl = sorted(zip(alone, paged, strict=True), key=lambda pair: -pair[0][0])[:NUM_WORST]
+    sides = [(layer, side) for _, layer in by_kl for side in SIDES if {*layer.formats(side)} != {RAW}]
+    found = _against_16_bits(loaded, [_only(plan, layer, (side,)) for layer, side in sides], one)
+    each = [SideDamage(layer.geometry.index, side, kl) for (layer, side), (kl, _, _) in zip(sides, found, strict=True)]
+    return tuple(sorted(each, key=lambda side: -side.kl)[:NUM_WORST])
+
+
+def _only(plan: Plan, quantized: LayerPlan, sides: Sequence[Side]) -> Plan:
+    """``plan`` with all at 16 bits but these sides of one layer."""
+    layers = tuple(
+        _with_sides(layer, sides if layer is quantized else ()) if layer.is_paged else layer for layer in plan.layers
+    )
+    needed = needed_tensors(layers, plan.cache_dtype)
+    return replace(plan, layers=layers, tensors={name: plan.tensors[name] for name in needed})
+
+
+def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
+    """``layer`` with its other sides at 16 bits."""
+    if "v" not in sides:
+        layer = replace(layer, v=(RAW,), v_predictor=None, v_feedback=False, v_basis=False)
+    if "k" not in sides:
+        bare = {"k_rescale": False, "k_offset": False, "k_predictor": None, "k_feedback": False, "k_basis": False}
+        layer = replace(layer, k=(RAW,), k_pages="post", **bare)
+    return layer
