@@ -61,15 +61,15 @@ def test_a_file_of_another_build_is_refused_with_the_command_that_makes_it(kind:
 
 def test_a_hessian_that_is_none_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by mutated files, too: sums that no queries give."""
-    hessians = feedback._Calibration.hessians
+    made = feedback._Calibration.hessian
 
-    def indefinite(self: feedback._Calibration, means: Any) -> dict[Any, torch.Tensor]:
-        found = {place: hessian.clone() for place, hessian in hessians(self, means).items()}
-        for hessian in found.values():
-            hessian[:, 0, 0] -= hessian.diagonal(dim1=1, dim2=2).sum(1) / 2
-        return found
+    def indefinite(self: feedback._Calibration, place: Any, means: Any) -> tuple[torch.Tensor, Any]:
+        hessian, basis = made(self, place, means)
+        hessian = hessian.clone()
+        hessian[:, 0, 0] -= hessian.diagonal(dim1=1, dim2=2).sum(1) / 2
+        return hessian, basis
 
-    monkeypatch.setattr(feedback._Calibration, "hessians", indefinite)
+    monkeypatch.setattr(feedback._Calibration, "hessian", indefinite)
     with pytest.raises(ArtifactError, match="Hessian of layer 0's k is not positive definite") as error:
         run_feedback(tmp_path / "x.safetensors")
     assert error.value.hint is not None and "x.partial.safetensors" in error.value.hint
