@@ -81,7 +81,15 @@ def telling(data: TokenDataset, count: int) -> TokenDataset:
 
 def profiled(loaded: LoadedModel, data: TokenDataset, kl_samples: int) -> Profile:
     """Scores, and the KL to 16 bits of each layer's K or V alone at 2 bits."""
-    spec = ProfileSpec((2,), ("channel",), (32,), (2,), 32, kl_samples, kl_tokens=max(map(len, data.sequences)))
+    spec = ProfileSpec(
+        (2,),
+        ("channel",),
+        (32,),
+        kl_num_bits=(2,),
+        kl_group=32,
+        kl_samples=kl_samples,
+        kl_tokens=max(map(len, data.sequences)),
+    )
     with tempfile.TemporaryDirectory() as folder:
         return run_profile(loaded, data, spec, CacheSpec(0, 0, 0), {}, Path(folder) / "profile.safetensors", Silent())
 

@@ -38,6 +38,7 @@ def test_run_makes_every_artifact(finished: Run) -> None:
     assert names == {
         "profile.safetensors",
         "allocation.safetensors",
+        "plan.damage.json",
         "plan.safetensors",
         "evaluation.json",
         "evaluation.png",
@@ -212,7 +213,7 @@ def test_inspect(finished: Run) -> None:
 def test_verify(finished: Run) -> None:
     model, _, out = finished
     done = ran_well("verify", out / "plan.safetensors", "--model", model, "--json")
-    assert [check["name"] for check in done.json] == ["file", "model", "bytes", "bytes", "bytes"]
+    assert [check["name"] for check in done.json] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
 
 
 def test_generate(finished: Run) -> None:

@@ -96,19 +96,3 @@ def test_the_limits_are_named() -> None:
         require_undamaged(damage, is_allowed=False)
     require_undamaged(damage, is_allowed=True)
     require_undamaged(None, is_allowed=False)
-
-
-def test_a_context_too_short_to_read_a_page_is_told(loaded: LoadedModel) -> None:
-    plan = with_keys(loaded, 1, COARSE)
-    said: list[str] = []
-
-    class Told:
-        def say(self, message: str) -> None:
-            said.append(message)
-
-        def __call__(self, *_: object) -> None: ...
-        def expect(self, *_: object) -> None: ...
-
-    short = replace(loaded, max_context=100)
-    assert measure_damage(plan, short, (), Told()) is None
-    assert any("not measured: texts of 100 tokens" in line for line in said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KERNELS
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvcal import Workload, load_model, load_recipe
@@ -68,7 +68,7 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
 def smollm2() -> str:
     """A folder of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(KERNELS.parents[1]))
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("KVCAL_TEST_CACHE", str(Path.home() / ".cache")))
         patch.syspath_prepend(EXPERIMENTS)
         try:
             return str(runpy.run_path(str(EXPERIMENTS / "real.py"))["find_model"]("smollm2"))

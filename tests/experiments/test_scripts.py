@@ -26,7 +26,6 @@ SCRIPTS = {
     "show_objectives": f"{SMALL} --problems 1 --new-tokens 32",
     "show_progressive": "--quick",
     "show_reparam": "--quick",
-    "show_safeguards": f"--data python:docs --bits 4 --work guards --kinds tasks {SMALL} {HELD_OUT}",
 }
 
 
