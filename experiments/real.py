@@ -334,7 +334,9 @@ def measure_group(
     sequences, masks = zip(*((text.tokens_T, text.loss_mask_T) for text in texts), strict=True)
     known = TokenDataset(sequences, masks, "", "the measured texts", purpose="report")
     for name in names:
-        plan = None if label in measured.get(name, {}) and name != RAW else maker.plan(name, Workload(*tokens_BT.shape))
+        with torch.inference_mode(False), torch.enable_grad():  # a profile takes gradients
+            is_known = label in measured.get(name, {}) and name != RAW
+            plan = None if is_known else maker.plan(name, Workload(*tokens_BT.shape))
         if plan is None:
             continue
         require_unseen(plan.provenance, known)

@@ -61,7 +61,13 @@ def profiled(loaded: LoadedModel, axis: Axis, sizes: Sizes) -> Profile:
     assert loaded.tokenizer is not None
     data = load_sequences(DataSpec(num_samples=sizes.samples, seq_len=sizes.length, seed=0), loaded.tokenizer)
     spec = ProfileSpec(
-        BITS, (axis,), (GROUP,), kl_num_bits=BITS, kl_group=GROUP, kl_samples=sizes.kl_samples, kl_tokens=sizes.length
+        BITS,
+        (axis,),
+        (GROUP,),
+        kl_num_bits=BITS,
+        kl_group_size=GROUP,
+        kl_samples=sizes.kl_samples,
+        kl_tokens=sizes.length,
     )
     with tempfile.TemporaryDirectory() as folder:
         return run_profile(loaded, data, spec, CACHE, {}, Path(folder) / "profile.safetensors", Silent())

@@ -86,7 +86,7 @@ def profiled(loaded: LoadedModel, data: TokenDataset, kl_samples: int) -> Profil
         ("channel",),
         (32,),
         kl_num_bits=(2,),
-        kl_group=32,
+        kl_group_size=32,
         kl_samples=kl_samples,
         kl_tokens=max(map(len, data.sequences)),
     )
