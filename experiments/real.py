@@ -58,7 +58,7 @@ SEARCHES = ("best@2.5",)
 QUICK = ("kivi-4", "uniform-3", "kivi-2", "kitty", "uniform-2", "basis-2", "default@3", "default@2.5")
 # Kinds of text, and where they lie in --data; below, what stands for them without it.
 TEXTS = {"wikipedia": "wikitext2/wiki.test.raw", "books": "gutenberg", "mathematics": "latex"}
-INSTEAD = {"documentation": "python:docs", "word problems": "math"}
+INSTEAD = {"documentation": "python:docs", "word problems": "tasks"}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvcal-models"
 
 

@@ -157,6 +157,6 @@ def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
     if "v" not in sides:
         layer = replace(layer, v=(RAW,), v_predictor=None, v_feedback=False, v_basis=False)
     if "k" not in sides:
-        bare = {"k_rescale": False, "k_offset": False, "k_predictor": None, "k_feedback": False, "k_basis": False}
-        layer = replace(layer, k=(RAW,), k_pages="post", **bare)
+        layer = replace(layer, k=(RAW,), k_pages="post", k_rescale=False, k_offset=False, k_predictor=None)
+        layer = replace(layer, k_feedback=False, k_basis=False)
     return layer
