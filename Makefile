@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Of forward passes that are compared: caches, attention, statistics, what is measured.
 MODEL_TESTS := tests/cache tests/store $(addprefix tests/models/test_models_,contract.py load.py projections.py) \
   $(addprefix tests/run/test_recipe_runs.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq]) \
-  $(addprefix tests/stages/test_,prefix.py evaluate*.py profile*.py reparam*.py \
+  $(addprefix tests/stages/test_,evaluate*.py profile*.py reparam*.py \
   *predict*.py feedback*.py) $(addprefix tests/stages/test_run_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   a_larger_budget_starts_from_what_is_known_and_is_never_worse the_plan_that_ships_is_the_plan_that_was_measured)
 # Beside them: bytes, errors, what NVRTC makes, how much memory is taken; and two caches of one layer, or without a

@@ -56,7 +56,7 @@ def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: o
     from kvcal.strict import dump
 
     loaded = load_plan(plan)
-    damage = load_damage(plan, loaded.sha256)
+    damage = load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
     value = tables.plan_json(loaded, workload) | {"damage": None if damage is None else dump(damage)}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.errors import GateFailed
 from kvcal.plan.page_format import Side
+from kvcal.plan.plan import Plan
 from kvcal.records import read_json, write_json
 from kvcal.strict import STRICT, Amount, Count, Share
 
@@ -71,13 +72,14 @@ def save_damage(damage: Damage, plan: Path) -> None:
     write_json(damage_path(plan), KIND, SCHEMA, damage)
 
 
-def load_damage(plan: Path, sha256: str) -> Damage | None:
-    """What was measured of the plan in this file, whose digest is ``sha256``; None where nothing was."""
-    path = damage_path(plan)
+def load_damage(file: Path, plan: Plan) -> Damage | None:
+    """What was measured of ``plan``, which this file holds; None where nothing was. The plan's digest needs torch, and
+    is taken only where there is a measurement."""
+    path = damage_path(file)
     if not path.is_file():
         return None
     damage = read_json(path, KIND, SCHEMA, Damage, "delete the file; `kvcal plan` and `kvcal compile` write it again")
-    return damage if damage.plan_sha256 == sha256 else None
+    return damage if damage.plan_sha256 == plan.sha256 else None
 
 
 def require_undamaged(damage: Damage | None, is_allowed: bool) -> None:

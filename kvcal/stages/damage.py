@@ -55,7 +55,7 @@ def measure_damage(
         return None
     asked = {"fingerprint": texts.fingerprint, "num_tokens": int(texts.mask_BT.sum())}
     inputs = {**model_inputs(loaded), **compute_dtype(loaded), **asked}
-    damage = None if path is None else load_damage(path, plan.sha256)
+    damage = None if path is None else load_damage(path, plan)
     if damage is None or damage.inputs != inputs:
         kl, error, top1 = _against_16_bits(loaded, [plan], texts)[0]
         tokens = int(texts.mask_BT.sum())

@@ -63,7 +63,6 @@ def test_the_first_users_way_is_whole() -> None:
     subprocess.run(["bash", "-n", DOCS.parent / "experiments/first_user.sh"], check=True)
 
 
-@pytest.mark.xfail(strict=False, reason="the page does not show the check of damage in compile and verify yet")
 @pytest.mark.filterwarnings("ignore:.*")
 def test_the_tutorial_from_profile_to_evaluation() -> None:
     assert all(PAGE.count(long) == 1 for long in SHORTER)

@@ -31,7 +31,6 @@ def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> dict[str, Any]
     return runpy.run_path(str(EXPERIMENTS / "real.py"), run_name="__main__")
 
 
-@pytest.mark.xfail(strict=False, reason="the sources that stand for real text are being replaced")
 def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,

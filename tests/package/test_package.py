@@ -130,7 +130,6 @@ def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) ->
     assert "kvcal.__main__" in loaded and not {"torch", "numpy", "kvcal.strict"} & loaded
 
 
-@pytest.mark.xfail(strict=False, reason="inspect reads the record of damage, which imports the measuring code")
 @pytest.mark.parametrize("tensors", [None, "int4, lattice", "one source of two layers, λ"])
 @pytest.mark.parametrize("command", ["inspect", "diff"])
 def test_a_plan_is_read_with_neither_torch_nor_what_compiles_plans(
