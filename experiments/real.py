@@ -37,7 +37,7 @@ from torch import Tensor
 
 from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.artifact import write_text_atomic
-from kvcal.charts import BLUE, GREY, Mark, Picture
+from kvcal.charts.figures import Point, Series, draw_quality
 from kvcal.console import TerminalReporter
 from kvcal.data.dialogues import dialogue
 from kvcal.data.pools import TokenDataset, require_unseen
@@ -494,25 +494,18 @@ def print_results(found: dict[str, Any]) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """KL of all kinds of text against bits, both of everything."""
-    picture = Picture(9, 5.5)
-    panel = picture.panel()
-    marks = []
+    """KL of all kinds of text against bits, both of everything; one line for a recipe at several budgets."""
+    series: dict[str, list[Point]] = {}
     for name, noted in found["plans"].items():
         groups = found["measured"].get(name, {})
-        kl = Scores.of(groups, groups).kl
-        if kl:
+        if kl := Scores.of(groups, groups).kl:
             texts = torch.cat(list(kl.values()))
-            value, error = ratio_and_error(texts[:, 0], texts[:, 2])
-            mark = Mark(noted["bits"], value, min(error, 0.7 * value), error)
-            is_ours = "@" in name
-            panel.point(mark, BLUE if is_ours else GREY, "o" if is_ours else "s", name, is_ours)
-            marks.append(mark)
-    panel.log_kl(marks)
-    panel.axes.set_xlabel(f"bits per cached value at {PRICED.batch} x {PRICED.context}, everything counted")
-    panel.axes.set_ylabel("KL to 16 bits (nats per token)")
-    panel.axes.set_title(f"{found['name']}: texts of {found['settings']['tokens']} tokens (lower left is better)")
-    picture.save(path)
+            point = Point(noted["bits"], *ratio_and_error(texts[:, 0], texts[:, 2]))
+            series.setdefault(name.partition("@")[0], []).append(point)
+    title = (
+        f"{found['name']}: texts of {found['settings']['tokens']} tokens, priced at {PRICED.batch} x {PRICED.context}"
+    )
+    draw_quality(title, [Series(*one) for one in series.items()], [], path)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch
 from shared import arguments, mean_and_error, print_table
 from torch import Tensor
 
-from kvcal.charts.quality import draw_tuning
+from kvcal.charts.figures import draw_quality, trials_series
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
@@ -209,7 +209,7 @@ def main() -> None:
             objective = TaskObjective(origin, plan, spec, recipe.evaluate, recipe.data, loaded)
             tuning, is_equal = search(objective, given, reporter)
             print_front(tuning, is_equal, min(given.trials, given.resumed_trials))
-            draw_tuning(tuning, given.out.with_suffix(".png"))
+            draw_quality("Search of thresholds", [], trials_series(tuning, None), given.out.with_suffix(".png"))
             results["search"] = {"resumed_is_equal": is_equal, "front": tuning.front}
             results["search"]["trials"] = [{**trial.thresholds, **asdict(trial.outcome)} for trial in tuning.trials]
     given.out.write_text(json.dumps(results, indent=1) + "\n")

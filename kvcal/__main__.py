@@ -19,7 +19,6 @@ import typer
 from kvcal import distributed
 from kvcal.commands import about, plans, run, stages
 from kvcal.commands.doctor import doctor
-from kvcal.commands.explain import explain, report
 from kvcal.commands.options import for_ranks, needs_compile
 from kvcal.commands.serve import bench, capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -115,8 +114,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Serving engines": {"bench": bench, "capacity": capacity, "serve-args": serve_args},
     "Plans": {
         "inspect": plans.inspect,
-        "explain": needs_compile(explain),
-        "report": needs_compile(report),
+        "report": needs_compile(plans.report),
         "diff": plans.diff,
         "verify": plans.verify,
         "generate": plans.generate,

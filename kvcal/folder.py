@@ -51,7 +51,8 @@ class Folder:
     feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
     evaluation = _File("evaluation.json")
-    picture = _File("evaluation.png")
+    bits = _File("bits.png")
+    quality = _File("quality.png")
     report = _File("report.html")
 
     @property
@@ -67,6 +68,12 @@ class Folder:
             raise UsageError(f"--out {path}: cannot make this folder: {refused.strerror}") from None
         artifact.remove_stale(Path(path))
         return cls(Path(path))
+
+    @classmethod
+    def of_plan(cls, path: Path) -> Folder:
+        """The folder of a plan's artifacts; of a named allocation, with the profile one folder up."""
+        above = path.absolute().parent
+        return cls(path) if cls(path).profile.exists() or not cls(above).profile.exists() else cls(path, above)
 
     def named(self, name: str) -> Folder:
         """A folder below, for one allocation of the profile here; it is not made yet. UsageError for a wrong name."""

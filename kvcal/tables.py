@@ -17,11 +17,11 @@ from kvcal.strict import dump
 if TYPE_CHECKING:
     from kvcal.plan.damage import Damage
     from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.choices import Choices
     from kvcal.stages.compare.record import Comparison
     from kvcal.stages.estimate import Estimate
     from kvcal.stages.evaluate import Evaluation, Row
     from kvcal.stages.evaluate.gates import GateResult
-    from kvcal.stages.explain import Explanation, MoreBytes, Risk
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.tune.study import Tuning
@@ -309,25 +309,14 @@ def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Wo
     return title, ("trial", *names, "accuracy %", "all-in bits", "code bits of keys", "cache"), rows
 
 
-def more_table(found: Explanation, more: MoreBytes) -> View:
-    """The change that a budget larger by a tenth would make."""
-    change = f"{more.loss_after - more.loss_before:+.3g}" + ("" if more.error is None else f" ± {more.error:.1g}")
+def choices_table(found: Choices) -> View:
+    """What every option costs its layer's keys or values."""
     rows = [
-        ("formats take", format_bytes(more.nbytes_before), format_bytes(more.nbytes_after), ""),
-        (found.measure, f"{more.loss_before:.4g}", f"{more.loss_after:.4g}", change),
-    ]
-    if more.kl_before is not None and more.kl_after is not None:
-        change = f"{more.kl_after - more.kl_before:+.3g}"
-        rows.append(("sum of KLs alone", f"{more.kl_before:.4g}", f"{more.kl_after:.4g}", change))
-    rows += [(swap.unit, swap.before, swap.after, f"{swap.nbytes:+d} bytes") for swap in more.swaps]
-    return f"What 10 % more bytes would buy ({format_bytes(more.capacity)})", ("", "now", "then", "change"), rows
-
-
-def risks_table(risks: Sequence[Risk]) -> View:
-    """The heads, layers and kinds of text at which a plan is most at risk."""
-    rows = [
-        (one.kind, one.what, format_measured(one.value, one.error, 3, 1), one.measure,
-         "" if one.share is None else f"{100 * one.share:.1f}")
-        for one in risks
+        (
+            one.place, f"{one.option}{' (chosen)' if one.is_chosen else ''}", format_bytes(one.nbytes),
+            format_measured(one.loss, one.error, 4, 1), "" if one.kl is None else f"{one.kl:.3g}",
+            "" if one.sensitivity is None else f"{one.sensitivity:.3g}",
+        )
+        for one in found.options
     ]  # fmt: skip
-    return "At risk", ("", "where", "value", "of", "share %"), rows
+    return "What each option costs", ("place", "option", "bytes", found.measure, "KL alone", "sensitivity"), rows

@@ -1,4 +1,4 @@
-"""Commands on compiled plans: ``kvcal inspect``, ``diff``, ``verify``, ``eval``, ``generate`` and
+"""Commands on compiled plans: ``kvcal inspect``, ``report``, ``diff``, ``verify``, ``eval``, ``generate`` and
 ``pack-prefix``. The first two load no transformers.
 """
 
@@ -44,23 +44,57 @@ class GateOptions:
 
 
 @options.spread
-def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: options.OutputOptions) -> None:
-    """Show a plan: formats and bytes of every layer, all-in bits, where it came from.
+def inspect(
+    plan: options.PlanArgument,
+    sizes: options.WorkloadOptions,
+    given: options.OutputOptions,
+    why: Annotated[
+        int | None,
+        typer.Option(
+            metavar="LAYER", help="What each option would cost this layer, from the artifacts beside the plan."
+        ),
+    ] = None,
+) -> None:
+    """Show a plan: formats and bytes of every layer, all-in bits, where it came from; or, with --why, the options that
+    a layer had.
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
+
+    Example: `kvcal inspect artifacts/first/plan.safetensors --why 7`
     """
     from kvcal import tables
-    from kvcal.charts.heat_map import heat_map
     from kvcal.plan.damage import load_damage
     from kvcal.plan.plan import load_plan
     from kvcal.strict import dump
 
     loaded = load_plan(plan)
+    if why is not None:
+        from kvcal.folder import Folder
+        from kvcal.stages.choices import choices_of
+
+        found = choices_of(loaded, Folder.of_plan(plan.parent), why)
+        given.show(asdict(found), tables.choices_table(found))
+        return
     damage = load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
     value = tables.plan_json(loaded, workload) | {"damage": None if damage is None else dump(damage)}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
-    given.show(value, tables.plan_table(loaded, workload, damage), layers, heat_map(loaded.layers))
+    given.show(value, tables.plan_table(loaded, workload, damage), layers)
+
+
+@options.spread
+def report(folder: options.FolderArgument, given: options.OutputOptions) -> None:
+    """Write report.html of what a folder of `kvcal plan`, `run`, `search`, `compare`, `tune` or `eval` holds: one page,
+    which needs no network, and its figures bits.png and quality.png. These commands write them, too.
+
+    Example: `kvcal report artifacts/first`
+    """
+    from kvcal.charts.report import write_report
+    from kvcal.folder import Folder
+
+    path = write_report(Folder.of_plan(folder))
+    given.show({"report": str(path)})
+    given.reporter().say(f"report: {path}")
 
 
 @options.spread
@@ -216,6 +250,7 @@ def eval_command(
     Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
     """
     from kvcal import tables
+    from kvcal.charts.report import write_report
     from kvcal.folder import Folder
     from kvcal.plan.damage import require_undamaged
     from kvcal.plan.plan import load_plan
@@ -241,6 +276,7 @@ def eval_command(
         require_same_model(loaded_plan, loaded)
         evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
         damage = damage_of_row(loaded_plan, loaded, evaluation.rows[-1], folder.plan, reporter)
+        write_report(folder)
     results = list(gates.results(evaluation.rows[-1]))
     shown = [tables.evaluation_table(evaluation), *([tables.gates_table(results)] if results else [])]
     given.show(dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": dump(damage)}, *shown)

@@ -63,7 +63,6 @@ def plan(
 
     from kvcal import tables
     from kvcal.artifact import require_output
-    from kvcal.charts.heat_map import heat_map
     from kvcal.charts.report import write_report
     from kvcal.folder import Folder, Job
     from kvcal.plan.damage import require_undamaged, save_damage
@@ -123,8 +122,7 @@ def plan(
         "damage": None if damage is None else dump(damage),
     }
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
-    picture = heat_map(made.layers)
-    given.show(value, layers, picture, tables.budget_table(allocation), gain_table(gain, made.workload))
+    given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
     reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: {following}")
     require_undamaged(damage, allow_damage)
@@ -212,10 +210,10 @@ def run(
         "allocation": dump(result.allocation),
         "evaluation": dump(result.evaluation),
         "damage": dump(damage),
-        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "picture", "report")},
+        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "bits", "quality", "report")},
     }
     given.show(value, *shown)
-    reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}\nreport: {folder.report}")
+    reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\nreport: {folder.report}")
     require_undamaged(damage, allow_damage)
 
 
@@ -319,7 +317,7 @@ def tune(
     table = tables.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
     value = {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
     given.show(value, table)
-    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}\npicture: {folder.path / 'tune.png'}")
+    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}")
     reporter.say(f"report: {folder.report}")
 
 
@@ -366,7 +364,6 @@ def compare(
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
     from kvcal import tables
-    from kvcal.charts.quality import draw_comparison
     from kvcal.charts.report import write_report
     from kvcal.folder import Folder, sequences
     from kvcal.plan.plan import DEFAULT_WORKLOAD
@@ -390,11 +387,9 @@ def compare(
         loaded = given.load(model, toy, reporter)
         texts = sequences(spec.data, loaded, "report", folder)
         comparison = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
-        picture = folder.path / "compare.png"
-        draw_comparison(comparison, picture)
         write_report(folder)
     given.show(dump(comparison), tables.comparison_table(comparison))
-    reporter.say(f"table: {folder.path / FILE}\npicture: {picture}\nreport: {folder.report}")
+    reporter.say(f"table: {folder.path / FILE}\nreport: {folder.report}")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):
         raise typer.Exit(refusals[0].exit_code)

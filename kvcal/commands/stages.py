@@ -33,7 +33,6 @@ def profile(
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
     from kvcal import tables
-    from kvcal.charts.layers import draw_profile
     from kvcal.folder import Folder, Job
     from kvcal.run.formats import profile_folder
 
@@ -45,10 +44,8 @@ def profile(
             given.show_estimates(Job(replace(base, search=None), loaded, folder, reporter))
             return
         result = profile_folder(loaded, folder, base, reporter)
-        picture = folder.profile.with_suffix(".png")
-        draw_profile(result, picture)
     given.show(tables.profile_json(result), tables.profile_table(result))
-    reporter.say(f"profile: {folder.profile}\npicture: {picture}")
+    reporter.say(f"profile: {folder.profile}")
 
 
 @options.spread
@@ -90,8 +87,6 @@ def allocate(
     Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
     from kvcal import tables
-    from kvcal.charts.layers import draw_formats
-    from kvcal.charts.quality import draw_front
     from kvcal.folder import Folder
     from kvcal.recipe import BUDGET_KINDS, AllocateSpec
     from kvcal.recipe_files import read_settings
@@ -113,19 +108,14 @@ def allocate(
     reporter = given.reporter()
     if sweep:
         rows = sweep_folder(Folder(folder), spec, sweep_points)
-        draw_front(rows, spec.objective, folder / "sweep.png")
         given.show({"points": rows}, tables.sweep_table(rows))
-        reporter.say(f"picture: {folder / 'sweep.png'}")
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
     paths = Folder(folder) if name is None else Folder(folder).named(name)
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
     result = allocate_folder(paths, spec, reporter, reserved=reserved)
     layers = tables.layer_table(result.layers, result.cache_dtype, result.workload)
-    picture = paths.allocation.with_suffix(".png")
-    draw_formats(result, picture)
     given.show(dump(result), tables.budget_table(result), layers)
-    reporter.say(f"picture: {picture}")
     if before is not None and before != paths.allocation.read_bytes():
         reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
     if name is not None:
@@ -194,18 +184,16 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
-    from kvcal.charts.layers import draw_predictors
     from kvcal.run.transform import fit_predictors_folder
     from kvcal.stages.predictors.record import table_rows
     from kvcal.strict import dump
 
     with _job(folder, model, given, given.recipe(recipe, section="predictors")) as job:
-        record, picture = fit_predictors_folder(job), job.folder.path / "predictors.png"
-        draw_predictors(record, picture)
+        record = fit_predictors_folder(job)
     kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
     value = {"findings": [dump(finding) for finding in record.findings], "nbytes": record.nbytes}
     given.show(value, (f"Predictors: {kept}, on {tokens} held-out tokens", *table_rows(record)))
-    job.reporter.say(f"predictors: {job.folder.predictors}\npicture: {picture}")
+    job.reporter.say(f"predictors: {job.folder.predictors}")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from typing import Any
 
 from kvcal import artifact, distributed
 from kvcal.artifact import read_inputs, sha256_file, sha256_json
-from kvcal.charts.quality import draw_tuning
 from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, with_calibration
-from kvcal.errors import InfeasibleBudget
 from kvcal.folder import (
     Folder,
     Job,
@@ -325,10 +323,10 @@ def tune_plan(
     max_bytes: int | None = None,
 ) -> Tuned:
     """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and ``max_bytes``
-    becomes ``folder``/plan.safetensors. The study and its picture lie beside it.
+    becomes ``folder``/plan.safetensors. The study lies beside it.
 
     Raises:
-        InfeasibleBudget: no trial fits; the study and the picture are kept.
+        InfeasibleBudget: no trial fits; the study is kept.
         UsageError, ArtifactError and others: see ``TaskObjective`` and ``tune``.
     """
     spec, folder = recipe.tune or TuneSpec(), Path(folder)
@@ -359,13 +357,7 @@ def tune_plan(
         "plan.sha256": plan.sha256,
     }
     tuning = tune(search, objective, inputs, folder, reporter, workers)
-    picture = folder / "tune.png"
-    try:
-        chosen = choose(tuning, spec.max_bits, max_bytes)
-    except InfeasibleBudget:
-        draw_tuning(tuning, picture, max_bits=spec.max_bits)
-        raise
-    draw_tuning(tuning, picture, chosen, spec.max_bits)
+    chosen = choose(tuning, spec.max_bits, max_bytes)
     best = objective.plan_with(chosen.thresholds)
     by_bits = {int(name.removeprefix("tau_")): value for name, value in chosen.thresholds.items()}
     overflow = overflow_share(best, with_thresholds(plan, by_bits), objective.scores)

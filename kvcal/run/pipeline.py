@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.distributed import gather
 from kvcal.errors import UsageError
@@ -155,7 +154,7 @@ def compile_folder(
 
 
 def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter) -> Evaluation:
-    """The evaluate stage: the plan beside the recipe's baselines, as JSON and as a picture."""
+    """The evaluate stage: the plan beside the recipe's baselines, as JSON."""
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
     plans.append((recipe.name, plan))
     spec = scheduled_batch(recipe.evaluate, plans, reporter)
@@ -165,9 +164,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
         name = f"{data.source.name}, too ({', '.join(stages)})"
         reporter.say(f"evaluate: the plan was calibrated on {name}; no text is in both samples")
     inputs = evaluation_inputs(loaded, spec, data)
-    evaluation = evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
-    draw_evaluation(evaluation, plan, folder.picture)
-    return evaluation
+    return evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
 
 
 def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:

@@ -41,7 +41,8 @@ def test_run_makes_every_artifact(finished: Run) -> None:
         "plan.damage.json",
         "plan.safetensors",
         "evaluation.json",
-        "evaluation.png",
+        "bits.png",
+        "quality.png",
         "report.html",
     }
 

@@ -34,7 +34,7 @@ def test_command_measures_every_recipe(finished: Finished) -> None:
     stored = load_comparison(out / "compare.json")
     assert done.json == dump(stored)
     assert {path.name for path in out.iterdir()} == {
-        "compare.json", "compare.png", "evaluation.json", "plans", "report.html"
+        "compare.json", "evaluation.json", "plans", "quality.png", "report.html"
     }  # fmt: skip
     entries = by_name(stored)
     assert list(entries) == [*BASELINE_NAMES, "small @ 1", "small @ 4", "small @ 5", "fixed"]

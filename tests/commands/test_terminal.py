@@ -1,4 +1,4 @@
-"""The terminal: tables that fit 80 columns, the heat map of bits, the remaining time, a closed pipe, completion."""
+"""The terminal: tables that fit 80 columns, the remaining time, a closed pipe, completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,10 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
-from kvcal import console, load_plan
+from kvcal import console
 from kvcal.__main__ import app
-from kvcal.charts.heat_map import heat_map
 from kvcal.commands.options import complete_model, complete_recipe
 from kvcal.console import TerminalReporter
-from kvcal.plan.page_format import RAW
-from kvcal.plan.plan import Plan
 from kvcal.progress import Phase
 from kvcal.recipe_names import recipe_names
 
@@ -41,7 +37,7 @@ LINES = [
     "profile {model} --recipe {folder}/small.toml --out {folder}",
     "allocate {folder} --bits 8",
     "allocate {folder} --sweep",
-    "explain {folder}/tiny/plan.safetensors",
+    "inspect {folder}/tiny/plan.safetensors --why 0",
     "eval {folder}/tiny/plan.safetensors --model {model} --recipe {folder}/small.toml --max-kl 9 --out {folder}/tiny",
     "verify {folder}/tiny/plan.safetensors --model {model}",
 ]
@@ -109,36 +105,6 @@ def test_brackets_and_colons_of_a_table_are_no_markup(capsys: pytest.CaptureFixt
     console.show(("of [model]", ("k [bold]",), [(cell,)]))
     drawn = capsys.readouterr().out
     assert cell in drawn and "of [model]" in drawn and "k [bold]" in drawn
-
-
-def heads_that_differ(plan: Plan) -> Plan:
-    """The plan with 16, 2, 16 and 2 bits in the first four heads of layer 1's keys."""
-    layer = plan.layers[1]
-    low = replace(layer.k[0], num_bits=2)
-    heads = layer.attention.num_kv_heads
-    k = tuple(RAW if head % 2 == 0 else low for head in range(heads))
-    return replace(plan, layers=(plan.layers[0], replace(layer, k=k), *plan.layers[2:]))
-
-
-def test_the_heat_map_has_every_layer_and_head() -> None:
-    plan = load_plan(PLAN)
-    lines = heat_map(plan.layers).plain.splitlines()
-    assert lines[1].split() == ["layer", *(str(layer.geometry.index) for layer in plan.layers)]
-    for line, side in zip(lines[2:], ("k", "v"), strict=True):
-        assert line.split() == [side.upper(), *(str(layer.formats(side)[0].num_bits) for layer in plan.layers)]
-    changed = heads_that_differ(plan)
-    by_label = dict(re.split(r"  +", line, maxsplit=1) for line in heat_map(changed.layers).plain.splitlines()[2:])
-    bits = [fmt.num_bits for fmt in changed.layers[1].k]
-    assert [int(by_label[f"K head {head}"].split()[1]) for head in range(len(bits))] == bits
-    assert by_label["K head 1"].split()[2] == str(plan.layers[2].k[0].num_bits)  # heads that are alike
-    many = plan.layers * 9
-    blocks = heat_map(many).plain.splitlines()
-    assert max(map(len, blocks)) <= 80 and sum(line.count(" 8") for line in blocks if line.startswith("layer")) == 9
-    drawn = io.StringIO()
-    Console(file=drawn, width=80, force_terminal=True, color_system="truecolor").print(heat_map(plan.layers))
-    assert ESCAPE.sub("", drawn.getvalue()).rstrip("\n") == "\n".join(lines)
-    num_cells = sum(len(layer.formats(side)[:1]) for layer in plan.layers for side in ("k", "v"))
-    assert len(ESCAPE.findall(drawn.getvalue())) >= 2 * num_cells  # each cell has its colour, and its end
 
 
 class Clock:

@@ -68,7 +68,7 @@ def test_a_study_leaves_a_plan_a_front_and_a_picture(whole: Path, model: Path) -
     assert len(tuning.trials) == 4 and tuning.generation == 1
     bits = {trial.outcome.bits_per_value for trial in tuning.trials}
     assert len(bits) > 1  # rooms follow the thresholds
-    assert (whole / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    assert (whole / "quality.png").read_bytes()[:4] == b"\x89PNG"
     assert "(chosen)" in (whole / "report.html").read_text()
     plan = load_plan(whole / "plan.safetensors")
     assert plan.predicted_bytes == chosen.outcome.total_bytes
@@ -111,7 +111,7 @@ def test_interrupted_and_resumed_through_the_command(whole: Path, model: Path, r
     assert stopped.code == 130 and f"2 of 4 trials are kept in {tmp_path}" in stopped.err
     resumed = ran_well(*command, "--json")
     assert f"goes on after 2 trials in {tmp_path}" in resumed.err
-    for name in ("tune.json", "tune.png", "plan.safetensors"):
+    for name in ("tune.json", "quality.png", "plan.safetensors"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
     shown = resumed.json
     assert shown["chosen"]["number"] in shown["front"] and len(shown["trials"]) == 4

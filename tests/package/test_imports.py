@@ -26,7 +26,7 @@ LEVELS = (
     {"cache"},
     {"stages", "bench", "charts", "engines"},
     {"run"},
-    {"commands", "console", "tables", "lm_eval", "__main__", "charts.html", "charts.report"},
+    {"commands", "console", "tables", "lm_eval", "__main__", "charts.report"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "user_cache", "pages",

@@ -509,7 +509,6 @@ def test_a_recipe_and_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizer
     command = ("fit-predictors", folder, "--model", model, "--recipe", recipe, "--device", "cpu")
     shown = run_kvcal(*command)
     assert "is current, skipped" in shown.err and "2 of 4 kept" in shown.out
-    assert (folder / "predictors.png").stat().st_size > 1000
     command += ("--json", "--quiet", "--set", "predictors.drop=false", "--set", "predictors.rank=3")
     assert '"nbytes"' in run_kvcal(*command, "--set", "predictors.kind=low_rank").out
     assert load(folder / "predictors.safetensors").subject.spec == PredictorSpec("low_rank", 3, drop=False)

@@ -19,7 +19,6 @@ from predictor_runs import (
 )
 
 from kvcal import artifact
-from kvcal.charts.layers import draw_predictors
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
@@ -117,8 +116,6 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     headers, rows = table_rows(again)
     assert len(rows) == 6 and all(len(row) == len(headers) for row in rows)
     assert rows[0][-1] == "left out: there is no layer before it" and rows[3][-1] == ""
-    draw_predictors(again, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

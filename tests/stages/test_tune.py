@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ import optuna
 import pytest
 
 from kvcal.artifact import canonical_json
-from kvcal.charts.quality import draw_tuning
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Silent
 from kvcal.stages.tune import study as tune_module
@@ -443,18 +441,3 @@ def test_record_is_read_back_and_refused_when_changed(tmp_path: Path) -> None:
         load_tuning(path)
     with pytest.raises(ArtifactError, match="does not exist"):
         load_tuning(tmp_path / "none.json")
-
-
-def test_picture(tmp_path: Path) -> None:
-    tuning = tuning_of((0.5, 2.2), (0.9, 3.5), (0.7, 2.6), (0.4, 2.9))
-    draw_tuning(tuning, tmp_path / "a.png", choose(tuning, max_bits=3), max_bits=3)
-    draw_tuning(tuning, tmp_path / "b.png", choose(tuning, max_bits=3), max_bits=3)
-    data = (tmp_path / "a.png").read_bytes()
-    assert data == (tmp_path / "b.png").read_bytes()
-    width, height = struct.unpack(">II", data[16:24])
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and width > 800 and height > 400
-    draw_tuning(tuning, tmp_path / "b.png")
-    assert data != (tmp_path / "b.png").read_bytes()
-    draw_tuning(tuning_of(), tmp_path / "empty.png")
-    draw_tuning(tuning_of(*((n / 40, 2 + n / 40) for n in range(40))), tmp_path / "many.png")
-    assert sorted(os.listdir(tmp_path)) == ["a.png", "b.png", "empty.png", "many.png"]

@@ -1,0 +1,147 @@
+"""What every option of a layer costs, from the artifacts that a plan was made from: ``kvcal inspect --why``.
+
+After a profile, ``loss`` is what the solver minimised, of the layer's keys or values alone. After a search, it is the
+change of the score that the last round estimated when this place alone takes the option. Nothing is measured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal.artifact import sha256_file
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.folder import Folder
+from kvcal.plan.page_format import RAW, Side
+from kvcal.plan.plan import Plan
+from kvcal.recipe import AllocateSpec, Objective
+from kvcal.stages.allocate import Problem, option_name
+from kvcal.stages.allocate.record import Allocation
+from kvcal.stages.allocate.record import load as load_allocation
+from kvcal.stages.profile.record import Profile
+from kvcal.stages.profile.record import load as load_profile
+from kvcal.stages.search.record import SearchReport
+from kvcal.stages.search.record import load as load_search
+from kvcal.strict import parse
+
+
+@dataclass(frozen=True)
+class OptionCost:
+    """An option of a ``place`` ("layer 0 K"). ``error``: standard error of ``loss`` after a search. ``kl`` (nats per
+    token) and ``sensitivity`` (PM-KVQ, Eq. 5): of the place alone; None where they were not measured."""
+
+    place: str
+    option: str
+    nbytes: int
+    loss: float
+    error: float | None
+    kl: float | None
+    sensitivity: float | None
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class Choices:
+    """``measure``: what ``loss`` is."""
+
+    measure: str
+    options: tuple[OptionCost, ...]
+
+
+def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
+    """The options of all layers, or of the one with this cache index, from the artifacts in ``folder``.
+
+    Raises:
+        ArtifactError: no allocation there, one of another plan or profile, or one that nothing was chosen for; corrupt
+            files. UsageError: nothing was chosen for ``layer``.
+    """
+    allocation, inputs = allocation_of(plan, folder)
+    if "search.sha256" in inputs:
+        _require_input(folder.search, inputs, "search.sha256")
+        measure, options = "change of the score", [*_searched(load_search(folder.search).report)]
+    elif allocation.loss is None:
+        raise ArtifactError(
+            f"{folder.allocation}: nothing was chosen: the recipe fixes the formats, or assigns them by a rule",
+            hint="recipes with [allocate], such as default, or [search], such as best, choose by costs",
+        )
+    else:
+        _require_input(folder.profile, inputs, "profile.sha256")
+        spec = spec_of(inputs)
+        measure, options = f"{spec.objective} loss", [*_profiled(allocation, spec, load_profile(folder.profile))]
+    shown = [one for one in options if layer is None or one.place.startswith(f"layer {layer} ")]
+    if layer is not None and not shown:
+        places = dict.fromkeys(one.place.split()[1] for one in options)
+        raise UsageError(f"layer {layer}: nothing was chosen there", hint=f"layers with options: {', '.join(places)}")
+    return Choices(measure, tuple(shown))
+
+
+def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any]]:
+    """The allocation in ``folder`` that ``plan`` was compiled from, and its inputs. ArtifactError where there is none,
+    or another plan's."""
+    if not folder.allocation.is_file():
+        raise ArtifactError(
+            f"{folder.allocation} is missing: a plan by itself does not hold why it was chosen",
+            hint="name the plan in the folder where `kvcal plan`, `run`, `search` or `allocate` left its artifacts",
+        )
+    allocation, inputs = load_allocation(folder.allocation)
+    ours, theirs = ([(p.geometry, p.k, p.v) for p in layers] for layers in (plan.layers, allocation.layers))
+    if (plan.model, plan.workload, ours) != (allocation.model, allocation.workload, theirs):
+        raise ArtifactError(f"{folder.allocation} is of another plan", f"kvcal compile {folder.path} writes its plan")
+    return allocation, inputs
+
+
+def spec_of(inputs: Mapping[str, Any]) -> AllocateSpec:
+    """The [allocate] that an allocation was made by."""
+    names = AllocateSpec.__dataclass_fields__
+    given = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
+    return parse(AllocateSpec, given, "the allocation's inputs", ArtifactError)
+
+
+def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> Iterator[OptionCost]:
+    problem, layers = Problem(profile, spec), {layer.geometry.index: layer for layer in allocation.layers}
+    for number, unit in enumerate(problem.units):
+        formats = problem.formats(number)
+        places = list(dict.fromkeys(place[:2] for place in formats[0]))  # (cache index, side)
+        index, side = places[0]
+        chosen = option_name(layers[index].formats(side)[0])
+        for option, parts in zip(unit.options, formats, strict=True):
+            kl = _alone(profile, "kl", places, str(option.key))
+            sensitivity = _alone(profile, "sensitivity", places, str(option.key))
+            name = f"layer {index} {' and '.join(side.upper() for _, side in places)}"
+            label, is_chosen = next(iter(parts.values())).label, option.key == chosen
+            yield OptionCost(name, label, option.nbytes, option.loss, None, kl, sensitivity, is_chosen)
+
+
+def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]], key: str) -> float | None:
+    """The measure of an option, summed over heads and sides; None where one was not measured."""
+    total = 0.0
+    for index, side in places if key != option_name(RAW) else ():
+        if measure == "kl" and not profile.setup.kl_candidates(side):
+            return None
+        losses = profile.losses(measure, index, side)
+        found = [sum(loss) for one, loss in losses.items() if option_name(profile.cache.format(side, *one)) == key]
+        if not found:
+            return None
+        total += found[0]
+    return total
+
+
+def _searched(report: SearchReport) -> Iterator[OptionCost]:
+    """The options that the last round tried; the chosen one has no change where the plan began with it."""
+    for unit in report.units:
+        tried: list[tuple[str, int, float, float | None]] = []
+        tried += [(o.name, o.nbytes, o.estimate, o.error) for o in unit.options]
+        if unit.chosen not in [name for name, *_ in tried]:
+            tried.append((unit.chosen, unit.nbytes, 0.0, None))
+        for name, nbytes, loss, error in sorted(tried, key=lambda one: one[1]):
+            yield OptionCost(unit.unit, name, nbytes, loss, error, None, None, name == unit.chosen)
+
+
+def _require_input(path: Path, inputs: Mapping[str, Any], name: str) -> None:
+    if not path.is_file() or inputs.get(name) != sha256_file(path):
+        what = (
+            "is not the one that the plan was made from" if path.is_file() else "is missing: the plan was made from it"
+        )
+        raise ArtifactError(f"{path} {what}", "make the plan again in this folder")

@@ -1,0 +1,115 @@
+"""``kvcal inspect --why``: what each option of a layer costs, after a profile and a search; and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.folder import Folder
+from kvcal.plan.page_format import RAW
+from kvcal.plan.plan import load_plan
+from kvcal.stages.profile import load as load_profile
+from kvcal.stages.search.record import load as load_search
+
+SIZES = ("--batch", 2, "--context", 4096)
+SEARCH = """[search]
+keys = [{ num_bits = 2 }, { num_bits = 4 }]
+values = [{ num_bits = 2 }, { num_bits = 4 }]
+kl_samples = 2
+kl_tokens = 256
+refine_rounds = 1
+systems = ["kivi-2"]
+[reparam]
+num_samples = 1
+seq_len = 256
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A model of two layers, and plans of it: plans/a by a profile, searched/ by a search."""
+    folder = tmp_path_factory.mktemp("why")
+    model = save_llama(folder / "model", tokenizer)
+    (folder / "small.toml").write_text(RECIPE.replace("batch = 2\n", 'batch = 2\nobjective = "sensitivity"\n'))
+    (folder / "searched.toml").write_text(RECIPE.replace('same_bytes_as = "kivi-2"', "bits = 5.0") + SEARCH)
+    small = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--name", "a", "--bits", 4.5)
+    ran_well("plan", model, *small, *SIZES, "--quiet")
+    ran_well("search", folder / "searched.toml", "--model", model, "--out", folder / "searched", *SIZES, "--quiet")
+    return folder
+
+
+def why(plan: Path, layer: int) -> dict[str, Any]:
+    return ran_well("inspect", plan, "--why", layer, "--json").json
+
+
+def test_options_of_a_profile_have_its_figures(made: Path) -> None:
+    path = made / "plans" / "a" / "plan.safetensors"
+    plan, profile = load_plan(path), load_profile(made / "plans" / "profile.safetensors")
+    for layer in plan.layers:
+        index, geometry, found = layer.geometry.index, layer.attention, why(path, layer.geometry.index)
+        assert found["measure"] == "sensitivity loss"
+        for side, dim in (("k", geometry.k_head_dim), ("v", geometry.v_head_dim)):
+            options = [option for option in found["options"] if option["place"] == f"layer {index} {side.upper()}"]
+            losses = profile.losses("sensitivity", index, side)
+            costs = {profile.cache.format(side, *one): sum(loss) for one, loss in losses.items()} | {RAW: 0.0}
+            assert [option["option"] for option in options] == [fmt.label for fmt in costs]
+            sizes = [f.nbytes(side, geometry.num_kv_heads, dim, plan.cache_dtype, plan.workload.lengths) for f in costs]
+            assert [option["nbytes"] for option in options] == sizes
+            for measure in ("loss", "sensitivity"):
+                assert [option[measure] for option in options] == pytest.approx(list(costs.values()))
+            chosen = [option["option"] for option in options if option["is_chosen"]]
+            assert chosen == [layer.formats(side)[0].label]
+    shown = ran_well("inspect", path, "--why", 1).out
+    assert "layer 1 V" in shown and "layer 0" not in shown and "(chosen)" in shown
+
+
+def test_options_of_a_search_are_its_estimates(made: Path) -> None:
+    folder = Folder(made / "searched")
+    units = load_search(folder.search).report.units
+    assert units
+    for unit in units:
+        found = why(folder.plan, int(unit.unit.split()[1]))["options"]
+        by_name = {option["option"]: option for option in found if option["place"] == unit.unit}
+        assert by_name[unit.chosen]["is_chosen"] and by_name[unit.chosen]["nbytes"] == unit.nbytes
+        for option in unit.options:
+            assert by_name[option.name]["loss"] == option.estimate and by_name[option.name]["error"] == option.error
+
+
+def test_without_its_artifacts_a_plan_has_no_reasons(made: Path, tmp_path: Path) -> None:
+    path = made / "plans" / "a" / "plan.safetensors"
+    done = run_kvcal("inspect", path, "--why", 7)
+    assert (
+        done.code == 2 and "layer 7: nothing was chosen there" in done.err and "layers with options: 0, 1" in done.err
+    )
+    shutil.copy(path, tmp_path / "plan.safetensors")
+    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
+    assert done.code == 5 and "allocation.safetensors is missing" in done.err
+    shutil.copy(path.with_name("allocation.safetensors"), tmp_path)
+    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
+    assert done.code == 5 and "profile.safetensors is missing" in done.err
+    shutil.copy(made / "searched" / "plan.safetensors", tmp_path)
+    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
+    assert done.code == 5 and "allocation.safetensors is of another plan" in done.err
+
+
+def test_fixed_formats_have_no_reason(made: Path, tmp_path: Path) -> None:
+    few = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)
+    ran_well("run", "kivi-2", "--model", made / "model", "--out", tmp_path, *few)
+    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
+    assert done.code == 5 and "nothing was chosen: the recipe fixes the formats" in done.err
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="bits"' in page and "nothing was chosen" in page
+
+
+def test_reports_are_written_anew(made: Path) -> None:
+    for folder in (made / "plans" / "a", made / "searched"):
+        path = folder / "report.html"
+        before = path.read_bytes()
+        path.unlink()
+        assert f"report: {path}" in ran_well("report", folder).err
+        assert path.read_bytes() == before and b"(chosen)" in before
