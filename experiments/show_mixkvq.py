@@ -6,20 +6,17 @@
    "error-only" ablation), by magnitude, by I x magnitude, and at random. KL to 16 bits in nats per loss token,
    decode-faithfully, keys alone (values at 16 bits) and with the recipe's values; differences to I S are paired, text
    by text. With ``--problems``, exact match through the packed cache, of the plans with the recipe's values.
-2. The search: ``kvcal tune``'s own stages on the recipe, each trial through the packed cache. A second study is
-   interrupted twice and resumed; its file must be the first one's, byte for byte.
-3. The Pareto front of the first study; its picture lies beside the JSON.
+2. The search: ``kvcal tune``'s own stages on the recipe, each trial through the packed cache.
+3. The Pareto front of the study; its picture lies beside the JSON.
 
 Errors are standard errors over texts or problems. Texts are task documents of the report pool.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +37,8 @@ from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
-from kvcal.stages.tune.objective import Origin, TaskObjective
-from kvcal.stages.tune.study import Outcome, Tuning, tune
+from kvcal.stages.tune.objective import TaskObjective
+from kvcal.stages.tune.study import Tuning, tune
 
 SCORES: tuple[Score, ...] = ("query_range", "range", "magnitude", "query_magnitude", "random")
 # (name, tiers): the recipe's rooms, and a single tier.
@@ -120,44 +117,14 @@ def print_scores(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table("Scores of key channels at equal bytes", head, lines)
 
 
-def interrupting(
-    evaluate: Callable[[Mapping[str, float]], Outcome], at: int
-) -> Callable[[Mapping[str, float]], Outcome]:
-    """``evaluate``, but Ctrl-C instead of its ``at``-th call."""
-    calls: list[int] = []
-
-    def call(thresholds: Mapping[str, float]) -> Outcome:
-        calls.append(1)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return evaluate(thresholds)
-
-    return call
-
-
-def search(objective: TaskObjective, given: argparse.Namespace, reporter: TerminalReporter) -> tuple[Tuning, bool]:
-    """The study, and whether one that was interrupted twice has the same file."""
-    trials = objective.search()
-    short = replace(trials, num_trials=min(trials.num_trials, given.resumed_trials))
+def search(objective: TaskObjective, reporter: TerminalReporter) -> Tuning:
     with tempfile.TemporaryDirectory() as folder:
-        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
-        tune(short, objective, {}, whole, reporter)
-        digest = hashlib.sha256((whole / "tune.json").read_bytes()).digest()
-        for stop_at in (1 + short.num_trials // 3, 2):
-            try:
-                tune(short, interrupting(objective, stop_at), {}, broken, reporter)
-            except KeyboardInterrupt:
-                reporter.say("interrupted on purpose")
-        tune(short, objective, {}, broken, reporter)
-        is_equal = hashlib.sha256((broken / "tune.json").read_bytes()).digest() == digest
-        return tune(trials, objective, {}, whole, reporter), is_equal
+        return tune(objective.search(), objective, {}, Path(folder), reporter)
 
 
-def print_front(tuning: Tuning, is_equal: bool, num_resumed: int) -> None:
-    names = [threshold.name for threshold in tuning.search.thresholds]
-    low, high = tuning.search.thresholds[0].low, tuning.search.thresholds[0].high
-    verdict = "the same file" if is_equal else "ANOTHER FILE"
-    print(f"\nA study of {num_resumed} trials, interrupted twice and resumed: {verdict}.")
+def print_front(tuning: Tuning) -> None:
+    ranges = tuning.inputs["search.thresholds"]
+    names, (low, high) = list(ranges), next(iter(ranges.values()))
     lines = []
     for number in tuning.front:
         trial, found = tuning.trials[number], tuning.trials[number].outcome
@@ -182,7 +149,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="length of a text at most")
     parser.add_argument("--problems", type=int, default=24, help="of each task, for scores and trials; 0: no tasks")
     parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--resumed-trials", type=int, default=6, help="trials of the studies that are compared")
     parser.add_argument("--batch", type=int, default=72, help="problems at once")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="2 texts, 3 trials of 1 short problem")
@@ -191,7 +157,7 @@ def main() -> None:
     limits: dict[str, Any] = {"batch": given.batch}
     tasks = TuneSpec().tasks
     if given.quick:
-        given.texts, given.tokens, given.trials, given.resumed_trials = 2, 400, 3, 3
+        given.texts, given.tokens, given.trials = 2, 400, 3
         given.problems, tasks = min(given.problems, 1), ("chain",)
         limits |= {"max_size": 30, "max_hops": 4, "max_new_tokens": 40, "tasks": tasks}
     recipe = replace(recipe, evaluate=replace(recipe.evaluate, **limits))
@@ -205,12 +171,11 @@ def main() -> None:
         if given.problems:
             spec = TuneSpec(tasks=tasks, num_problems=given.problems, num_trials=given.trials, fit_range=True)
             plan = plan_of(loaded, recipe, recipe.formats.k.boost, Workload(8, 4096), recipe.formats.v)
-            origin = Origin(given.model, "auto", given.device)
-            objective = TaskObjective(origin, plan, spec, recipe.evaluate, recipe.data, loaded)
-            tuning, is_equal = search(objective, given, reporter)
-            print_front(tuning, is_equal, min(given.trials, given.resumed_trials))
+            objective = TaskObjective(loaded, plan, spec, recipe.evaluate, recipe.data)
+            tuning = search(objective, reporter)
+            print_front(tuning)
             draw_quality("Search of thresholds", [], trials_series(tuning, None), given.out.with_suffix(".png"))
-            results["search"] = {"resumed_is_equal": is_equal, "front": tuning.front}
+            results["search"] = {"front": tuning.front}
             results["search"]["trials"] = [{**trial.thresholds, **asdict(trial.outcome)} for trial in tuning.trials]
     given.out.write_text(json.dumps(results, indent=1) + "\n")
 

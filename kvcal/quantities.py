@@ -17,8 +17,6 @@ from kvcal.errors import UsageError
 MAX_BATCH = 1_000_000
 # Tokens of a sequence: beyond any model, and their bytes are still 64-bit integers.
 MAX_CONTEXT = 1_000_000_000
-# Processes of one command, each of which loads the model.
-MAX_WORKERS = 256
 # Seeds that torch, numpy and Python all take.
 MAX_SEED = 2**32 - 1
 

@@ -293,7 +293,7 @@ def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
 
 def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Workload | None) -> View:
     """The Pareto front, and the trial with the ``chosen`` thresholds, by bits."""
-    names = [threshold.name for threshold in tuning.search.thresholds]
+    names = list(tuning.inputs["search.thresholds"])
     numbers = {*tuning.front, *(trial.number for trial in tuning.trials if trial.thresholds == chosen)}
     rows = []
     for trial in sorted((tuning.trials[number] for number in numbers), key=lambda one: one.outcome.bits_per_value):

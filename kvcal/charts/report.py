@@ -25,10 +25,9 @@ from kvcal.stages.compare.record import load_comparison
 from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search.record import load as load_search
+from kvcal.stages.tune.study import FILE as STUDY
 from kvcal.stages.tune.study import load_tuning
 from kvcal.strict import flat
-
-TUNING = "tune.json"
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ def _measured_sections(folder: Folder) -> Iterator[Section]:
     elif folder.evaluation.is_file() and (evaluation := load_evaluation(folder.evaluation)).rows:
         draw_quality("Quality against size", *rows_series((row.name, row) for row in evaluation.rows), folder.quality)
         yield Section("Evaluation", (tables.evaluation_table(evaluation),), folder.quality)
-    if (folder.path / TUNING).is_file():
-        tuning = load_tuning(folder.path / TUNING)
+    if (folder.path / STUDY).is_file():
+        tuning = load_tuning(folder.path)
         plan = load_plan(folder.plan) if folder.plan.is_file() else None
         thresholds = None if plan is None else plan.provenance.get("thresholds")
         table = tables.tuned_table(tuning, thresholds, None if plan is None else plan.workload)

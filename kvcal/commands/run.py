@@ -12,7 +12,7 @@ import typer
 from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_WORKERS, format_bytes
+from kvcal.quantities import format_bytes
 
 if TYPE_CHECKING:
     from kvcal.plan.plan import Workload
@@ -277,19 +277,12 @@ def tune(
     model: options.OtherModel = None,
     out: options.Out = Path("artifacts/tune"),
     kv_budget: options.KvBudget = None,
-    workers: Annotated[
-        int,
-        typer.Option(
-            help="Trials that a new study draws at once, for as many processes: its own, or torchrun's.",
-            min=1,
-            max=MAX_WORKERS,
-        ),
-    ] = 1,
 ) -> None:
     """Search the thresholds of the recipe's key tiers: accuracy up, all-in bits down; write the best plan under a cap
     (tune.max_bits, --kv-budget). The recipe needs [formats] alone.
 
-    Interrupted, it resumes to exactly the trials it would have come to, whatever the number of workers then.
+    Interrupted, it resumes after its finished trials. Started several times on one --out, a GPU each, the
+    processes share the trials of one study.
 
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
     """
@@ -300,24 +293,23 @@ def tune(
     from kvcal.quantities import parse_bytes
     from kvcal.recipe_files import load_recipe
     from kvcal.run.formats import formats_plan, tune_plan
-    from kvcal.stages.tune.objective import Origin
+    from kvcal.stages.tune.study import FILE as STUDY
     from kvcal.strict import dump
 
     base = load_recipe(recipe)
     _require_formats_alone(base)
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
-    origin = Origin(model or base.model, given.dtype, given.device, given.memory_bytes)
     folder = Folder.create(out)
     with given.reporting() as reporter:
-        loaded = given.load(origin.source, base.data, reporter)
+        loaded = given.load(model or base.model, base.data, reporter)
         plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
-        tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
+        tuned = tune_plan(loaded, plan, base, folder.path, reporter, max_bytes)
         write_report(folder)
     table = tables.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
     value = {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
     given.show(value, table)
-    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}")
+    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / STUDY}")
     reporter.say(f"report: {folder.report}")
 
 

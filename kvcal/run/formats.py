@@ -44,14 +44,7 @@ from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search.record import SearchRecord
-from kvcal.stages.tune.objective import (
-    HIGHEST_SHARE,
-    Origin,
-    TaskObjective,
-    overflow_share,
-    score_quantile,
-    with_thresholds,
-)
+from kvcal.stages.tune.objective import HIGHEST_SHARE, TaskObjective, score_quantile
 from kvcal.stages.tune.study import Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
 
@@ -196,10 +189,7 @@ def tune_folder(job: Job) -> Allocation:
     }
 
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
-        memory = None if loaded.residence is None else loaded.residence.memory
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
-        origin = Origin(loaded.source, dtype, str(loaded.model.device), memory)
-        best = tune_plan(loaded, origin, plan, recipe, folder.path, reporter).plan
+        best = tune_plan(loaded, plan, recipe, folder.path, reporter).plan
         provenance = with_calibration(best.provenance, calibration("tune", inputs))
         allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
         allocation_stage.save(allocation, inputs, path)
@@ -313,14 +303,7 @@ class Tuned:
 
 
 def tune_plan(
-    loaded: LoadedModel,
-    origin: Origin,
-    plan: Plan,
-    recipe: Recipe,
-    folder: str | Path,
-    reporter: Reporter,
-    workers: int = 1,
-    max_bytes: int | None = None,
+    loaded: LoadedModel, plan: Plan, recipe: Recipe, folder: Path, reporter: Reporter, max_bytes: int | None = None
 ) -> Tuned:
     """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and ``max_bytes``
     becomes ``folder``/plan.safetensors. The study lies beside it.
@@ -329,11 +312,11 @@ def tune_plan(
         InfeasibleBudget: no trial fits; the study is kept.
         UsageError, ArtifactError and others: see ``TaskObjective`` and ``tune``.
     """
-    spec, folder = recipe.tune or TuneSpec(), Path(folder)
+    spec = recipe.tune or TuneSpec()
     Folder(folder).require_model(model_inputs(loaded))
-    objective = TaskObjective(origin, plan, spec, recipe.evaluate, recipe.data, loaded)
+    objective = TaskObjective(loaded, plan, spec, recipe.evaluate, recipe.data)
     search = objective.search()
-    low, high = search.thresholds[0].low, search.thresholds[0].high
+    low, high = next(iter(search.thresholds.values()))
     middle, most = (score_quantile(objective.scores, share) for share in (0.5, HIGHEST_SHARE))
     reporter.say(
         f"tune: half of the channels score above {middle:.3g}, 1 % above {most:.3g}; searched from {low:g} to {high:g}"
@@ -356,16 +339,11 @@ def tune_plan(
         **flat_records(data=recipe.data),
         "plan.sha256": plan.sha256,
     }
-    tuning = tune(search, objective, inputs, folder, reporter, workers)
+    tuning = tune(search, objective, inputs, folder, reporter)
     chosen = choose(tuning, spec.max_bits, max_bytes)
-    best = objective.plan_with(chosen.thresholds)
-    by_bits = {int(name.removeprefix("tau_")): value for name, value in chosen.thresholds.items()}
-    overflow = overflow_share(best, with_thresholds(plan, by_bits), objective.scores)
-    details = {"thresholds": chosen.thresholds, "tune_seed": search.seed, "overflow_share": overflow}
-    best = replace(best, provenance={**plan.provenance, **details})
-    reporter.say(
-        f"tune: trial {chosen.number} of {len(tuning.trials)} is chosen, {chosen.outcome.bits_per_value:.3f} bits a "
-        f"value; {overflow:.1%} of the calibration pages have a channel above its threshold and no room for it"
-    )
+    provenance = {**plan.provenance, "thresholds": chosen.thresholds, "tune_seed": search.seed}
+    best = replace(objective.plan_with(chosen.thresholds), provenance=provenance)
+    bits = chosen.outcome.bits_per_value
+    reporter.say(f"tune: trial {chosen.number} of {len(tuning.trials)} is chosen, {bits:.3f} bits a value")
     save_plan(best, folder / "plan.safetensors")
     return Tuned(tuning, chosen, best)

@@ -15,7 +15,7 @@ from kvcal.charts.figures import SMALLEST_KL, Point, Series, draw_bits, draw_qua
 from kvcal.errors import ArtifactError
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import RAW, LayerPlan
-from kvcal.stages.tune.study import Outcome, Search, Threshold, Trial, Tuning, pareto_front
+from kvcal.stages.tune.study import Outcome, Trial, Tuning
 
 MIXED = plan_of(
     LayerPlan(attention(0), (RAW,), (V8,)),
@@ -67,7 +67,7 @@ def test_a_study_shows_its_front_and_the_choice() -> None:
         Trial(n, {"tau_4": 0.5 + n}, Outcome(accuracy, 0.05, bits, int(1e6 * bits), {}))
         for n, (accuracy, bits) in enumerate([(0.5, 2.5), (0.75, 3.0), (0.6, 3.5)])
     )
-    tuning = Tuning({}, Search((Threshold("tau_4", 0.1, 9.0),), 3, 0), 1, trials, pareto_front(trials))
+    tuning = Tuning({}, trials, (0, 1))
     every, front, chosen = trials_series(tuning, {"tau_4": 1.5})
     assert [point.bits for point in every.points] == [2.5, 3.0, 3.5] and not every.is_joined
     assert front.points == [(2.5, 50.0, 5.0), (3.0, 75.0, 5.0)] and chosen.points == [(3.0, 75.0, 5.0)]

@@ -21,7 +21,6 @@ from kvcal.stages.tune.objective import (
     fitted_boost,
     key_code_bits,
     measure_scores,
-    overflow_share,
     page_scores,
     score_quantile,
     taken_channels,
@@ -194,29 +193,6 @@ def test_code_bits_are_those_of_stored_pages(tiers: tuple[Tier, ...]) -> None:
         for values in scores.values()
     ]
     assert key_code_bits(plan, scores) == pytest.approx(float(torch.cat(bits).double().mean()), abs=1e-12)
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-def test_overflow_is_counted_page_by_page(tiers: tuple[Tier, ...]) -> None:
-    """A tier of fixed count never overflows; one that was left out overflows wherever a channel is above it."""
-    loaded = as_loaded(tiny_llama())
-    asked = make_plan(loaded, (format_of(Boost("range", tiers)), V))
-    scores = {0: random_scores(5, 8), 1: random_scores(3, 8)}
-    fitted = fitted_boost(Boost("range", tiers), scores[0], 0.6)
-    plan = make_plan(loaded, (format_of(fitted), V))
-    rooms = {tier.num_bits: tier.num_channels(8) for tier in fitted.tiers} if fitted else {}
-    overflowing = 0
-    for row in torch.cat([values.flatten(0, 1) for values in scores.values()]).tolist():
-        left, has_overflow = sorted(row), False
-        for tier in tiers:
-            room = rooms.get(tier.num_bits, 0)
-            wanted = left[len(left) - room :] if tier.above is None else [score for score in left if score > tier.above]
-            has_overflow |= len(wanted) > room
-            left = left[: len(left) - min(len(wanted), room)]
-        overflowing += has_overflow
-    assert overflow_share(plan, asked, scores) == overflowing / 16
-    everything = with_thresholds(asked, {t.num_bits: t.above for t in tiers if t.above is not None}, scores)
-    assert overflow_share(everything, asked, scores) == 0
 
 
 def test_quantile_is_a_score() -> None:

@@ -15,7 +15,7 @@ from kvcal.plan.plan import Plan
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.tasks import TaskResult
 from kvcal.stages.tune import objective as tune_objective
-from kvcal.stages.tune.objective import Origin, TaskObjective
+from kvcal.stages.tune.objective import TaskObjective
 
 BOOST = Boost("query_range", (Tier(16, 0.1, 1.0), Tier(4, 0.2, 0.5)))
 DATA = DataSpec("tasks:chain", num_samples=2, seq_len=300)
@@ -38,7 +38,7 @@ def test_a_trial_measures_the_plan_of_its_thresholds_on_problems_of_its_own(
     loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     untuned, evaluated = make_plan(loaded, (Format(2, "channel", 32, boost=BOOST), Format(2))), EvaluateSpec()
     spec = TuneSpec(tasks=("chain",), num_problems=2, fit_capacity=False, seed=seed)
-    objective = TaskObjective(Origin("", "", ""), untuned, spec, evaluated, DATA, loaded)
+    objective = TaskObjective(loaded, untuned, spec, evaluated, DATA)
     objective({"tau_16": 0.02, "tau_4": 0.01})
     [(plan, asked)] = measured
     assert [[tier.above for tier in layer.k[0].boost.tiers] for layer in plan.layers] == [[0.02, 0.01]] * 2
@@ -53,5 +53,5 @@ def test_the_error_of_a_tuned_accuracy_is_that_of_a_mean(
     results = [TaskResult(name, 0.5, error, 4, 2, 0, 9, (9,) * 4) for name, error in (("chain", 0.3), ("times", 0.4))]
     monkeypatch.setattr(tune_objective, "measure_tasks", lambda *args: results)
     tiny = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
-    objective = TaskObjective(Origin("", "", ""), make_plan(tiny, PAIR), TUNE, LIMITS, DATA, tiny)
+    objective = TaskObjective(tiny, make_plan(tiny, PAIR), TUNE, LIMITS, DATA)
     assert objective.accuracy(objective.plan) == (0.5, pytest.approx(0.25))

@@ -49,17 +49,6 @@ from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
-from kvcal.stages.tune.study import (
-    Outcome,
-    Search,
-    Threshold,
-    Trial,
-    Tuning,
-    choose,
-    load_tuning,
-    pareto_front,
-    save_tuning,
-)
 
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
@@ -74,7 +63,6 @@ KINDS = (
     "feedback",
     "comparison",
     "evaluation",
-    "tuning",
 )
 KINDS += tuple(f"{name}.partial" for name in STAGES)
 
@@ -283,20 +271,6 @@ def open_feedback(path: Path) -> None:
     use_plan(replace(plan, layers=found.apply(plan.layers), tensors=found.tensors()))
 
 
-def tuning() -> Tuning:
-    outcomes = [Outcome(0.5, 0.1, 3.0, 1000, {"share": 0.1}), Outcome(0.75, None, 4.0, 2000, {})]
-    trials = tuple(Trial(i, {"a": 0.5 + i, "b": 1.0}, outcome) for i, outcome in enumerate(outcomes))
-    search = Search((Threshold("a"), Threshold("b", 0.5, 1.5)), 5, 1)
-    return Tuning({"model.x": "y", "n": 3}, search, 2, trials, pareto_front(trials))
-
-
-def open_tuning(path: Path) -> None:
-    found = load_tuning(path)
-    same_again(path, lambda again: save_tuning(found, again))
-    if found.trials:
-        choose(found)
-
-
 def comparison() -> Comparison:
     rows = {
         "16-bit": row("16-bit", UNIFORM, 0.0, 7),
@@ -341,7 +315,6 @@ def subjects() -> list[Subject]:
         Subject("feedback", "", _saved(feedback_stage.save, feedback_result()), open_feedback),
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
-        Subject("tuning", "", functools.partial(save_tuning, tuning()), open_tuning),
     ]
     for name in STAGES:
         write, use = functools.partial(write_partial, name), functools.partial(use_partial, name)

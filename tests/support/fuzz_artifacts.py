@@ -53,7 +53,6 @@ COMMANDS = {
     "allocation": ("allocation.safetensors", "compile {} --json"),
     "comparison": ("compare.json", "report {} --json"),
     "evaluation": ("evaluation.json", "report {} --json"),
-    "tuning": ("tune.json", "report {} --json"),
 }
 REFUSALS = (ArtifactError.exit_code, InfeasibleBudget.exit_code)
 

@@ -1,21 +1,17 @@
 """The worth of a setting of the thresholds: a plan's packed cache on real tasks, and its bytes (MixKVQ, App. D.1).
 
-A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need or the
-recipe's shares, and has the model solve problems through that plan's packed cache; there is no simulated score. Tasks
-are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``measure_harness``); the accuracy is their mean. Bits
-count everything at the plan's workload: the paper's count key codes alone, and are kept as a fact.
-
-Capacity is fixed by the plan, since a page's bytes must not depend on its scores. So with capacities from shares all
-trials cost the same, and the search is for accuracy alone.
+A trial takes the plan with its thresholds in the key tiers, and has the model solve problems through that plan's packed
+cache. Bits count everything at the plan's workload; the paper's count key codes alone, and are kept as a fact.
 
 A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the queries since
-the page before it. Scores hardly depend on the plan, and are measured once, on the model at 16 bits; each setting of
-the thresholds then only counts.
+the page before it. Scores hardly depend on the plan: they are measured once, on the model at 16 bits, and each setting
+of the thresholds then only counts channels.
 
 A tier's capacity is what a given share of a layer's calibration pages need, one KV head's page at a time; a tier that
 needs none is left out. A page that needs more keeps the best channels there, and the rest fall to the next tier. Unused
 capacity still takes bytes, and few pages need much: on the embedded model, capacity for 95 % of the pages instead of
-all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65 code bits instead of 2.67).
+all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65 code bits instead of 2.67). With
+capacities from the recipe's shares all trials cost the same, and the search is for accuracy alone.
 """
 
 from __future__ import annotations
@@ -32,20 +28,20 @@ from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.errors import UsageError
 from kvcal.folder import sequences
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.models.load import LoadedModel, load
+from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import MAX_SLOTS
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
-from kvcal.progress import Reporter, Silent
+from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
 from kvcal.stages.evaluate.reading import measure_reading
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_tasks
-from kvcal.stages.tune.study import Outcome, Search, Threshold
+from kvcal.stages.tune.study import Outcome, Search
 
 # {layer index: [pages, N, D]}: a score for every channel of a page of keys.
 Scores = Mapping[int, Tensor]
@@ -53,28 +49,9 @@ Scores = Mapping[int, Tensor]
 HIGHEST_SHARE = 0.99
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The source of the model, and how it is loaded: a worker loads it again."""
-
-    source: str
-    dtype: str
-    device: str
-    memory: int | None = None
-
-    def load(self) -> LoadedModel:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        return load(self.source, dtype=self.dtype, device=self.device, memory=self.memory)
-
-
 def tuned_bits(plan: Plan) -> tuple[int, ...]:
-    """Bits of the key tiers that have a threshold, from most to fewest.
-
-    Raises:
-        UsageError: there is none, or the plan's keys are stored in a way whose scores are not those of the model's.
-    """
+    """Bits of the key tiers that have a threshold, from most to fewest. UsageError where there is none, or where pages
+    hold other keys than the model's."""
     paged = [layer for layer in plan.layers if layer.is_paged]
     for layer in paged:
         if len(layer.k) > 1 or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
@@ -95,25 +72,19 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class TaskObjective:
-    """Callable as ``evaluate`` of the tune stage; sent to workers without the model and what was measured on it.
+    """Callable as ``evaluate`` of the study. ``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the
+    calibration pages. UsageError where lm-eval is asked for and not installed, or as ``tuned_bits``."""
 
-    ``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the calibration pages. ``given`` spares loading
-    ``origin``. UsageError where lm-eval is asked for and not installed, or as ``tuned_bits``."""
-
-    origin: Origin
+    loaded: LoadedModel
     plan: Plan
     spec: TuneSpec
     evaluate: EvaluateSpec
     data: DataSpec
-    given: LoadedModel | None = None
 
     def __post_init__(self) -> None:
         tuned_bits(self.plan)
         if self.tasks.harness_tasks:
             require_lm_eval()
-
-    def __reduce__(self) -> tuple[type[TaskObjective], tuple[object, ...]]:
-        return TaskObjective, (self.origin, self.plan, self.spec, self.evaluate, self.data)
 
     @property
     def tasks(self) -> EvaluateSpec:
@@ -123,13 +94,9 @@ class TaskObjective:
         return replace(evaluate, tasks=spec.tasks, num_problems=spec.num_problems, seed=seed)
 
     @cached_property
-    def loaded(self) -> LoadedModel:
-        return self.given or self.origin.load()
-
-    @cached_property
     def scores(self) -> Scores:
         """Scores of the calibration pages."""
-        return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), Silent())
+        return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), SILENT)
 
     def search(self) -> Search:
         """The search space: a threshold "tau_BITS" for every tier that has one."""
@@ -137,7 +104,7 @@ class TaskObjective:
         if self.spec.fit_range:
             # Three digits: the same on machines whose arithmetic differs.
             high = max(float(f"{score_quantile(self.scores, HIGHEST_SHARE):.3g}"), 2 * self.spec.low)
-        thresholds = tuple(Threshold(f"tau_{num_bits}", self.spec.low, high) for num_bits in tuned_bits(self.plan))
+        thresholds = {f"tau_{num_bits}": (self.spec.low, high) for num_bits in tuned_bits(self.plan)}
         return Search(thresholds, self.spec.num_trials, self.spec.seed)
 
     def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
@@ -147,29 +114,18 @@ class TaskObjective:
         return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
 
     def __call__(self, thresholds: Mapping[str, float]) -> Outcome:
-        """Raises what the tasks raise, such as NonFiniteActivations."""
+        """Accuracy is the mean over the tasks. Raises what the tasks raise, such as NonFiniteActivations."""
         plan = self.plan_with(thresholds)
         accuracy, error = self.accuracy(plan)
-        facts = {"key_code_bits": key_code_bits(plan, self.scores), **_capacity_shares(plan)}
+        facts = {"key_code_bits": key_code_bits(plan, self.scores)}
         return Outcome(accuracy, error, plan.bits_per_value(), plan.predicted_bytes, facts)
 
     def accuracy(self, plan: Plan) -> tuple[float, float]:
         """Mean accuracy over the tasks, and its standard error."""
-        results = measure_tasks(self.loaded, plan, self.tasks, Silent(), "select")
-        results += measure_reading(self.loaded, plan, self.tasks, Silent(), "select")
-        results += measure_harness(self.loaded, plan, self.tasks, Silent())
+        results = measure_tasks(self.loaded, plan, self.tasks, SILENT, "select")
+        results += measure_reading(self.loaded, plan, self.tasks, SILENT, "select")
+        results += measure_harness(self.loaded, plan, self.tasks, SILENT)
         return mean_accuracy(results)
-
-
-def _capacity_shares(plan: Plan) -> dict[str, float]:
-    """{"room_BITS": mean share of the channels, over layers, that the tier of so many bits has capacity for}."""
-    formats = [layer.k[0] for layer in plan.layers if layer.is_paged]
-    shares: dict[str, float] = {}
-    for fmt in formats:
-        for tier in fmt.boost.tiers if fmt.boost is not None else ():
-            name = f"room_{tier.num_bits}"
-            shares[name] = shares.get(name, 0.0) + tier.share / len(formats)
-    return shares
 
 
 @torch.no_grad()
@@ -260,27 +216,6 @@ def with_thresholds(
                 boost = fitted_boost(boost, scores[layer.geometry.index], page_share)
             layers[position] = replace(layer, k=(replace(layer.k[0], boost=boost),))
     return replace(plan, layers=tuple(layers))
-
-
-def overflow_share(plan: Plan, unfitted: Plan, scores: Scores) -> float:
-    """Share of the calibration pages, one KV head's page at a time, on which a tier of ``plan`` has no capacity for a
-    channel above the threshold that the tier has in ``unfitted``."""
-    overflowing = pages = 0
-    for layer, other in zip(plan.layers, unfitted.layers, strict=True):
-        if layer.geometry.index not in scores or other.k[0].boost is None:
-            continue
-        scores_PND, boost = scores[layer.geometry.index], layer.k[0].boost
-        capacities = {tier.num_bits: tier.num_channels(scores_PND.shape[-1]) for tier in boost.tiers} if boost else {}
-        taken = torch.zeros(scores_PND.shape[:-1], dtype=torch.int64)
-        has_overflow = torch.zeros_like(taken, dtype=torch.bool)
-        for tier in other.k[0].boost.tiers:
-            capacity = capacities.get(tier.num_bits, 0)
-            need = torch.full_like(taken, capacity) if tier.above is None else (scores_PND > tier.above).sum(-1) - taken
-            has_overflow |= need > capacity
-            taken += need.clamp(0, capacity)
-        overflowing += int(has_overflow.sum())
-        pages += has_overflow.numel()
-    return overflowing / max(pages, 1)
 
 
 def score_quantile(scores: Scores, share: float) -> float:
