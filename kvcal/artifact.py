@@ -121,7 +121,8 @@ def sha256_json(obj: Any) -> str:
 
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def to_bytes(artifact: Artifact) -> bytes:

@@ -455,7 +455,7 @@ class Recipe:
 
     name: str = Field(description="The file's name unless given.")
     description: str = knob("", "One line for people.")
-    model: str = knob("reasoner-10m", "Folder, hub id or embedded name.")
+    model: str = knob("reasoner-10m", "Folder, .gguf file, hub id or embedded name.")
     formats: FormatsSpec | None = None
     data: DataSpec = DataSpec()
     profile: ProfileSpec = ProfileSpec()

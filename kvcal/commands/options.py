@@ -60,7 +60,7 @@ def _paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> list[str]:
     return [f"{folder}{path.name}{'/' * path.is_dir()}" for path in shown if path.is_dir() or is_wanted(path)]
 
 
-MODEL_HELP = "Folder, hub id, or an embedded model's name."
+MODEL_HELP = "Folder, .gguf file, hub id, or an embedded model's name."
 RecipeArgument = Annotated[
     str,
     typer.Argument(help="A recipe's path, or the name of one that comes with kvcal.", autocompletion=complete_recipe),
@@ -81,7 +81,7 @@ ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocomple
 OtherModel = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Folder, hub id or embedded name; default: the recipe's.", autocompletion=complete_model
+        "--model", help="Folder, .gguf file, hub id or embedded; default: the recipe's.", autocompletion=complete_model
     ),
 ]
 Weights = Annotated[

@@ -73,7 +73,7 @@ def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: opt
 
 @options.spread
 def capacity(
-    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")],
     plan: options.PlanOption,
     given: options.OutputOptions,
     context: Annotated[int, typer.Option(help="Tokens of a request at most.", min=1, max=MAX_CONTEXT)],

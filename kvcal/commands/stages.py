@@ -260,7 +260,7 @@ def compile_command(
         Path | None, typer.Option(help="Fold λ into the model's weights and write the model to this new folder.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model to check the plan on, or to fold into: folder, hub id or name.")
+        str | None, typer.Option(help="The model to check on, or to fold into: folder, .gguf file, hub id or name.")
     ] = None,
     allow_damage: options.AllowDamage = False,
 ) -> None:

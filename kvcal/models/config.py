@@ -84,15 +84,20 @@ def families() -> dict[str, list[dict[str, Any]]]:
 
 
 def read_sizes(source: str) -> ModelSizes:
-    """The sizes of ``source`` (an embedded name, a folder or a hub id), without its weights.
+    """The sizes of ``source`` (an embedded name, a folder, a GGUF file or a hub id), without its weights.
 
     Raises:
         UsageError: the source is not there, or config.json cannot be read or has sizes out of range.
         UnsupportedModel: a model that kvcal does not serve, or whose cache config.json does not tell.
     """
     location = locate(source)
-    content = read_json(location.folder / "config.json", location.id)
-    require_sizes(content, location.id)
+    if location.gguf is None:
+        content = read_json(location.folder / "config.json", location.id)
+        require_sizes(content, location.id)
+    else:
+        from kvcal.models.load import read_config
+
+        content = read_config(location).to_dict()
     uncalibrated = _uncalibrated(content.get("model_type"), location.id)
     if _is_direct(content):
         stated, kinds = content, _direct_kinds(content)
@@ -102,7 +107,7 @@ def read_sizes(source: str) -> ModelSizes:
         stated, per_layer, kinds, dtype = _with_defaults(location)
     if dtype not in get_args(CacheDtype):
         raise UnsupportedModel(f"{location.id}: checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
-    place = f"{location.id}: config.json"
+    place = f"{location.id}: {location.config_name}"
     layers = tuple(
         layer
         for index, (kind, keys) in enumerate(zip(kinds, per_layer, strict=True))
@@ -253,12 +258,16 @@ def _number(keys: dict[str, Any], name: str, place: str) -> int:
 
 def checkpoint_bytes(location: Location) -> int | None:
     """Bytes of the checkpoint's tensors, by the headers of its safetensors files, or by an index where those are not
-    here; None where neither is.
+    here; None where neither is. A GGUF file's count as they are loaded, in bfloat16.
 
     Raises:
         UsageError: a header that cannot be read.
     """
     folder = location.folder
+    if location.gguf is not None:
+        from gguf import GGUFReader
+
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(location.gguf).tensors) * ITEM_BYTES["bfloat16"]
     try:
         paths = weight_files(folder, location.id)
     except UsageError:

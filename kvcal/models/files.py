@@ -1,4 +1,5 @@
-"""The files of a model, by its name: an embedded model, a local folder or a hub id; found without transformers.
+"""The files of a model, by its name: an embedded model, a local folder, a GGUF file or a hub id; found without
+transformers.
 
 One place decides what a name means and which files belong to a checkpoint, for loading and for reading sizes alike.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,24 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 @dataclass(frozen=True)
 class Location:
     """A source's id, the name that transformers is given, and the folder that holds its files (or will, once the hub
-    has sent them). ``commit`` is the hub's, None for a local folder."""
+    has sent them). ``commit`` is the hub's, None for a local folder; ``gguf`` is the file of the folder that holds
+    configuration, weights and tokenizer, None for a folder of transformers' files."""
 
     id: str
     pretrained: str
     folder: Path
     commit: str | None = None
+    gguf: Path | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of transformers' ``from_pretrained``, beside the name."""
+        return {"gguf_file": self.gguf.name} if self.gguf else {"revision": self.commit or "main"}
+
+    @property
+    def config_name(self) -> str:
+        """The file that errors of the configuration name."""
+        return self.gguf.name if self.gguf else "config.json"
 
 
 def embedded_models() -> tuple[str, ...]:
@@ -71,8 +85,19 @@ def locate(source: str) -> Location:
                 hint="give the folder that save_pretrained or a hub download wrote",
             )
         return Location(path.resolve().name, str(path), path)
+    if path.suffix == ".gguf" and path.is_file():
+        missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+        if missing:
+            raise UsageError(
+                f"{source!r}: to read a GGUF file, transformers needs {' and '.join(missing)}",
+                hint=f"pip install {' '.join(missing)}",
+            )
+        path = path.resolve()
+        return Location(path.stem, str(path.parent), path.parent, gguf=path)
     if path.exists():
-        raise UsageError(f"{source!r} is a file", hint="give the folder that holds config.json and the weights")
+        raise UsageError(
+            f"{source!r} is a file", hint="give the folder that holds config.json and the weights, or a .gguf file"
+        )
     looked_for = f"no folder {source!r}, no embedded model of that name ({', '.join(embedded_models())})"
     if not _HUB_ID.fullmatch(source):
         raise UsageError(

