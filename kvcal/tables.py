@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcal.plan.damage import Damage
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.choices import Choices
-    from kvcal.stages.compare.record import Comparison
+    from kvcal.stages.compare import Comparison
     from kvcal.stages.estimate import Estimate
     from kvcal.stages.evaluate import Evaluation, Row
     from kvcal.stages.evaluate.gates import GateResult
@@ -211,9 +211,10 @@ def evaluation_table(evaluation: Evaluation) -> View:
 
 def comparison_table(comparison: Comparison) -> View:
     """A row for each plan, refused ones included."""
-    from kvcal.stages.compare.record import comparison_columns, comparison_title
+    from kvcal.stages.compare import comparison_columns
 
-    return _of_columns(comparison_title(comparison), comparison_columns(comparison))
+    sizes = f"bytes at batch {comparison.workload.batch} x {comparison.workload.context} tokens"
+    return _of_columns(f"{comparison.data}; {sizes}; ± standard errors", comparison_columns(comparison))
 
 
 def _of_columns(title: str, columns: Sequence[tuple[str, Sequence[str]]]) -> View:

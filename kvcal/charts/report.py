@@ -21,7 +21,7 @@ from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
 from kvcal.stages.choices import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
-from kvcal.stages.compare.record import load_comparison
+from kvcal.stages.compare import load_comparison
 from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search.record import load as load_search

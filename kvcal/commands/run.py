@@ -17,7 +17,7 @@ from kvcal.quantities import format_bytes
 if TYPE_CHECKING:
     from kvcal.plan.plan import Workload
     from kvcal.recipe import AllocateSpec, Recipe
-    from kvcal.stages.compare.record import Point
+    from kvcal.stages.compare import Point
     from kvcal.stages.size import Gain
 
 
@@ -360,9 +360,8 @@ def compare(
     from kvcal.folder import Folder, sequences
     from kvcal.plan.plan import DEFAULT_WORKLOAD
     from kvcal.run import pipeline
-    from kvcal.stages.compare import FILE
+    from kvcal.stages.compare import FILE, points_of
     from kvcal.stages.compare import compare as compare_points
-    from kvcal.stages.compare.record import points_of
     from kvcal.stages.evaluate.harness import require_tasks
     from kvcal.strict import dump
 

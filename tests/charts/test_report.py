@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from artifact_subjects import search_result
+from artifact_subjects import save_comparison, search_result
 from report_cases import UNIFORM, evaluation, row
 
 from kvcal.charts.report import write_report
@@ -19,7 +19,7 @@ from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.stages.allocate.record import Split, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
-from kvcal.stages.compare.record import Calibration, Comparison, Entry, StageTime, save_comparison, with_shares
+from kvcal.stages.compare import Comparison, Entry
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import save_evaluation
 from kvcal.stages.search.record import save as save_search
@@ -112,15 +112,11 @@ def searched(folder: Path) -> None:
 
 
 def compared(folder: Path, name: str = "a-model") -> None:
-    times = tuple(StageTime(f"{stage}.safetensors", stage, 2.5) for stage in ("profile", "plan"))
-    entries = [
-        Entry(n, n.split(" @")[0], "r", None, n in ("16-bit", "kivi-2"), Calibration(5.0, times), None,
-              row(n, UNIFORM, kl, correct))
+    entries = tuple(
+        Entry(n, n.split(" @")[0], "r", None, n in ("16-bit", "kivi-2"), None, row(n, UNIFORM, kl, correct))
         for n, kl, correct in (("16-bit", 1e-7, 8), ("kivi-2", 0.05, 3), (f"{name} @ 3", 0.01, 7))
-    ]  # fmt: skip
-    save_comparison(
-        Comparison(name, {}, "text", "f", 1, UNIFORM.workload, {}, with_shares(entries)), folder / "compare.json"
     )
+    save_comparison(Comparison(name, {}, "text", "f", 1, UNIFORM.workload, entries), folder / "compare.json")
 
 
 def tuned(folder: Path) -> None:

@@ -10,7 +10,7 @@ from compare_cases import BASELINE_NAMES, by_name, write_recipes
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.plan.plan import Workload
-from kvcal.stages.compare.record import load_comparison
+from kvcal.stages.compare import load_comparison
 from kvcal.strict import dump
 
 Finished = tuple[Path, list[object], Outcome]
@@ -44,12 +44,9 @@ def test_command_measures_every_recipe(finished: Finished) -> None:
     for entry, row in stored.measured:
         assert entry.bits is None or entry.bits - 1 < row.bits_per_value <= entry.bits
         assert row.workload == Workload(2, 4096) and len(row.tasks) == 1
-        assert entry.calibration.seconds is not None and entry.calibration.seconds >= 0
-        assert (entry.accuracy_recovered is None) == (entries["small @ 5"].accuracy_recovered is None)
-    for bits in (1, 4, 5):
-        assert (out / "plans" / f"small@{bits}" / "profile.safetensors").exists() == (bits > 1)  # nothing fits 1 bit
-    profiles = {entries[f"small @ {bits}"].calibration.stages[0] for bits in (4, 5)}
-    assert len(profiles) == 1
+    plans = out / "plans" / "small"
+    assert {path.name for path in plans.iterdir()} == {"profile.safetensors", "1", "4", "5"}  # one profile for all
+    assert done.err.count("profile: profile.safetensors is current") == 1
 
 
 def test_second_command_prints_the_table(finished: Finished) -> None:
@@ -59,7 +56,7 @@ def test_second_command_prints_the_table(finished: Finished) -> None:
     done = ran_well(*arguments, "--bits", 5, "--bits", 1, "--bits", 4)
     assert done.err.count("is measured already") == 6
     assert "profile: profile.safetensors is current" in done.err
-    for words in ("plan", "chain %", "recovered", "calibration s", "small @ 5", "too small"):
+    for words in ("plan", "chain %", "small @ 5", "too small"):
         assert words in done.out
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert listing == {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]}  # nor is anything written

@@ -1,14 +1,15 @@
-"""The comparison with a stand-in for the pipeline: refused recipes as rows, and what a second run keeps."""
+"""The comparison with a stand-in for the pipeline: its plans, refused recipes as rows, what a second run keeps."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from cache_cases import KIVI_2
-from compare_cases import BASELINE_NAMES, by_name, write_recipes
+from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, by_name, write_recipes
 from evaluation_cases import Notes, make_plan, text, tiny
 from safetensors.torch import save_file
 
@@ -17,9 +18,9 @@ from kvcal.folder import Folder
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.progress import Reporter
-from kvcal.recipe import EvaluateSpec, Recipe
-from kvcal.stages.compare import Build, compare
-from kvcal.stages.compare.record import Comparison, Share, load_comparison, points_of
+from kvcal.recipe import AllocateSpec, EvaluateSpec, Recipe
+from kvcal.recipe_files import load_recipe
+from kvcal.stages.compare import Build, Comparison, Point, compare, comparison_columns, load_comparison, points_of
 from kvcal.strict import dump
 
 SPEC = EvaluateSpec(tasks=(), batch=2)
@@ -62,7 +63,7 @@ def first(tmp_path_factory: pytest.TempPathFactory, small_recipes: tuple[str, st
     return folder, run(folder, small_recipes, [1, 3])
 
 
-def test_rows_shares_and_a_refused_recipe(first: tuple[Path, Comparison]) -> None:
+def test_rows_and_a_refused_recipe(first: tuple[Path, Comparison]) -> None:
     folder, comparison = first
     entries = by_name(comparison)
     assert list(entries) == [*BASELINE_NAMES, "small @ 1", "small @ 3", "fixed"]
@@ -71,18 +72,16 @@ def test_rows_shares_and_a_refused_recipe(first: tuple[Path, Comparison]) -> Non
     assert dump(refused.refusal) == {"stage": "build", "message": "too small", "hint": "raise it", "exit_code": 3}
     rows = {name: row for name, entry in entries.items() if (row := entry.row) is not None}
     assert list(rows) == [*BASELINE_NAMES, "small @ 3", "fixed"] and len(comparison.measured) == 5
-    kl = {name: row.text.kl for name, row in rows.items()}
-    share = entries["small @ 3"].kl_recovered
-    assert share is not None and share.se is not None and share.se > 0
-    assert share.value == pytest.approx((kl["kivi-2"] - kl["small @ 3"]) / (kl["kivi-2"] - kl["16-bit"]), rel=1e-12)
-    assert entries["16-bit"].kl_recovered == Share(1.0, None) and entries["kivi-2"].kl_recovered == Share(0.0, None)
-    assert entries["fixed"].accuracy_recovered is None  # no tasks
     assert all(row.workload == WORKLOAD for row in rows.values())
     assert load_comparison(folder / "compare.json") == comparison
-    assert entries["fixed"].calibration.seconds is not None
+    columns = dict(comparison_columns(comparison))
+    assert columns["plan"] == tuple(entries) and columns["refused"][3] == "too small"
+    row = rows["small @ 3"]
+    assert columns["KL to 16 bits"][3:5] == ("-", f"{row.text.kl:.5f} ± {row.text.kl_se:.5f}")
+    assert columns["bits at 2 x 512"][4] == f"{row.bits_per_value:.3f}"
 
 
-def test_second_run_keeps_plans_rows_and_times(first: tuple[Path, Comparison], small_recipes: tuple[str, str]) -> None:
+def test_second_run_keeps_plans_and_rows(first: tuple[Path, Comparison], small_recipes: tuple[str, str]) -> None:
     folder, comparison = first
     notes = Notes()
     content = (folder / "compare.json").read_bytes()
@@ -91,22 +90,11 @@ def test_second_run_keeps_plans_rows_and_times(first: tuple[Path, Comparison], s
     assert (folder / "compare.json").read_bytes() == content
 
 
-def test_a_recipe_left_out_and_taken_in_again_has_its_time(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    before = by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration
-    assert list(by_name(run(tmp_path, small_recipes[:1], [3]))) == [*BASELINE_NAMES, "small @ 3"]
-    assert by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration == before
-    (tmp_path / "compare.json").unlink()
-    assert by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration.seconds is None
-
-
 def test_interrupted_run_goes_on(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, small_recipes, [3], Notes(interrupt_at="compare: fixed"))
-    stored = load_comparison(tmp_path / "compare.json")
-    assert list(by_name(stored)) == [*BASELINE_NAMES, "small @ 3"] and stored.measured == ()
-    done = run(tmp_path, small_recipes, [3])
-    assert len(done.measured) == 5
-    assert by_name(done)["small @ 3"].calibration.seconds == by_name(stored)["small @ 3"].calibration.seconds
+    assert (tmp_path / "plans" / "small" / "3" / "plan.safetensors").exists()
+    assert len(run(tmp_path, small_recipes, [3]).measured) == 5
 
 
 def test_an_interrupted_repetition_keeps_the_rows(
@@ -140,35 +128,17 @@ def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: t
 
 
 def test_plans_of_one_recipe_share_a_profile(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    """Made once, and again where it is not the current one; its time counts for every plan."""
-    made: list[str] = []
-    version = 1.0
+    made: list[Path] = []
 
     def profiling(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
-        current = f"{version}".encode()
-        if recipe.allocate is not None and (not folder.profile.exists() or folder.profile.read_bytes() != current):
-            folder.profile.write_bytes(current)
-            made.append(folder.path.name)
+        if recipe.allocate is not None and not folder.profile.exists():
+            folder.profile.write_bytes(b"")
+            made.append(folder.profile)
         return build(loaded, folder, recipe, workload, reporter)
 
-    def refusing_one_bit(
-        loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter
-    ) -> Plan:
-        """Before anything is measured."""
-        has_one = recipe.allocate is not None and recipe.allocate.bits == 1
-        return (build if has_one else profiling)(loaded, folder, recipe, workload, reporter)
-
-    entries = by_name(run(tmp_path, small_recipes, [3, 4], builder=profiling))
-    assert made == ["small@3"]
-    stages = [{stage.file: stage for stage in entries[f"small @ {b}"].calibration.stages} for b in (3, 4)]
-    assert stages[0]["profile.safetensors"] == stages[1]["profile.safetensors"]
-    assert all(entry.calibration.seconds is not None for entry in entries.values())
-    run(tmp_path, small_recipes, [2], builder=profiling)  # a budget added later, before the others
-    run(tmp_path, small_recipes, [1, 2.5], builder=refusing_one_bit)
-    assert made == ["small@3"]
-    version = 2.0
     run(tmp_path, small_recipes, [3, 4], builder=profiling)
-    assert made == ["small@3", "small@3"]
+    run(tmp_path, small_recipes, [2], builder=profiling)  # a budget added later
+    assert made == [tmp_path / "plans" / "small" / "profile.safetensors"]
 
 
 def test_files_of_another_model_and_corrupt_ones_are_refused(
@@ -184,9 +154,61 @@ def test_files_of_another_model_and_corrupt_ones_are_refused(
     for wrong, message in (
         (content.replace(b'"task_seed": 1', b'"task_seed": 2'), "is corrupt"),
         (content[:-40], "truncated or not JSON"),
-        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 3"),
+        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 4"),
     ):
         path.write_bytes(wrong)
         with pytest.raises(ArtifactError, match=message):
             run(tmp_path, small_recipes, [3])
         assert path.read_bytes() == wrong
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> tuple[str, str]:
+    return write_recipes(tmp_path)
+
+
+def test_points(recipes: tuple[str, str]) -> None:
+    points = points_of([*recipes, "kivi-4"], [3, 2.25])
+    assert [point.name for point in points] == [*BASELINE_NAMES, "small @ 2.25", "small @ 3", "fixed"]
+    assert [point.is_baseline for point in points] == [True] * 3 + [False] * 3
+    assert len({point.folder(Path()) for point in points}) == len(points)
+    small = load_recipe(recipes[0])
+    assert small.allocate is not None and small.allocate.same_bytes_as == "kivi-2"
+    for point, bits in zip(points[3:5], (2.25, 3), strict=True):
+        spec = point.recipe.allocate
+        assert spec == AllocateSpec(bits=bits, batch=2, context=512, objective="sensitivity") and point.bits == bits
+        assert replace(point.recipe, allocate=small.allocate) == small
+
+
+def test_without_bits_a_recipe_keeps_its_budget(recipes: tuple[str, str]) -> None:
+    assert points_of(recipes, ())[3:] == tuple(Point(r.name, r, None, False) for r in map(load_recipe, recipes))
+
+
+@pytest.mark.parametrize(
+    ("names", "bits", "says"),
+    [
+        (["small", "no-such-recipe"], [], "no-such-recipe"),
+        ([], [], "no recipe to compare"),
+        (["kivi-2"], [], "no recipe to compare"),
+        (["small", "small"], [], "two recipes are named 'small'"),
+        (["small", "copy"], [], "'small' and 'copy' are the same recipe"),
+        (["twin"], [], "'kivi-4' and 'twin' are the same recipe"),
+        (["other/kivi-2"], [], "two recipes are named 'kivi-2'"),
+        (["a b", "a,b"], [], "punctuation"),
+        (["small"], [0.05], "out of range"),
+        (["small"], [16.5], "out of range"),
+        (["small"], [-1], "out of range"),
+        (["small"], [math.nan], "out of range"),
+        (["small"], [2.5, 3, 2.5], "2.5 is given twice"),
+        (["fixed"], [2.5], r"none of \['fixed'\] has \[allocate\]"),
+    ],
+)
+def test_bad_input(recipes: tuple[str, str], tmp_path: Path, names: list[str], bits: list[float], says: str) -> None:
+    (tmp_path / "other").mkdir()
+    contents = {"copy": BUDGETED, "other/kivi-2": FIXED, "twin": (Path("recipes") / "kivi-4.toml").read_text()}
+    contents |= {"a b": BUDGETED, "a,b": FIXED}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.toml").write_text(content)
+    paths = [str(path) if (path := tmp_path / f"{name}.toml").exists() else name for name in names]
+    with pytest.raises(UsageError, match=says):
+        points_of(paths, bits)

@@ -26,22 +26,13 @@ from kvcal.pages.feedback import factor_spec
 from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec
+from kvcal.records import write_json
+from kvcal.stages import compare as compare_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages.allocate import allocate, pareto
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.compare.record import (
-    Calibration,
-    Comparison,
-    Entry,
-    Refusal,
-    StageTime,
-    comparison_columns,
-    comparison_title,
-    load_comparison,
-    save_comparison,
-    with_shares,
-)
+from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.evaluate.text import PartKL
@@ -277,16 +268,18 @@ def comparison() -> Comparison:
         "kivi-2": row("kivi-2", UNIFORM, 0.5, 2),
         "x": row("x", UNIFORM, 0.1, 5),
     }
-    calibration = Calibration(2.5, (StageTime("plan.safetensors", "0" * 64, 2.5), StageTime("p", "1" * 64, None)))
-    entries = [Entry(n, n, "s" * 64, None, n != "x", calibration, row=r) for n, r in rows.items()]
-    entries.append(Entry("y", "y", "t" * 64, 2.5, False, calibration, Refusal("build", "no", None, 3)))
-    return Comparison("m", {"model.x": "y"}, "text", "f", 1, Workload(8, 4096), {"0" * 64: 2.5}, with_shares(entries))
+    entries = [Entry(n, n, "s" * 64, None, n != "x", None, r) for n, r in rows.items()]
+    entries.append(Entry("y", "y", "t" * 64, 2.5, False, Refusal("build", "no", None, 3)))
+    return Comparison("m", {"model.x": "y"}, "text", "f", 1, Workload(8, 4096), tuple(entries))
+
+
+def save_comparison(found: Comparison, path: Path) -> None:
+    write_json(path, compare_stage.KIND, compare_stage.SCHEMA, found)
 
 
 def open_comparison(path: Path) -> None:
     found = load_comparison(path)
     same_again(path, lambda again: save_comparison(found, again))
-    comparison_title(found)
     comparison_columns(found)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cli_cases import RECIPE
 
-from kvcal.stages.compare.record import Comparison, Entry
+from kvcal.stages.compare import Comparison, Entry
 
 FIXED = (
     "[formats]\nk = { num_bits = 4, axis = 'channel', group_size = 64 }\n"

@@ -1,0 +1,270 @@
+"""All recipes on one model: every plan built, then every plan measured on the same texts and problems, as rows of name,
+bits, KL and accuracy with standard errors.
+
+The workload is the comparison's, for all plans alike, so that bytes can be compared. 16 bits, KIVI-2 and KIVI-4 come
+along. A recipe that raises an error, in building or in measuring, becomes a row with the reason and the others go on;
+an error of a baseline ends the comparison, which would have nothing to stand on.
+
+Every plan has its own folder of artifacts, plans/RECIPE/BITS, so that a second run finds all of them current. A profile
+does not depend on the budget: the plans of one recipe share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as record
+
+from kvcal.artifact import write_bytes_atomic
+from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import gather
+from kvcal.errors import KvcalError, RankFailed, UsageError
+from kvcal.folder import Folder, model_inputs, require_model
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan, Workload
+from kvcal.progress import SILENT, Reporter
+from kvcal.recipe import EvaluateSpec, Recipe
+from kvcal.recipe_files import load_recipe
+from kvcal.records import read_json, write_json
+from kvcal.stages.evaluate import (
+    Row,
+    evaluate,
+    evaluation_inputs,
+    kept_rows,
+    require_same_tasks,
+    scheduled_batch,
+    table_columns,
+)
+from kvcal.strict import STRICT, Amount
+
+FILE = "compare.json"
+KIND = "comparison"
+SCHEMA = 4
+BASELINES = ("16-bit", "kivi-2", "kivi-4")
+MIN_BITS, MAX_BITS = 0.1, 16.0
+# Columns of an evaluation that a comparison leaves out, besides the names.
+EVALUATION_ALONE = ("plan", "top-1 %", "generated")
+
+# All stages of a recipe up to its plan, resuming from the folder's artifacts.
+Build = Callable[[LoadedModel, Folder, Recipe, Workload, Reporter], Plan]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan to build. ``bits``: the budget that was put into the recipe, None where it has its own or none."""
+
+    name: str
+    recipe: Recipe
+    bits: float | None
+    is_baseline: bool
+
+    def folder(self, plans: Path) -> Folder:
+        """Its folder below ``plans``, with the profile of all budgets one folder up; no name leads elsewhere."""
+        above = plans / re.sub(r"^\.+|[^\w.+-]", "_", self.recipe.name)
+        return Folder(above / ("own" if self.bits is None else format(self.bits, "g")), above)
+
+
+@record(frozen=True, config=STRICT)
+class Refusal:
+    """The error of a recipe without numbers: its own words, and the exit code it has by itself."""
+
+    stage: Literal["build", "evaluate"]
+    message: str
+    hint: str | None
+    exit_code: Annotated[int, Field(ge=1, le=255)]
+
+
+@record(frozen=True, config=STRICT)
+class Entry:
+    """One plan. ``bits``: its budget, None for the recipe's own. ``row``: its numbers, None with a ``refusal``."""
+
+    name: str
+    recipe: str
+    recipe_sha256: str
+    bits: Amount | None
+    is_baseline: bool
+    refusal: Refusal | None = None
+    row: Row | None = None
+
+
+@record(frozen=True, config=STRICT)
+class Comparison:
+    """``inputs``: what the rows were measured with, flat. ``entries``: the baselines, then the recipes as given."""
+
+    model: str
+    inputs: dict[str, Any]
+    data: str
+    data_fingerprint: str
+    task_seed: int
+    workload: Workload
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.entries]
+        if len(set(names)) < len(names):
+            raise ValueError(f"entries {names[:8]}, expected each name once")
+        require_same_tasks([row for _, row in self.measured])
+
+    @property
+    def measured(self) -> tuple[tuple[Entry, Row], ...]:
+        """The entries that have numbers, with them."""
+        return tuple((entry, entry.row) for entry in self.entries if entry.row is not None)
+
+
+def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
+    """The points for recipes named ``names`` (paths, or names of those that come with kvcal): the baselines, then each
+    recipe once, or, if it allocates a budget, once for each of ``bits`` (all-in bits per cached value), fewest first.
+
+    Raises:
+        UsageError: no recipe besides the baselines, an unknown one, or one twice; bits out of range or twice, or given
+            to recipes none of which allocates a budget.
+    """
+    for value in bits:
+        if not MIN_BITS <= value <= MAX_BITS:  # NaN, too
+            raise UsageError(f"--bits {value:g} is out of range, expected {MIN_BITS:g} to {MAX_BITS:g} bits per value")
+        if sum(other == value for other in bits) > 1:
+            raise UsageError(f"--bits {value:g} is given twice", hint="give each budget once")
+    recipes = {name: load_recipe(name) for name in BASELINES}
+    for recipe in map(load_recipe, names):
+        known = recipes.get(recipe.name)
+        if known is not None and (recipe.name not in BASELINES or known.sha256 != recipe.sha256):
+            raise UsageError(f"two recipes are named {recipe.name!r}", hint="give each recipe once, or rename a file")
+        same = next((one.name for one in recipes.values() if one.sha256 == recipe.sha256 and one != known), None)
+        if same is not None:
+            raise UsageError(f"{same!r} and {recipe.name!r} are the same recipe", hint="leave one of them out")
+        recipes[recipe.name] = recipe
+    others = [recipe for name, recipe in recipes.items() if name not in BASELINES]
+    if not others:
+        raise UsageError(f"no recipe to compare with: {', '.join(BASELINES)} come along anyway", hint="name one more")
+    if bits and all(recipe.allocate is None for recipe in others):
+        raise UsageError(
+            f"--bits given, but none of {[recipe.name for recipe in others]} has [allocate]",
+            hint="leave --bits out: these recipes have the bytes they have",
+        )
+    points = [Point(name, recipes[name], None, True) for name in BASELINES]
+    for recipe in others:
+        if recipe.allocate is None or not bits:
+            points.append(Point(recipe.name, recipe, None, False))
+            continue
+        for value in sorted(bits):
+            spec = replace(recipe.allocate, bits=value, budget=None, kv_budget=None, same_bytes_as=None)
+            points.append(Point(f"{recipe.name} @ {value:g}", replace(recipe, allocate=spec), value, False))
+    if len({point.folder(Path()) for point in points}) < len(points):
+        raise UsageError("two recipes' names differ in punctuation only, or two --bits in their last digits")
+    return tuple(points)
+
+
+def compare(
+    loaded: LoadedModel,
+    points: Sequence[Point],
+    workload: Workload,
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    folder: Folder,
+    build: Build,
+    reporter: Reporter,
+) -> Comparison:
+    """Build and measure all ``points``; plans and rows stay in ``folder`` for the next run.
+
+    ``spec`` and ``data``: what everything is measured with; ``spec.against`` is not used. Plans whose pages shrink on a
+    schedule hold at most ``workload.batch`` sequences: with one of them, no plan is measured with more at once.
+
+    Raises:
+        ArtifactError: the folder is another model's, or a file of the comparison's own is corrupt or not writable.
+        KvcalError: a baseline cannot be built or measured.
+    """
+    path = folder.path / FILE
+    if path.exists():
+        require_model(path, model_inputs(loaded), load_comparison(path).inputs)
+    entries, plans, smaller = dict[str, Entry](), dict[str, Plan](), dict[str, Folder]()
+    for number, point in enumerate(points):
+        reporter.say(f"compare: {point.name} ({number + 1} of {len(points)})")
+        recipe, into = point.recipe, point.folder(folder.path / "plans")
+        Folder.create(into.path)
+        if recipe.search is not None and recipe.name in smaller:
+            _copy_search(smaller[recipe.name], into)
+        gather(None)  # until rank 0 has copied
+        refusal = None
+        try:
+            plans[point.name] = build(loaded, into, recipe, workload, reporter)
+        except KvcalError as error:
+            if point.is_baseline or isinstance(error, RankFailed):
+                raise
+            refusal = Refusal("build", error.message, error.hint, error.exit_code)
+            reporter.say(f"compare: {point.name} is refused: {error.message}")
+        smaller[recipe.name] = into
+        entries[point.name] = Entry(point.name, recipe.name, recipe.sha256, point.bits, point.is_baseline, refusal)
+    spec = scheduled_batch(spec, plans.items(), reporter)
+    inputs = evaluation_inputs(loaded, spec, data)
+    rows, refusals = _measure(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
+    for name in plans:
+        entries[name] = replace(entries[name], row=rows.get(name), refusal=refusals.get(name))
+    comparison = Comparison(
+        loaded.identity.id, inputs, data.description, data.fingerprint, spec.seed, workload, tuple(entries.values())
+    )
+    write_json(path, KIND, SCHEMA, comparison)
+    return comparison
+
+
+def _copy_search(source: Folder, target: Folder) -> None:
+    """Copy what the search of the same recipe at a smaller budget measured and shipped: this one starts from there."""
+    if target.search.exists():
+        return
+    for path in source.path.glob(f"{target.search.stem}*{target.search.suffix}"):
+        content, name = path.read_bytes(), path.name
+        if path == source.search:
+            name = f"{path.stem}.earlier-{hashlib.sha256(content).hexdigest()[:12]}{path.suffix}"
+        write_bytes_atomic(target.path / name, content)
+
+
+def _measure(
+    loaded: LoadedModel,
+    plans: Mapping[str, Plan],
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+) -> tuple[dict[str, Row], dict[str, Refusal]]:
+    """Rows and refusals, by name. A plan that cannot be measured is left out, and the others are taken up again."""
+    remaining, refusals = dict(plans), dict[str, Refusal]()
+    while True:
+        try:
+            evaluation = evaluate(loaded, list(remaining.items()), spec, data, inputs, path, reporter)
+            return {row.name: row for row in evaluation.rows}, refusals
+        except RankFailed:
+            raise
+        except KvcalError as error:
+            gather(None)  # until rank 0 has written the rows
+            measured = kept_rows(path, inputs, SILENT)
+            name = next((name for name, plan in remaining.items() if plan.sha256 not in measured), None)
+            if name is None or name in BASELINES:
+                raise
+            refusals[name] = Refusal("evaluate", error.message, error.hint, error.exit_code)
+            reporter.say(f"compare: {name} cannot be measured: {error.message}")
+            del remaining[name]
+
+
+def load_comparison(path: Path) -> Comparison:
+    """Read what ``compare`` wrote. ArtifactError as ``read_json``."""
+    hint = "delete the file and run kvcal compare again: plans and rows are kept beside it"
+    return read_json(path, KIND, SCHEMA, Comparison, hint)
+
+
+def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:
+    """The table: (header, one cell an entry) columns. Reasons of refusals are in a last one, where there are any."""
+    entries, rows = comparison.entries, [row for _, row in comparison.measured]
+    columns = [("plan", tuple(entry.name for entry in entries))]
+    for header, cells in table_columns(rows):
+        if header not in EVALUATION_ALONE:
+            measured = iter(cells)
+            columns.append((header, tuple("-" if entry.row is None else next(measured) for entry in entries)))
+    if any(entry.refusal for entry in entries):
+        columns.append(("refused", tuple(entry.refusal.message if entry.refusal else "" for entry in entries)))
+    return columns
