@@ -76,11 +76,11 @@ class Served:
     def __init__(self, folder: Path, cache: str, nbytes: int, context: int, steps: int, is_tiny: bool) -> None:
         from vllm import LLM
 
-        from kvcal.engines.capacity import vllm_capacity
+        from kvcal.engines.capacity import capacity as capacity_of
         from kvcal.plan.plan import load_plan
 
         plan = folder / "plans" / "plan.safetensors"
-        capacity = vllm_capacity(load_plan(plan), nbytes, 1, context)
+        capacity = capacity_of("vllm", load_plan(plan), nbytes, 1, context)
         planned = (capacity.num_blocks - 1) // capacity.blocks_per_request
         most = planned if cache == "kvcal" else capacity.raw_tokens * 16 // BITS.get(cache, 16) // context
         # While later prompts are computed, earlier ones already have new tokens.

@@ -6,18 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import WITHOUT_CALIBRATION
 from kvcal.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from kvcal.models.config import ModelSizes
-    from kvcal.plan.plan import Workload
     from kvcal.recipe import Recipe
-    from kvcal.stages.size import SizeRow
-
-MAX_DEVICES = 1024
 
 
 @options.spread
@@ -31,9 +25,7 @@ def size(
     weights: options.Weights = None,
     tp: Annotated[
         int,
-        typer.Option(
-            "--tp", help="Devices that share each layer's heads; all bytes are of one.", min=1, max=MAX_DEVICES
-        ),
+        typer.Option("--tp", help="Devices that share each layer's heads; all bytes are of one.", min=1, max=1024),
     ] = 1,
 ) -> None:
     """Tell what a model's cache takes at 16, 8, 4, 3 and 2 bits, and what fits in a memory. Reads config.json and the
@@ -50,16 +42,15 @@ def size(
 
     from kvcal.models.config import read_sizes
     from kvcal.plan.plan import DEFAULT_WORKLOAD
-    from kvcal.stages.size import finest, uniform_sizes
+    from kvcal.stages.size import uniform_sizes
     from kvcal.strict import dump
 
     limit = None if memory is None else parse_bytes(memory)
-    stated = None if weights is None else parse_bytes(weights)
     facts, workload = read_sizes(model), sizes.workload(DEFAULT_WORKLOAD)
-    if stated is not None:
-        facts = replace(facts, weight_bytes=stated)
+    if weights is not None:
+        facts = replace(facts, weight_bytes=parse_bytes(weights))
     rows = list(uniform_sizes(facts, workload, limit, tp))
-    fitting = None if limit is None else finest(rows, limit)
+    fitting = next((row for row in rows if row.fit is not None and limit is not None and row.fit.total <= limit), None)
     value = {
         "model": facts.id,
         "model_type": facts.geometry.model_type,
@@ -73,66 +64,44 @@ def size(
         "rows": [asdict(row) for row in rows],
         "finest_that_fits": None if fitting is None else fitting.recipe,
     }
-    given.show(value, _size_table(facts, workload, rows, limit, tp))
-    reporter = given.reporter()
-    for line in _remarks(facts, workload, memory, fitting, model):
-        reporter.say(line)
-
-
-def _size_table(
-    facts: ModelSizes, workload: Workload, rows: list[SizeRow], memory: int | None, devices: int
-) -> console.View:
-    raw = rows[0].cache_bytes
-    table = []
+    title = f"{facts.id} at batch {workload.batch} x {workload.context} tokens; weights "
+    title += "unknown" if facts.weight_bytes is None else format_bytes(facts.weight_bytes)
+    title += ("" if limit is None else f"; memory {format_bytes(limit)}") + (
+        "" if tp == 1 else f"; on each of {tp} devices"
+    )
+    headers, table = ["recipe", "bits", "cache", "smaller"], []
+    headers += (
+        [] if limit is None else ["in all", "fits", f"batch at {workload.context}", f"context at {workload.batch}"]
+    )
     for row in rows:
-        cells = [
-            row.recipe,
-            f"{row.bits_per_value:.2f}",
-            format_bytes(row.cache_bytes),
-            f"{raw / row.cache_bytes:.2f}x",
-        ]
-        if row.fit is not None and memory is not None:
-            cells += [format_bytes(row.fit.total), "yes" if row.fit.total <= memory else "no"]
+        factor = f"{rows[0].cache_bytes / row.cache_bytes:.2f}x"
+        cells = [row.recipe, f"{row.bits_per_value:.2f}", format_bytes(row.cache_bytes), factor]
+        if row.fit is not None:
+            cells += [format_bytes(row.fit.total), "no" if limit is None or row.fit.total > limit else "yes"]
             cells += [str(row.fit.max_batch), str(row.fit.max_context)]
         table.append(cells)
-    headers = ["recipe", "bits", "cache", "smaller"]
-    if memory is not None:
-        headers += ["in all", "fits", f"batch at {workload.context}", f"context at {workload.batch}"]
-    weights = "unknown" if facts.weight_bytes is None else format_bytes(facts.weight_bytes)
-    parts = [f"{facts.id} at batch {workload.batch} x {workload.context} tokens", f"weights {weights}"]
-    parts += [] if memory is None else [f"memory {format_bytes(memory)}"]
-    parts += [] if devices == 1 else [f"on each of {devices} devices"]
-    return "; ".join(parts), headers, table
+    given.show(value, (title, headers, table))
 
-
-def _remarks(
-    facts: ModelSizes, workload: Workload, memory: str | None, fitting: SizeRow | None, model: str
-) -> list[str]:
-    """The notes beside the table."""
-    lines = []
+    say = given.reporter().say
     if facts.uncalibrated is not None:
-        lines.append(f"note: {facts.uncalibrated}; {WITHOUT_CALIBRATION}")
+        say(f"note: {facts.uncalibrated}; {WITHOUT_CALIBRATION}")
     elif not facts.is_tested:
-        lines.append(
+        say(
             f"note: the contract tests build no model of the type {facts.geometry.model_type!r}; its layers are as "
             "config.json states them, and `kvcal profile` tells whether they are supported"
         )
     if facts.max_positions is not None and workload.context > facts.max_positions:
-        lines.append(f"note: the model has {facts.max_positions} positions, fewer than the context")
-    if memory is None:
-        return lines
-    if fitting is None:
-        lines.append("nothing fits, 2 bits included: lower --batch or --context")
-    elif fitting.recipe == "16-bit":
-        lines.append("16 bits fit already: nothing has to be quantized at this batch and context")
-    else:
-        sizes = ("--batch", workload.batch, "--context", workload.context)
-        if facts.uncalibrated is None:
-            following, purpose = ("plan", model, "--budget", memory), "give each layer its own bits within this memory"
-        else:
-            following, purpose = ("run", fitting.recipe, "--model", model), "make its plan"
-        lines.append(f"{fitting.recipe} fits; to {purpose}: {options.command_line(*following, *sizes)}")
-    return lines
+        say(f"note: the model has {facts.max_positions} positions, fewer than the context")
+    if limit is not None and fitting is None:
+        say("nothing fits, 2 bits included: lower --batch or --context")
+    elif fitting is not None and fitting.recipe == "16-bit":
+        say("16 bits fit already: nothing has to be quantized at this batch and context")
+    elif fitting is not None:
+        following, purpose = ["plan", model, "--budget", memory], "give each layer its own bits within this memory"
+        if facts.uncalibrated is not None:
+            following, purpose = ["run", fitting.recipe, "--model", model], "make its plan"
+        line = options.command_line(*following, "--batch", workload.batch, "--context", workload.context)
+        say(f"{fitting.recipe} fits; to {purpose}: {line}")
 
 
 @options.spread

@@ -1,7 +1,6 @@
 """``kvcal doctor``: what this machine has, and what on it would be slow or refused, with the reason.
 
-Packages are compared with kvcal's own requirements, extra by extra, as its installed metadata states them; the GPU is
-asked through torch and the driver, the compiler of the kernels by loading it. Nothing is compiled or measured.
+Packages are compared with kvcal's own requirements; nothing is compiled or measured.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,15 +19,9 @@ from kvcal.commands import options
 from kvcal.engines.contract import CONTRACTS, missing_parts, require_parts
 from kvcal.errors import KernelError, UsageError
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
-UNKNOWN = "unknown"
 # Extras of kvcal, and what needs them.
 EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal bench`"}
-ENGINES = ("vllm", "sglang", "flashinfer-python", "lm_eval")
-
-Status = Literal["ok", "absent", "slow", "refused", "unusable"]
+OPTIONAL = ("vllm", "sglang", "flashinfer-python", "lm_eval")
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class Finding:
 
     name: str
     found: str
-    status: Status = "ok"
+    status: Literal["ok", "absent", "slow", "refused", "unusable"] = "ok"
     note: str = ""
 
 
@@ -55,112 +48,92 @@ def doctor(
     refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not, or the engine of
     `--engine` is not installed; 4 when that engine cannot serve plans.
 
-    Example: `kvcal doctor`
-
     Example: `kvcal doctor --json`
 
     Example: `kvcal doctor --engine vllm`
     """
-    findings = [*_software(), *_gpu(), *_engines(), _cache_folder()]
+    findings = [Finding("python", platform.python_version()), Finding("kvcal", version("kvcal"))]
+    findings += [*_packages(), *_gpu(), *map(_optional, OPTIONAL), _cache_folder()]
     if engine is not None:
         findings.append(_contract(engine))
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
-    is_usable = all(one.status != "unusable" for one in findings)
-    value = {"is_usable": is_usable, "findings": [asdict(one) for one in findings]}
+    unusable = [one.name for one in findings if one.status == "unusable"]
+    value = {"is_usable": not unusable, "findings": [asdict(one) for one in findings]}
     given.show(value, ("This machine", ("", "found", "status", "what follows"), rows))
-    if not is_usable:
-        names = ", ".join(one.name for one in findings if one.status == "unusable")
-        raise UsageError(f"kvcal is not usable here: {names}", hint="pip install --upgrade kvcal")
+    if unusable:
+        raise UsageError(f"kvcal is not usable here: {', '.join(unusable)}", hint="pip install --upgrade kvcal")
     if engine is not None:
         require_parts(engine)
 
 
-def _software() -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
+    """The requirements of kvcal itself and of its extras."""
     from packaging.requirements import Requirement
 
-    yield Finding("python", platform.python_version())
-    yield Finding("kvcal", version("kvcal"))
-    for text in requires("kvcal") or ():
-        requirement = Requirement(text)
-        for extra in ("", *EXTRAS):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                yield _package(requirement, extra)
-                break
+    for needed in map(Requirement, requires("kvcal") or ()):
+        extras = ("", *EXTRAS)
+        extra = next((e for e in extras if needed.marker is None or needed.marker.evaluate({"extra": e})), None)
+        if extra is None:
+            continue
+        found = _optional(needed.name)
+        if found.status == "ok" and needed.specifier.contains(found.found, prereleases=True):
+            yield found
+            continue
+        serves = f"{EXTRAS[extra]}: pip install 'kvcal[{extra}]'" if extra else "everything"
+        expected = "" if found.status == "absent" else f"expected {needed.specifier}, "
+        yield Finding(needed.name, found.found, "refused" if extra else "unusable", f"{expected}needed by {serves}")
 
 
-def _package(requirement: Requirement, extra: str) -> Finding:
-    """One requirement: of kvcal itself, or of an extra."""
-    status: Status = "refused" if extra else "unusable"
-    serves = f"{EXTRAS[extra]}: pip install 'kvcal[{extra}]'" if extra else "everything"
+def _optional(name: str) -> Finding:
     try:
-        found = version(requirement.name)
+        return Finding(name, version(name))
     except PackageNotFoundError:
-        return Finding(requirement.name, "not installed", status, f"needed by {serves}")
-    if not requirement.specifier.contains(found, prereleases=True):
-        return Finding(requirement.name, found, status, f"expected {requirement.specifier}, needed by {serves}")
-    return Finding(requirement.name, found)
+        return Finding(name, "not installed", "absent")
 
 
 def _gpu() -> Iterator[Finding]:
+    """torch's CUDA, the driver, the GPUs and the compiler of the kernels."""
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError as error:
         yield Finding("import of torch and transformers", "fails", "unusable", " ".join(str(error).split()))
         return
-    from kvcal.kernels.compile import OLDEST
+    from kvcal.kernels.compile import OLDEST, nvrtc_version
 
+    has_gpu = torch.cuda.is_available()
     yield Finding("CUDA of torch", str(torch.version.cuda or "none"), "ok" if torch.version.cuda else "absent")
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
-        driver = UNKNOWN
-    yield Finding("NVIDIA driver", driver, "absent" if driver == UNKNOWN else "ok")
-    if not torch.cuda.is_available():
+        driver = ""
+    yield Finding("NVIDIA driver", driver or "unknown", "ok" if driver else "absent")
+    if not has_gpu:
         note = "caches run through torch on the CPU; the CUDA kernels and `kvcal bench` are refused"
-        if driver != UNKNOWN and torch.version.cuda is None:
+        if driver and torch.version.cuda is None:
             note = f"torch is a build for CPUs; install one for CUDA. Until then {note}"
         yield Finding("GPU", "none that torch sees", "slow", note)
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         found = f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 1e9:.1f} GB"
-        if torch.version.hip is not None or 10 * about.major + about.minor < OLDEST:
-            note = f"the kernels need NVIDIA's compute capability {OLDEST / 10} or newer; attention runs through torch"
-            yield Finding(f"GPU {index}", found, "slow", note)
-        else:
-            yield Finding(f"GPU {index}", found)
-    yield _compiler(torch.cuda.is_available())
-
-
-def _compiler(has_gpu: bool) -> Finding:
-    from kvcal.kernels.compile import nvrtc_version
-
+        is_old = torch.version.hip is not None or 10 * about.major + about.minor < OLDEST
+        note = f"the kernels need NVIDIA's compute capability {OLDEST / 10} or newer; attention runs through torch"
+        yield Finding(f"GPU {index}", found, *(("slow", note) if is_old else ()))
     try:
-        return Finding("NVRTC", nvrtc_version())
+        yield Finding("NVRTC", nvrtc_version())
     except KernelError as refused:
-        return Finding("NVRTC", "none", "refused" if has_gpu else "absent", f"{refused.message}; {refused.hint}")
-
-
-def _engines() -> Iterator[Finding]:
-    """Optional programs that kvcal is measured against or works with."""
-    for name in ENGINES:
-        try:
-            yield Finding(name, version(name))
-        except PackageNotFoundError:
-            yield Finding(name, "not installed", "absent")
+        yield Finding("NVRTC", "none", "refused" if has_gpu else "absent", f"{refused.message}; {refused.hint}")
 
 
 def _contract(engine: str) -> Finding:
     """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in, or one
     that is not installed."""
-    missing = missing_parts(engine)
-    name, found = f"plans in {engine}", version(engine)
+    missing, found, tried = missing_parts(engine), version(engine), CONTRACTS[engine].tried
     if missing:
-        return Finding(name, found, "refused", f"lacks {'; '.join(missing)}")
-    tried = CONTRACTS[engine].tried
-    is_tried = found.split("+")[0] in tried
-    return Finding(name, found, note="" if is_tried else f"all parts are there; tried versions: {', '.join(tried)}")
+        return Finding(f"plans in {engine}", found, "refused", f"lacks {'; '.join(missing)}")
+    note = "" if found.split("+")[0] in tried else f"all parts are there; tried versions: {', '.join(tried)}"
+    return Finding(f"plans in {engine}", found, note=note)
 
 
 def _cache_folder() -> Finding:

@@ -70,7 +70,6 @@ def plan(
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.stages import allocate as allocation_stage
-    from kvcal.stages import profile as profile_stage
     from kvcal.stages.damage import measure_damage
     from kvcal.stages.size import gain_of
     from kvcal.stages.verify import verify_plan
@@ -104,8 +103,7 @@ def plan(
         checks = verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
         allocation = allocation_stage.load(folder.allocation)[0]
-        profile = None if chosen.search else profile_stage.load(folder.profile)
-        gain = gain_of(made, allocation, loaded.vocab_size, profile)
+        gain = gain_of(made, allocation.split, loaded.vocab_size)
         damage = measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
         if output is not None and (allow_damage or damage is None or not damage.is_destroyed):
@@ -143,8 +141,6 @@ def gain_table(gain: Gain, workload: Workload) -> console.View:
         (f"largest batch at {context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
         (f"largest context at batch {batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
     ]
-    if gain.expected_kl is not None:
-        rows.append(("expected KL", "0", f"{gain.expected_kl:.3g} nats per token ({gain.kl_source})"))
     return f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,17 +14,11 @@ from kvcal.errors import ArtifactError, KernelError, UsageError
 from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from kvcal.engines.capacity import Capacity
-    from kvcal.models.config import ModelSizes
     from kvcal.plan.plan import Plan
 
-ENGINES = ("vllm", "sglang")
-UTILIZATION = 0.92  # vLLM's own default share of a device
-OVERHEAD = "3GB"
-MAX_REQUESTS = 64
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
 
-EngineOption = Annotated[str, typer.Option("--engine", help="vllm or sglang.")]
+EngineOption = Annotated[Literal["vllm", "sglang"], typer.Option("--engine")]
 RequestsOption = Annotated[
     int, typer.Option("--max-requests", help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
 ]
@@ -83,15 +77,15 @@ def capacity(
     ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Of one device, for the cache alone, such as 50GB.")] = None,
     tp: RanksOption = 1,
-    max_requests: RequestsOption = MAX_REQUESTS,
+    max_requests: RequestsOption = 64,
     drafts: DraftsOption = 0,
     weights: options.Weights = None,
     utilization: Annotated[
-        float, typer.Option(help="Share of the device that the engine takes.", min=0.01, max=1)
-    ] = UTILIZATION,
+        float, typer.Option(help="Share of the device that the engine takes, vLLM's own.", min=0.01, max=1)
+    ] = 0.92,
     overhead: Annotated[
         str, typer.Option(help="Bytes of a device for activations and graphs, which an engine measures at its start.")
-    ] = OVERHEAD,
+    ] = "3GB",
 ) -> None:
     """Tell what fits into an engine's memory with a plan: blocks, tokens, and requests of a context, as the engine will
     count them. With --kv-memory, exactly so; with --memory, as far as the overhead is right.
@@ -100,21 +94,19 @@ def capacity(
     """
     from dataclasses import asdict
 
-    from kvcal.engines.support import require_served
+    from kvcal.engines.capacity import capacity as capacity_of
     from kvcal.models.config import read_sizes
-    from kvcal.plan.plan import load_plan
 
-    _require_engine(engine, drafts)
     if (memory is None) == (kv_memory is None):
         raise UsageError("expected exactly one of --memory and --kv-memory")
-    loaded = load_plan(plan)
-    require_served(loaded, True, engine, drafts)
+    loaded = _served(plan, engine, drafts)
     facts = read_sizes(model)
-    _require_geometry(loaded, facts, plan)
-    if kv_memory is not None:
-        nbytes = parse_bytes(kv_memory)
-    else:
-        assert memory is not None
+    if loaded.geometry.layers != facts.geometry.layers:
+        raise ArtifactError(
+            f"{plan}: the plan is for {loaded.model.id}, whose layers or heads are others than those of {facts.id}"
+        )
+    nbytes = 0 if kv_memory is None else parse_bytes(kv_memory)
+    if memory is not None:
         weight_bytes = facts.weight_bytes if weights is None else parse_bytes(weights)
         if weight_bytes is None:
             raise UsageError(f"{facts.id}: its weights are not here", hint="state their bytes, such as --weights 16GB")
@@ -126,7 +118,7 @@ def capacity(
                 f"{overhead} of overhead",
                 hint="raise --memory, --utilization or --tp, or lower --overhead",
             )
-    found = _capacity(engine, loaded, nbytes, tp, context, max_requests, drafts)
+    found = capacity_of(engine, loaded, nbytes, tp, context, drafts, max_requests)
     value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
     rows = [
         ("memory for the cache, on each rank", format_bytes(nbytes)),
@@ -138,20 +130,20 @@ def capacity(
         ("tokens", f"{found.num_tokens}, {found.num_tokens / max(1, found.raw_tokens):.2f}x of 16 bits"),
     ]
     given.show(value, (f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
+    say = given.reporter().say
     if found.block_bytes > WASTEFUL * found.page_bytes:
-        given.reporter().say(
+        say(
             "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: long windows "
             "beside few full-attention layers cost more than a plan saves"
         )
     if engine == "sglang" and found.concurrency > max_requests:
-        given.reporter().say(f"note: sglang runs at most {max_requests} of them at once, which --max-requests states")
+        say(f"note: sglang runs at most {max_requests} of them at once, which --max-requests states")
     if memory is not None:
         words: list[object] = ["--kv-memory", nbytes, "--context", context]
-        words += ["--tp", tp] if tp > 1 else []
-        words += ["--drafts", drafts] if drafts else []
+        words += (["--tp", tp] if tp > 1 else []) + (["--drafts", drafts] if drafts else [])
         words += ["--max-requests", max_requests] if engine == "sglang" else []
         fixed = options.command_line("serve-args", plan, "--engine", engine, *words)
-        given.reporter().say(f"note: {overhead} of overhead is assumed; `{fixed}` fixes the memory")
+        say(f"note: {overhead} of overhead is assumed; `{fixed}` fixes the memory")
 
 
 @options.spread
@@ -161,7 +153,7 @@ def serve_args(
     engine: EngineOption = "vllm",
     model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
     tp: RanksOption = 1,
-    max_requests: RequestsOption = MAX_REQUESTS,
+    max_requests: RequestsOption = 64,
     drafts: DraftsOption = 0,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; default: the model's.", min=1, max=MAX_CONTEXT)
@@ -174,17 +166,15 @@ def serve_args(
 
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
     """
+    from kvcal.engines.capacity import capacity as capacity_of
     from kvcal.engines.shard import HeadShard
-    from kvcal.engines.support import NO_PREFIXES, require_served, unquantized_copies
-    from kvcal.plan.plan import load_plan
+    from kvcal.engines.support import NO_PREFIXES, unquantized_copies
 
-    _require_engine(engine, drafts)
-    loaded = load_plan(plan)
-    require_served(loaded, True, engine, drafts)
+    loaded = _served(plan, engine, drafts)
     HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
-    found = None if memory is None else _capacity(engine, loaded, memory, tp, context or 1, max_requests, drafts)
+    found = None if memory is None else capacity_of(engine, loaded, memory, tp, context or 1, drafts, max_requests)
     if engine == "vllm":
         words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
@@ -206,26 +196,13 @@ def serve_args(
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
 
 
-def _capacity(
-    engine: str, plan: Plan, memory: int, tp: int, context: int, max_requests: int, drafts: int = 0
-) -> Capacity:
-    from kvcal.engines.capacity import sglang_capacity, vllm_capacity
+def _served(plan: Path, engine: str, drafts: int) -> Plan:
+    """The plan, if the engine serves it."""
+    from kvcal.engines.support import require_served
+    from kvcal.plan.plan import load_plan
 
-    if engine == "vllm":
-        return vllm_capacity(plan, memory, tp, context, drafts)
-    return sglang_capacity(plan, memory, tp, context, max_requests)
-
-
-def _require_engine(engine: str, drafts: int) -> None:
-    if engine not in ENGINES:
-        raise UsageError(f"--engine {engine}; allowed: {', '.join(ENGINES)}")
     if drafts and engine != "vllm":
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
-
-
-def _require_geometry(plan: Plan, facts: ModelSizes, path: Path) -> None:
-    """ArtifactError for a plan of other layers than the model's."""
-    if plan.geometry.layers != facts.geometry.layers:
-        raise ArtifactError(
-            f"{path}: the plan is for {plan.model.id}, whose layers or heads are others than those of {facts.id}"
-        )
+    loaded = load_plan(plan)
+    require_served(loaded, True, engine, drafts)
+    return loaded

@@ -51,49 +51,25 @@ class Capacity:
         return int(self.concurrency * self.context)
 
 
-def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``; ``lookahead``: drafts that are verified beside a token.
+def capacity(
+    engine: Engine, plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0, max_requests: int = 0
+) -> Capacity:
+    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies beside a token;
+    ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
 
     Raises:
         UnsupportedModel: heads that the ranks cannot share equally.
         InfeasibleBudget: not one request of the context fits.
     """
-    shard = HeadShard(plan, 0, num_ranks, lookahead)
-    indices = list(shard.blocks)
-    pages = [shard.block_bytes(index) for index in indices]
-    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
-    needed = -(-context // PAGE_TOKENS) + ring_blocks
-    return _capacity(shard, memory, 0, block_bytes, needed, ring_blocks, context)
-
-
-def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_requests: int) -> Capacity:
-    """As :func:`vllm_capacity`, with rings for ``max_requests``, and one more for padding."""
-    shard = HeadShard(plan, 0, num_ranks)
-    token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
-    rings = (max_requests + 1) * sum(map(shard.ring_bytes, shard.blocks))
-    block_bytes, needed = token_bytes * PAGE_TOKENS, -(-context // PAGE_TOKENS)
-    return _capacity(shard, memory, rings, block_bytes, needed, 0, context)
-
-
-def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0) -> int:
-    """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
-    padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`vllm_capacity`."""
-    batch, context = plan.workload.batch, plan.workload.context
-    shard, blocks = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
-    pages, rings = ([of(index) for index in shard.blocks] for of in (shard.block_bytes, shard.ring_bytes))
-    if engine == "sglang":
-        token_bytes = -(-sum(pages) // PAGE_TOKENS)
-        return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + (batch + 1) * sum(rings))
-    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
-    return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
-
-
-def _capacity(
-    shard: HeadShard, memory: int, fixed: int, block_bytes: int, needed: int, ring_blocks: int, context: int
-) -> Capacity:
-    """``fixed``: bytes of the memory that are no blocks."""
-    layers = [block.layer.attention for block in shard.blocks.values() if block.layer.is_paged]
-    raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[shard.plan.cache_dtype].itemsize
+    shard, needed = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
+    pages = [shard.block_bytes(index) for index in shard.blocks]
+    fixed = ring_blocks = 0
+    if engine == "vllm":
+        block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
+        needed += ring_blocks
+    else:
+        block_bytes = -(-sum(pages) // PAGE_TOKENS) * PAGE_TOKENS
+        fixed = (max_requests + 1) * sum(map(shard.ring_bytes, shard.blocks))
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
         smallest = needed * block_bytes + fixed
@@ -104,8 +80,22 @@ def _capacity(
             smallest_bytes=smallest,
             hint=f"give the cache {smallest} bytes on each rank, or a shorter context{fewer}",
         )
-    page_bytes = sum(map(shard.block_bytes, shard.blocks))
-    return Capacity(memory, block_bytes, page_bytes, num_blocks, needed, ring_blocks, context, memory // raw)
+    layers = [block.layer.attention for block in shard.blocks.values() if block.layer.is_paged]
+    raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[plan.cache_dtype].itemsize
+    return Capacity(memory, block_bytes, sum(pages), num_blocks, needed, ring_blocks, context, memory // raw)
+
+
+def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0) -> int:
+    """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
+    padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`capacity`."""
+    batch, blocks = plan.workload.batch, -(-plan.workload.context // PAGE_TOKENS)
+    shard = HeadShard(plan, 0, num_ranks, lookahead)
+    pages, rings = ([of(index) for index in shard.blocks] for of in (shard.block_bytes, shard.ring_bytes))
+    if engine == "sglang":
+        token_bytes = -(-sum(pages) // PAGE_TOKENS)
+        return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + (batch + 1) * sum(rings))
+    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
+    return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
 
 
 def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:
@@ -115,10 +105,8 @@ def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:
     groups = -(-count // max(max(sum(pages), ring) // ring, 1))
     sizes = Counter(size for size in pages if size)
     if len(sizes) > 1 and len(set(sizes.values())) == 1:  # pages that vLLM takes for a repeating pattern of layers
-        groups = max(groups, -(-count // _repeats(next(iter(sizes.values())), count)))
+        # The number to whose multiples both are padded least; the largest of several.
+        pattern = next(iter(sizes.values()))
+        numbers = range(count, pattern - 1, -1)
+        groups = max(groups, -(-count // min(numbers, key=lambda number: -pattern % number + -count % number)))
     return max(sum(pages), -(-count // groups) * ring), groups
-
-
-def _repeats(pattern: int, count: int) -> int:
-    """The number, from ``pattern`` to ``count``, to whose multiples both are padded least; the largest of several."""
-    return min(range(count, pattern - 1, -1), key=lambda number: -pattern % number + -count % number)

@@ -1,32 +1,25 @@
 """The bytes of a cache, and how far a memory goes with them: at the same bits in every layer, before anything is
-measured, and for a finished plan, which gains on 16 bits.
+measured, and for a finished plan.
 
-The rows of equal bits are recipes with [formats] alone, so that each can be compiled as it stands. Bytes are the plan's
-own (``Plan.nbytes``); what a memory has to hold beside the cache is what a budget of a whole device counts: weights,
-logits and the workspace of a decode step. The largest batch and context are found by bisection, since all of these grow
-with both. Left out: activations of a long prompt, and what the framework itself takes.
-
-On several devices (tensor parallelism) each holds its share of the KV heads, and copies where there are fewer heads
+Rows of equal bits are recipes with [formats] alone. A memory holds the cache (``Plan.nbytes``), weights, logits and the
+workspace of a decode step; activations of a long prompt are left out. The largest batch and context are found by
+bisection. With tensor parallelism, each device holds its share of the KV heads, and copies where there are fewer heads
 than devices; weights and states are divided evenly.
-
-The KL to expect of a finished plan is the one that it was chosen by, on calibration text: measured for the whole plan
-by a search; after a profile, the sum of what each layer's keys and values cause alone, which need not add up.
-`kvcal eval` measures it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
+from kvcal.geometry import AttentionGeometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
-from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import RAW, SIDES
+from kvcal.plan.layer import bare_layers
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
@@ -35,11 +28,9 @@ from kvcal.recipe_files import load_recipe
 from kvcal.store.workspace import logits_bytes, step_workspace
 
 if TYPE_CHECKING:  # what measures is not needed for sizes
-    from kvcal.stages.allocate.record import Allocation
-    from kvcal.stages.profile.record import Profile
+    from kvcal.stages.allocate.record import Split
 
 RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
-KlSource = Literal["measured by the search", "sum of single layers"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, dev
             f"{sizes.id}: its weights are not here, neither their safetensors files nor an index",
             hint="state their bytes, such as --weights 16GB",
         )
-    geometry = shared_geometry(sizes.geometry, devices)
+    geometry = replace(sizes.geometry, layers=tuple(_shared(layer, devices) for layer in sizes.geometry.layers))
     weights = -(-(sizes.weight_bytes or 0) // devices)
     identity = ModelIdentity(sizes.id, geometry.model_type, "", "", "")
     for name in RECIPES:
@@ -86,14 +77,13 @@ def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, dev
         yield SizeRow(name, plan.bits_per_value(), plan.predicted_bytes, fit)
 
 
-def finest(rows: list[SizeRow], memory: int) -> SizeRow | None:
-    """The first row that fits the memory, None where none does."""
-    return next((row for row in rows if row.fit is not None and row.fit.total <= memory), None)
-
-
 def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit:
     """The reach of ``memory`` bytes. ``weights``: their bytes, None where the memory is for the cache alone."""
-    tensors, alike = tensors_nbytes(plan.tensors), Counter(map(_without_index, plan.layers))
+    tensors = tensors_nbytes(plan.tensors)
+    alike = Counter(  # layers that take the same bytes
+        replace(layer, geometry=replace(layer.geometry, index=0), k_predictor=None, v_predictor=None)
+        for layer in plan.layers
+    )
     # A step's workspace is that of its largest layer, where nothing is predicted from another one.
     is_predicted = any(layer.predictor(side) is not None for layer in plan.layers for side in SIDES)
     distinct = plan.layers if is_predicted else tuple(alike)
@@ -107,29 +97,16 @@ def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit
         return weights + cache + logits_bytes(batch, vocab_size) + workspace
 
     batch, context = plan.workload.batch, plan.workload.context
+    counts = range(1, MAX_BATCH + 1), range(1, MAX_CONTEXT + 1)
     return Fit(
         total(batch, context),
-        _largest(MAX_BATCH, lambda count: total(count, context) <= memory),
-        _largest(MAX_CONTEXT, lambda count: total(batch, count) <= memory),
+        bisect_left(counts[0], True, key=lambda count: total(count, context) > memory),
+        bisect_left(counts[1], True, key=lambda count: total(batch, count) > memory),
     )
 
 
-def _without_index(layer: LayerPlan) -> LayerPlan:
-    """The key of a layer's bytes, equal for layers that take the same."""
-    return replace(layer, geometry=replace(layer.geometry, index=0), k_predictor=None, v_predictor=None)
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count from 1 to ``most`` that fits, 0 for none; what fits stays so with less."""
-    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
-
-
-def shared_geometry(geometry: Geometry, devices: int) -> Geometry:
-    """The share of one of ``devices``. UsageError where heads cannot be shared out evenly."""
-    return replace(geometry, layers=tuple(_shared(layer, devices) for layer in geometry.layers))
-
-
 def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
+    """The share of one of ``devices``. UsageError where heads cannot be shared out evenly."""
     if isinstance(layer, StateGeometry):
         return replace(layer, bytes_per_sequence=-(-layer.bytes_per_sequence // devices))
     assert isinstance(layer, AttentionGeometry)
@@ -148,8 +125,7 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
 @dataclass(frozen=True)
 class Gain:
     """Bytes of the cache at the plan's workload, in the plan and in the model's own; ``budget`` in bytes, and how far
-    it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload alone. ``expected_kl``
-    in nats per token, None where it was not measured for these formats."""
+    it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload alone."""
 
     cache_bytes: int
     raw_bytes: int
@@ -157,49 +133,18 @@ class Gain:
     budget: int
     fit: Fit | None
     raw_fit: Fit
-    expected_kl: float | None
-    kl_source: KlSource | None
 
     @property
     def ratio(self) -> float:
         return self.raw_bytes / self.cache_bytes
 
 
-def gain_of(plan: Plan, allocation: Allocation, vocab_size: int, profile: Profile | None) -> Gain:
-    """The gain of ``plan`` within the budget of its ``allocation``; ``profile``: what the allocation was made from;
-    None after a search."""
-    split = allocation.split
-    fit = None if plan.is_progressive else fit_of(plan, split.budget, split.weights, vocab_size)
-    kl = allocation.loss if profile is None else expected_kl(allocation, profile)
-    source: KlSource = "measured by the search" if profile is None else "sum of single layers"
-    return Gain(
-        plan.predicted_bytes,
-        plan.raw_nbytes(plan.workload.lengths),
-        plan.bits_per_value(),
-        split.budget,
-        fit,
-        fit_of(plan.unquantized(), split.budget, split.weights, vocab_size),
-        kl,
-        None if kl is None else source,
+def gain_of(plan: Plan, split: Split, vocab_size: int) -> Gain:
+    """The gain of ``plan`` within the budget of its allocation."""
+    fit, raw_fit = (
+        None if one.is_progressive else fit_of(one, split.budget, split.weights, vocab_size)
+        for one in (plan, plan.unquantized())
     )
-
-
-def expected_kl(allocation: Allocation, profile: Profile) -> float | None:
-    """The sum of the KL that each layer's keys and values cause alone in their formats; None where one of them was not
-    measured, or a layer's heads differ."""
-    found = list(_single_kls(allocation, profile))
-    return None if any(kl is None for kl in found) else sum(kl for kl in found if kl is not None)
-
-
-def _single_kls(allocation: Allocation, profile: Profile) -> Iterator[float | None]:
-    for layer in allocation.layers:
-        for side in SIDES if layer.is_paged else ():
-            candidates = profile.setup.kl_candidates(side)
-            formats = [profile.cache.format(side, *candidate) for candidate in candidates]
-            chosen = layer.formats(side)
-            if set(chosen) == {RAW}:
-                yield 0.0
-            elif len(chosen) == 1 and chosen[0] in formats:
-                yield float(profile.kl(layer.geometry.index, side)[formats.index(chosen[0])])
-            else:
-                yield None
+    assert raw_fit is not None
+    raw_bytes = plan.raw_nbytes(plan.workload.lengths)
+    return Gain(plan.predicted_bytes, raw_bytes, plan.bits_per_value(), split.budget, fit, raw_fit)

@@ -12,7 +12,7 @@ import torch
 from cli_cases import ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.engines.capacity import sglang_capacity, vllm_blocks, vllm_capacity
+from kvcal.engines.capacity import Capacity, capacity, vllm_blocks
 from kvcal.engines.shard import HeadShard
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
@@ -25,6 +25,15 @@ from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.stages.allocate import Split, allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
+
+
+def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0) -> Capacity:
+    return capacity("vllm", plan, memory, num_ranks, context, lookahead)
+
+
+def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_requests: int) -> Capacity:
+    return capacity("sglang", plan, memory, num_ranks, context, max_requests=max_requests)
+
 
 IDENTITY = ModelIdentity("meta-llama/Llama-3.1-8B", "llama", "a" * 64, "b" * 64, "c" * 64)
 
@@ -327,14 +336,10 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
         ("capacity {model} --plan {plan} --context 8 --memory 1GB", 2, "or lower --overhead"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
-        (
-            "capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none",
-            2,
-            "none; allowed: vllm, sglang",
-        ),
+        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none", 2, "'none' is not one of"),
         ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
-        ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm, sglang"),
+        ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
         ("serve-args {plan} --engine sglang --drafts 2", 2, "plans are served with drafts in vllm alone"),
     ],

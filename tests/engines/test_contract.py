@@ -64,7 +64,7 @@ def test_every_part_of_the_contract_names_a_module_of_the_engine() -> None:
 
 def test_doctor_names_what_the_engine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.33.0", *(part for part, _ in MISSING.values()))
-    monkeypatch.setattr(doctor_command, "_software", lambda: iter(()))
+    monkeypatch.setattr(doctor_command, "_packages", lambda: iter(()))
     done = run_kvcal("doctor", "--engine", "vllm", "--json")
     found = {one["name"]: one for one in done.json["findings"]}["plans in vllm"]
     assert done.code == 4 and found["status"] == "refused"
@@ -72,7 +72,7 @@ def test_doctor_names_what_the_engine_lacks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_doctor_is_content_with_an_engine_that_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_command, "_software", lambda: iter(()))
+    monkeypatch.setattr(doctor_command, "_packages", lambda: iter(()))
     for version, note in (("0.32.0+cpu", ""), ("0.40.0", "all parts are there; tried versions: 0.32.0")):
         installed(monkeypatch, version, GOOD)
         done = run_kvcal("doctor", "--engine", "vllm", "--json")

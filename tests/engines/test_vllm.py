@@ -19,7 +19,7 @@ from vllm_environment import CHECKOUT, Unavailable, python_with_vllm, run_in, va
 
 from kvcal import Plan
 from kvcal.cache.attached import attached_for
-from kvcal.engines.capacity import vllm_capacity
+from kvcal.engines.capacity import capacity as capacity_of
 from kvcal.engines.contract import CONTRACTS
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CacheDtype
@@ -233,7 +233,7 @@ def test_random_requests_with_drafts(version: str, tmp_path: Path, served: Serve
 
 def assert_capacity(found: dict[str, Any], plan: Plan, lookahead: int = 0) -> None:
     """vLLM has the blocks that kvcal predicts, of the bytes that it predicts."""
-    capacity = vllm_capacity(plan, 64 << 20, 1, 2048, lookahead)
+    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, lookahead)
     says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
     assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
 
