@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
@@ -153,47 +154,33 @@ def _origin(plan: Plan) -> dict[str, Any]:
 def budget_table(allocation: Allocation) -> View:
     """The parts of the budget, in bytes."""
     split, workload = allocation.split, allocation.workload
-    rows = [("budget", format_bytes(split.budget), str(split.budget))]
-    if split.weights is not None and split.workspace is not None:
-        rows.append(("weights", format_bytes(split.weights), str(split.weights)))
-        rows.append(("workspace", format_bytes(split.workspace), str(split.workspace)))
-    if split.fixed:
-        rows.append(("bounded layers and states", format_bytes(split.fixed), str(split.fixed)))
-    rows.append(("cache, chosen formats", format_bytes(split.paged), str(split.paged)))
-    if split.reserved:
-        rows.append(("reserved for transforms", format_bytes(split.reserved), str(split.reserved)))
-    if split.engine:
-        rows.append(("rings and padding of the engine", format_bytes(split.engine), str(split.engine)))
-    left = split.budget - split.cache - split.overhead - split.reserved
-    rows.append(("left over", format_bytes(left), str(left)))
+    device = split.weights is not None and split.workspace is not None
+    parts = [
+        ("budget", split.budget, True),
+        ("weights", split.weights or 0, device),
+        ("workspace", split.workspace or 0, device),
+        ("bounded layers and states", split.fixed, split.fixed),
+        ("cache, chosen formats", split.paged, True),
+        ("reserved for transforms", split.reserved, split.reserved),
+        ("rings and padding of the engine", split.engine, split.engine),
+        ("left over", split.budget - split.cache - split.overhead - split.reserved, True),
+    ]
+    rows = [(name, format_bytes(nbytes), str(nbytes)) for name, nbytes, is_shown in parts if is_shown]
     if allocation.loss is not None:
         proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, proven by HiGHS"
         rows.append(("loss", f"{allocation.loss:.6g}", proof))
     return f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows
 
 
-def sweep_table(points: list[dict[str, Any]]) -> View:
+def sweep_table(points: Sequence[Mapping[str, Any]]) -> View:
     """The Pareto front, from the fewest bytes on."""
-    rows = [
-        (
-            format_bytes(point["cache_bytes"]),
-            f"{point['bits_per_value']:.3f}",
-            f"{point['loss']:.6g}",
-            _mean_bits(point["k_bits"]),
-            _mean_bits(point["v_bits"]),
-        )
-        for point in points
-    ]
-    return (
-        f"Optimum at {len(points)} budgets",
-        ("cache", "all-in bits", "loss", "mean K code bits", "mean V code bits"),
-        rows,
-    )
-
-
-def _mean_bits(bits: list[list[int]]) -> str:
-    per_layer = [sum(heads) / len(heads) for heads in bits]
-    return f"{sum(per_layer) / len(per_layer):.2f}"
+    rows = []
+    for point in points:
+        means = [fmean(map(fmean, point[f"{side}_bits"])) for side in SIDES]
+        cells = [format_bytes(point["cache_bytes"]), f"{point['bits_per_value']:.3f}", f"{point['loss']:.6g}"]
+        rows.append([*cells, *(f"{mean:.2f}" for mean in means)])
+    headers = ("cache", "all-in bits", "loss", "mean K code bits", "mean V code bits")
+    return f"Optimum at {len(points)} budgets", headers, rows
 
 
 def checks_table(checks: Sequence[Check]) -> View:
@@ -223,15 +210,10 @@ def _of_columns(title: str, columns: Sequence[tuple[str, Sequence[str]]]) -> Vie
 
 def gates_table(results: Sequence[GateResult]) -> View:
     """A row for each limit."""
-    rows = [
-        (
-            one.gate,
-            f"{one.limit:.6g}",
-            format_measured(one.measured, one.standard_error, 6),
-            "passed" if one.passed else "FAILED",
-        )
-        for one in results
-    ]
+    rows = []
+    for one in results:
+        measured = format_measured(one.measured, one.standard_error, 6)
+        rows.append((one.gate, f"{one.limit:.6g}", measured, "passed" if one.passed else "FAILED"))
     return "Gates", ("gate", "limit", "measured", ""), rows
 
 
@@ -259,22 +241,17 @@ def profile_table(profile: Profile) -> View:
 
 
 def profile_json(profile: Profile) -> dict[str, Any]:
-    subject = profile.setup
-    layers = [
-        {
-            "layer": layer.index,
-            **{
-                side: {
-                    "sensitivity": profile.sensitivity(layer.index, side).tolist(),
-                    "kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None,
-                    "grad_norm": profile.grad_norm(layer.index, side),
-                    "relative_error": profile.relative_error(layer.index, side).tolist(),
-                }
-                for side in SIDES
-            },
-        }
-        for layer in subject.layers
-    ]
+    subject, layers = profile.setup, []
+    for layer in subject.layers:
+        sides: dict[str, Any] = {"layer": layer.index}
+        for side in SIDES:
+            sides[side] = {
+                "sensitivity": profile.sensitivity(layer.index, side).tolist(),
+                "kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None,
+                "grad_norm": profile.grad_norm(layer.index, side),
+                "relative_error": profile.relative_error(layer.index, side).tolist(),
+            }
+        layers.append(sides)
     names = {side: [list(candidate) for candidate in subject.candidates(side)] for side in SIDES}
     kl_names = {side: [list(candidate) for candidate in subject.kl_candidates(side)] for side in SIDES}
     return {"subject": dump(subject), "candidates": names, "kl_candidates": kl_names, "layers": layers}

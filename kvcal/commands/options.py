@@ -24,8 +24,6 @@ from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 from kvcal.recipe_names import recipe_names
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from kvcal.data.sequences import DataSpec
     from kvcal.folder import Job
     from kvcal.models.load import LoadedModel
@@ -119,7 +117,7 @@ class OutputOptions:
     def reporting(self) -> AbstractContextManager[console.TerminalReporter]:
         return self.reporter().running()
 
-    def show(self, value: Any, *parts: console.View | Text | str) -> None:
+    def show(self, value: Any, *parts: console.View | str) -> None:
         """The result on stdout: ``value`` as JSON, or ``parts`` for people."""
         if self.json:
             console.print_json(value)

@@ -22,7 +22,6 @@ from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run.expected import expected_phases
 from kvcal.run.feasible import require_feasible
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
 from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
@@ -75,7 +74,7 @@ def run(
 ) -> Result:
     """All stages, as in ``build_plan`` and ``evaluate_plan``. Raises what the stages raise; whatever was finished stays
     and is reused by the next run."""
-    plan = build_plan(loaded, folder, recipe, workload, reporter, evaluates=True)
+    plan = build_plan(loaded, folder, recipe, workload, reporter)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
     return Result(allocation_stage.load(folder.allocation)[0], plan, evaluation)
 
@@ -86,10 +85,8 @@ def build_plan(
     recipe: Recipe,
     workload: Workload | None = None,
     reporter: Reporter = SILENT,
-    evaluates: bool = False,
 ) -> Plan:
     """All stages of a recipe up to its plan, for ``workload`` (default: the recipe's, or 8 x 4,096 tokens).
-    ``evaluates``: the reporter is told that ``evaluate_plan`` follows.
 
     Raises:
         What the stages raise; whatever was finished stays.
@@ -100,7 +97,6 @@ def build_plan(
     job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
     if recipe.allocate is not None and recipe.search is None:
         require_feasible(job)
-    reporter.expect(expected_phases(job, evaluates))
     run_stages(job)
     return compile_folder(folder, reporter=reporter, recipe=recipe)
 

@@ -21,7 +21,6 @@ from kvcal import console
 from kvcal.__main__ import app
 from kvcal.commands.options import complete_model, complete_recipe
 from kvcal.console import TerminalReporter
-from kvcal.progress import Phase
 from kvcal.recipe_names import recipe_names
 
 ROOT = Path(__file__).parents[2]
@@ -107,43 +106,43 @@ def test_brackets_and_colons_of_a_table_are_no_markup(capsys: pytest.CaptureFixt
     assert cell in drawn and "of [model]" in drawn and "k [bold]" in drawn
 
 
-class Clock:
-    now = 0.0
+def test_work_within_work_keeps_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    drawn = io.StringIO()
+    monkeypatch.setattr(console, "stderr", Console(file=drawn, width=80, force_terminal=True, get_time=lambda: now[0]))
+    reporter = TerminalReporter()
+    reporter._bars.get_time = lambda: now[0]
+    with reporter.running():
+        reporter(3, 10, "plans")  # resumed: three of an earlier run
+        assert reporter.lines() == ["plans: 3 of 10"]
+        reporter(0, 4, "text")
+        now[0] = 100.0
+        reporter(1, 4, "text")
+        now[0] = 200.0
+        reporter(2, 4, "text")
+        assert reporter.lines() == ["plans: 3 of 10", "text: 2 of 4, about 3.3 min left"]
+        reporter(4, 4, "text")
+        reporter(0, 9, "problems")
+        assert reporter.lines() == ["plans: 3 of 10", "problems: 0 of 9"]
+        reporter(4, 10, "plans")  # ends what is within
+        assert [line.split(",")[0] for line in reporter.lines()] == ["plans: 4 of 10"]
+        reporter(0, 10, "plans")  # begun again
+        reporter(10, 10, "plans")
+        reporter(0, 2, "verify")
+        assert reporter.lines() == ["verify: 0 of 2"]
+        reporter._bars.refresh()
+    assert "verify" in drawn.getvalue() and "0/2" in drawn.getvalue()
 
-    def __call__(self) -> float:
-        return self.now
 
-
-def test_the_remaining_time_survives_slow_steps_and_other_work(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    reporter = TerminalReporter(clock=clock)
-
-    def lines() -> list[str]:
-        return [reporter.line(work) for work in reporter._open]
-
-    reporter(3, 10, "plans")  # resumed: three of an earlier run
-    assert lines() == ["plans: 3 of 10"]
-    reporter(0, 4, "text")
-    clock.now = 100.0
-    reporter(1, 4, "text")
-    assert lines() == ["plans: 3 of 10", "text: 1 of 4, about 5.0 min left"]
-    clock.now = 150.0  # a slow step: it counts down
-    assert lines()[1] == "text: 1 of 4, about 4.2 min left"
-    clock.now = 220.0  # slower than the first: the others may be as slow
-    assert lines()[1] == "text: 1 of 4, about 3.7 min left"
-    reporter(4, 4, "text")
-    reporter(0, 9, "problems")
-    assert lines() == ["plans: 3 of 10", "problems: 0 of 9"]
-    reporter(4, 10, "plans")  # ends what is within
-    assert lines() == ["plans: 4 of 10, about 22.0 min left"]
-    reporter(0, 4, "text")
-    clock.now = 230.0
-    reporter(2, 4, "text")
-    assert lines()[1] == "text: 2 of 4, about 10 s left"  # begun anew
-    reporter(10, 10, "plans")
-    reporter(0, 2, "verify")
-    assert lines() == ["verify: 0 of 2"]
-    assert "plans: 3 of 10; text: 1 of 4, about 5.0 min left" in capsys.readouterr().err.splitlines()
+def test_without_a_terminal_a_line_comes_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "PLAIN_SECONDS", 0.0)
+    reporter = TerminalReporter()
+    reporter(0, 3, "evaluate: plans")
+    reporter(1, 4, "evaluate: text")
+    TerminalReporter(quiet=True)(1, 4, "quiet")
+    assert capsys.readouterr().err.splitlines() == ["evaluate: plans: 0 of 3; evaluate: text: 1 of 4"]
 
 
 @pytest.mark.parametrize("line", ["recipes", "recipes default", f"inspect {PLAN} --json", "--help", "models"])
@@ -184,44 +183,3 @@ def test_the_shell_is_given_the_names(line: str, expected: str) -> None:
     asked = {"_KVCAL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
     done = CliRunner().invoke(app, [], env=asked, prog_name="kvcal")
     assert done.exit_code == 0 and expected in done.output.split()
-
-
-def test_one_line_for_each_stage_tells_what_is_left_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    reporter = TerminalReporter(clock=clock)
-    reporter.expect(
-        [Phase("profile: gradients", 100.0), Phase("reparam: search", 50.0), Phase("evaluate: plans", 200.0)]
-    )
-    for done in range(5):
-        clock.now = 10.0 * done
-        reporter(done, 4, "profile: gradients")
-    clock.now = 45.0
-    reporter(0, 2, "evaluate: plans")  # the stage between is current
-    clock.now = 100.0
-    reporter(10, 90, "evaluate: text")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "stage 1 of 3: profile: gradients",
-        "profile: gradients: 2 of 4, about 20 s left; about 2.0 min left in all",
-        "profile: gradients: 4 of 4, about 0 s left; about 100 s left in all",
-        "stage 3 of 3: evaluate: plans; the one before took 45 s; about 80 s left in all",
-        "evaluate: plans: 0 of 2; evaluate: text: 10 of 90; about 52 s left in all",
-    ]
-
-
-def test_the_terminal_has_one_bar_above_the_others_for_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, drawn = Clock(), io.StringIO()
-    terminal = Console(file=drawn, width=80, force_terminal=True)
-    monkeypatch.setattr(console, "stderr", terminal)
-    reporter = TerminalReporter(clock=clock)
-    with reporter.running():
-        reporter.expect([Phase("a", 30.0), Phase("b", 60.0)])
-        reporter(0, 3, "a")
-        clock.now = 60.0
-        reporter(2, 3, "a")
-        reporter._bars.refresh()
-    shown = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", drawn.getvalue())
-    last = [line for line in shown.splitlines() if "left" in line][-2:]
-    assert last[0].startswith("all stages") and "0/2" in last[0] and "0:03:30 left" in last[0]
-    assert last[1].startswith("a") and "2/3" in last[1] and "0:00:30 left" in last[1]
-    assert max(map(len, last)) <= 80
