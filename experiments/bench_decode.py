@@ -37,14 +37,13 @@ def uniform(bits: int, **knobs: Any) -> tuple[Format, Format]:
 
 
 KITTY = Format(2, "channel", 128, boost=Boost("magnitude", (Tier(4, 0.125),)))
-ROTATED, ROTATED_LATTICE = Format(2, quantizer="rotated"), Format(2, quantizer="rotated-lattice")
+ROTATED = Format(2, quantizer="rotated")
 FORMATS: dict[str, tuple[Format, Format]] = {
     **{str(bits): uniform(bits) for bits in (1, 2, 3, 4, 8)},
     "2-window": uniform(2, num_sink_tokens=32, recent_window=128),
     "kitty": (KITTY, uniform(2)[1]),
     "2-uneven": (uniform(2, num_sink_tokens=32)[0], uniform(2)[1]),
     "2-rotated": (ROTATED, ROTATED),
-    "2-lattice": (ROTATED_LATTICE, ROTATED_LATTICE),
     "16": (RAW, RAW),
 }
 DEFAULT = ("2", "2-window", "kitty", "3", "4", "8", "16")

@@ -75,12 +75,10 @@ def cases() -> list[Case]:
                 Case("12.5 % of K at 8 bits, feedback on both", bits, boosted, v, ("k", "v")),
             ]
         if bits == 2:
-            boosted, points = replace(k, boost=boost), replace(v, quantizer="rotated-lattice")
+            boosted = replace(k, boost=boost)
             found += [
                 Case("K and V rotated, feedback on both", bits, turned, turned, ("k", "v")),
                 Case("K and V rotated", bits, turned, turned),
-                Case("V rotated, on a lattice", bits, k, points),
-                Case("K and V rotated, on a lattice", bits, points, points),
                 Case("12.5 % of K at 4 bits", bits, boosted, v),
                 Case("12.5 % of K at 4 bits, V rotated", bits, boosted, turned),
                 Case("12.5 % of K at 4 bits, V rotated, on a lattice", bits, boosted, points),

@@ -21,9 +21,11 @@ from kvcal.models.geometry import num_embeddings
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
-from kvcal.recipe import ProfileSpec, Recipe
+from kvcal.recipe import FeedbackSpec, ProfileSpec, Recipe
 
 Made = TypeVar("Made")
+# Texts of users' models on a CPU, and tokens of each, at most: of those that KL is measured on, and of a basis.
+CPU_KL, CPU_BASIS = (2, 512), (6, 1024)
 
 
 class _File:
@@ -38,7 +40,8 @@ class _File:
 
 @dataclass(frozen=True)
 class Folder:
-    """The stages' artifacts in ``path``; of a named allocation, all but the profile, which lies in ``profiled``."""
+    """The stages' artifacts in ``path``; of a named allocation, all but the profile and its basis, which lie in
+    ``profiled``."""
 
     path: Path
     profiled: Path | None = None
@@ -58,6 +61,11 @@ class Folder:
     @property
     def profile(self) -> Path:
         return (self.profiled or self.path) / "profile.safetensors"
+
+    @property
+    def basis(self) -> Path:
+        """Of the profile, for all allocations."""
+        return (self.profiled or self.path) / "basis.safetensors"
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
@@ -84,7 +92,15 @@ class Folder:
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
         one in ``inputs``. A damaged file is left to the stage that reads it."""
-        for whole in (self.profile, self.search, self.allocation, self.reparam, self.centre, self.predictors):
+        for whole in (
+            self.basis,
+            self.profile,
+            self.search,
+            self.allocation,
+            self.reparam,
+            self.centre,
+            self.predictors,
+        ):
             for path in (whole, partial_path(whole)):
                 try:
                     earlier = read_inputs(path)
@@ -202,9 +218,25 @@ def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
 
 
 def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
-    """``spec`` with the ``kl_measured`` that None stands for."""
-    is_embedded = loaded.source in embedded_models()
-    return spec if spec.kl_measured or is_embedded else replace(spec, kl_measured="lowest")
+    """``spec`` with the ``kl_measured`` that None stands for; on a CPU, where KL is not measured at all bits, on fewer
+    and shorter texts."""
+    if loaded.source in embedded_models() or spec.kl_measured == "all":
+        return spec
+    samples, tokens = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
+    return replace(
+        spec, kl_measured="lowest", kl_samples=min(samples, spec.kl_samples), kl_tokens=min(tokens, spec.kl_tokens)
+    )
+
+
+def feedback_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
+    """The recipe's [feedback], on a CPU with fewer and shorter texts for a basis, unless --thorough."""
+    spec = recipe.feedback
+    assert spec is not None
+    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
+    if is_whole or not recipe.chooses_in_a_basis or loaded.model.device.type != "cpu":
+        return spec
+    samples, tokens = CPU_BASIS
+    return replace(spec, num_samples=min(samples, spec.num_samples), seq_len=min(tokens, spec.seq_len))
 
 
 def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:

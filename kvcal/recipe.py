@@ -99,6 +99,10 @@ class ProfileSpec:
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
+    # Left out of JSON by default, as a format's quantizer.
+    gradients: Annotated[bool, Field(exclude_if=lambda are_measured: are_measured)] = knob(
+        True, "Measure sensitivities and gradient norms; without, KL alone."
+    )
     k_axes: tuple[Axis, ...] = knob(("channel", "token"), "What a group of keys shares its scale along.")
     group_sizes: tuple[GroupSize, ...] = knob((32, 64, 128), "Values that share a scale.")
     kl_num_bits: tuple[CandidateBits, ...] | None = knob(
@@ -249,7 +253,7 @@ class KeyChoice:
     axis: Axis = knob("channel", "What a group shares its scale along.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
     boost: Boost | None = knob(None, "Channels with more bits.")
-    quantizer: str = knob("uniform", "How values become codes: uniform, or per token rotated or rotated-lattice.")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated, per token.")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     rescale: bool = knob(False, "With the layer's λ.")
     predicted: bool = knob(False, "As the residual of a prediction.")
@@ -263,7 +267,7 @@ class ValueChoice:
 
     num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
-    quantizer: str = knob("uniform", "How values become codes: uniform, or per token rotated or rotated-lattice.")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated, per token.")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     predicted: bool = knob(False, "As the residual of a prediction.")
     num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
@@ -493,6 +497,15 @@ class Recipe:
             )
         if self.progressive is not None and self.predictors is not None:
             raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
+        if self.chooses_in_a_basis and self.profile.quantizers != ("rotated",):
+            raise ValueError(
+                f"[feedback] basis and [allocate] choose bits of rotated pages; profile.quantizers = "
+                f"{list(self.profile.quantizers)}, expected ['rotated']"
+            )
+        if self.allocate is not None and self.allocate.objective != "kl" and not self.profile.gradients:
+            raise ValueError(
+                f"allocate.objective = {self.allocate.objective!r} and profile.gradients = false; expected 'kl', or true"
+            )
         if self.feedback is not None and self.progressive is not None:
             raise ValueError("[feedback] does not go with [progressive], whose pages round their codes again")
         self._require_pages()
@@ -512,6 +525,11 @@ class Recipe:
                 f"{name} = {measured}: the sinks and windows of [cache], and a page, take "
                 f"{self.cache.first_from_page} tokens, so that no KL can be measured; expected more"
             )
+
+    @property
+    def chooses_in_a_basis(self) -> bool:
+        """Whether bits are chosen for pages in a basis, which is fitted first."""
+        return bool(self.feedback and self.feedback.basis and self.allocate and not self.search)
 
     @property
     def is_formats_alone(self) -> bool:

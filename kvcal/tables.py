@@ -224,19 +224,22 @@ def profile_table(profile: Profile) -> View:
     for layer in subject.layers:
         cells = [str(layer.index)]
         for side in SIDES:
-            sensitivity = profile.sensitivity(layer.index, side).sum(0)
-            cells += [f"{sensitivity.max():.4g}", f"{sensitivity.min():.4g}"]
+            if subject.spec.gradients:
+                sensitivity = profile.sensitivity(layer.index, side).sum(0)
+                cells += [f"{sensitivity.max():.4g}", f"{sensitivity.min():.4g}"]
             if subject.kl_candidates(side):
                 cells.append(" ".join(f"{kl:.2g}" for kl in profile.kl(layer.index, side).tolist()))
-            cells.append(f"{profile.grad_norm(layer.index, side):.4g}")
+            if subject.spec.gradients:
+                cells.append(f"{profile.grad_norm(layer.index, side):.4g}")
         rows.append(cells)
     headers = ["layer"]
     for name in ("K", "V"):
         bits = "/".join(str(bits) for bits in sorted(set(subject.spec.kl_bits)))
-        headers += [f"{name} sensitivity, worst", "best"]
+        headers += [f"{name} sensitivity, worst", "best"] if subject.spec.gradients else []
         headers += [f"{name} KL at {bits} bits"] if subject.spec.kl_samples else []
-        headers.append(f"{name} |dL/dW|")
-    tokens = f"{subject.num_samples} samples, {subject.num_tokens} tokens, loss {profile.loss:.4f}"
+        headers += [f"{name} |dL/dW|"] if subject.spec.gradients else []
+    tokens = f"{subject.num_samples} samples, {subject.num_tokens} tokens"
+    tokens += f", loss {profile.loss:.4f}" if subject.spec.gradients else ""
     return f"{subject.identity.id}: {subject.data_description}; {tokens}", headers, rows
 
 
@@ -245,12 +248,13 @@ def profile_json(profile: Profile) -> dict[str, Any]:
     for layer in subject.layers:
         sides: dict[str, Any] = {"layer": layer.index}
         for side in SIDES:
-            sides[side] = {
-                "sensitivity": profile.sensitivity(layer.index, side).tolist(),
-                "kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None,
-                "grad_norm": profile.grad_norm(layer.index, side),
-                "relative_error": profile.relative_error(layer.index, side).tolist(),
-            }
+            sides[side] = {"kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None}
+            if subject.spec.gradients:
+                sides[side] |= {
+                    "sensitivity": profile.sensitivity(layer.index, side).tolist(),
+                    "grad_norm": profile.grad_norm(layer.index, side),
+                    "relative_error": profile.relative_error(layer.index, side).tolist(),
+                }
         layers.append(sides)
     names = {side: [list(candidate) for candidate in subject.candidates(side)] for side in SIDES}
     kl_names = {side: [list(candidate) for candidate in subject.kl_candidates(side)] for side in SIDES}

@@ -20,7 +20,6 @@ from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, st
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.rotated import RotatedLayout
-from kvcal.pages.rotated_lattice import RotatedLatticeLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import SIDES, Format, Side
 
@@ -59,7 +58,6 @@ def is_wide(variant: Variant) -> bool:
         and v.param_dtype == "float16" and -(-dim // v.group_size) <= MAX_WIDE_GROUPS
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
-        and (dim % WORD_CHANNELS == 0 or not isinstance(variant.layout("k"), RotatedLatticeLayout))
         and key_lift(variant) is not None
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from kvcal.kernels.variants import Variant
 from kvcal.pages.record_layout import RAW_BITS
-from kvcal.pages.rotated_lattice import LEVELS, RotatedLatticeLayout
 from kvcal.pages.tiered import TieredLayout
 
 MAX_CODE_SUM = 2**22 // 128  # of a token's bytes
@@ -21,8 +20,6 @@ def key_lift(variant: Variant) -> int | None:
     layout, bits = variant.layout("k"), variant.num_bits("k")
     if bits == RAW_BITS:
         return 0
-    if isinstance(layout, RotatedLatticeLayout):
-        return 0 if variant.head_dim * LEVELS <= MAX_CODE_SUM else None
     widest, total, left = bits, 0, variant.head_dim
     if isinstance(layout, TieredLayout):
         for tier_bits, room, _ in layout.tiers:

@@ -35,7 +35,7 @@ def _append_kernel(variant: Variant, is_staged: bool, has_rows: bool, device_ind
 def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> Kernel:
     """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the other."""
     own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
-    own |= {name: value for name, value in variant.defines.items() if name.startswith((f"{side.upper()}_", "POINTS_"))}
+    own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
     return kernel("pack", entry, own, device_index)
 
 

@@ -27,7 +27,6 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.rotated import RotatedLayout
-from kvcal.pages.rotated_lattice import RotatedLatticeLayout, X, Y
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
@@ -232,7 +231,6 @@ def side_defines(
     found |= {
         "ROTATED": int(isinstance(layout, RotatedLayout)),
         "STEP": _double_bits(layout.gaussian_step(has_feedback)) if isinstance(layout, RotatedLayout) else 0,
-        "POINTS": int(isinstance(layout, RotatedLatticeLayout)),
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],
         "GROUP": fmt.group_size,
@@ -241,10 +239,7 @@ def side_defines(
         "WINDOW": fmt.recent_window,
         "RING": fmt.ring_tokens,
     }
-    points = {}
-    if isinstance(layout, RotatedLatticeLayout):
-        points = {"POINTS_X": int.from_bytes(X, "little"), "POINTS_Y": int.from_bytes(Y, "little")}
-    return {f"{side.upper()}_{name}": value for name, value in found.items()} | points
+    return {f"{side.upper()}_{name}": value for name, value in found.items()}
 
 
 def record_defines(layout: PageLayout) -> Defines:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.record_layout import Layout
 from kvcal.pages.rotated import RotatedLayout
-from kvcal.pages.rotated_lattice import RotatedLatticeLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 
@@ -15,5 +14,4 @@ LAYOUTS: dict[str, type[Layout]] = {
     "tiered": TieredLayout,
     "lattice": LatticeLayout,
     "rotated": RotatedLayout,
-    "rotated-lattice": RotatedLatticeLayout,
 }

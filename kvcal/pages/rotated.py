@@ -10,10 +10,10 @@ Gaussian of the group's root mean square: 2^b levels around 0, a step of
 standard deviations. Error feedback makes targets wider than values, and a clipped one costs all channels behind it:
 there steps are ``WIDER`` (2 bits on SmolLM2-135M: KL .031 instead of .077). At 2 bits the squared error is .119 of the
 variance; Lloyd and Max's levels would have .1175, HIGGS's lattice of dimension 2 .108. The record is that of a uniform
-page of codes per token, zeros included, so whatever reads one reads the rotated values, and an inner product of two
-tokens that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up to. Sinks
-and recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation would spread over
-the head.
+page of codes per token without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two tokens
+that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up to. Sinks and
+recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation would spread over the
+head.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 
 STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.030762384}
-# Times these with error feedback.
+# What is left of a Gaussian's variance (the same table).
+DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.3e-05}
+# Steps times these with error feedback.
 WIDER = {1: 1.0, 2: 1.27, 3: 1.2, 4: 1.1, 8: 1.0}
 _signs = functools.cache(random_signs)
 
 
 @dataclass(frozen=True)
 class RotatedLayout(PageLayout):
-    """Shape of a page's record: that of uniform codes per token."""
+    """Shape of a page's record: that of uniform codes per token, without zeros."""
 
-    has_kernels: ClassVar[bool] = True
+    has_zeros: ClassVar[bool] = False
 
     @classmethod
     def conflicts(cls, fmt: Knobs) -> Iterator[str]:
@@ -73,21 +75,18 @@ class RotatedLayout(PageLayout):
         scale, zero = self._gaussian_grid(rotated, self.gaussian_step(has_feedback))
         step, start = (expand_groups(params, self.group_size, -1, self.head_dim) for params in (scale, zero))
         if not has_feedback:
-            codes = self._rounded((rotated - start) / torch.where(step == 0, torch.inf, step))
+            steps = (rotated - start) / torch.where(step == 0, torch.inf, step)
+            codes = steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
         else:
             levels = x.new_full((), self.levels, dtype=torch.float32)
             codes, _ = round_with_feedback(rotated, step, start, levels, operands["feedback"])
         return self.pack(*(self._turned(part) for part in (codes, scale, zero)))
 
-    def _rounded(self, steps: Tensor) -> Tensor:
-        """Codes [..., 128, head_dim] uint8 of values in steps from the zero, fp32, which may be overwritten."""
-        return steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
-
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return unrotate(self.decode(records), operands["signs"])
 
     def _zero(self, scale: Tensor) -> Tensor:
-        return (scale.double() * (-self.levels / 2)).float().to(scale.dtype)
+        return scale.float() * scale.new_full((), -self.levels / 2, dtype=torch.float32)
 
     def _gaussian_grid(self, rotated: Tensor, gaussian_step: float) -> tuple[Tensor, Tensor]:
         """rotated [..., 128, head_dim] fp32 -> scale and zero [..., 128, num_groups] in ``param_dtype``.

@@ -216,7 +216,7 @@ class PageLayout(Layout):
     def fields(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Inverse of :meth:`pack`: codes, scale and zero of records [..., record_bytes]."""
         offset = sum(self.plane_sizes)
-        codes = self._codes(packing.unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits))
+        codes = packing.unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits)
         codes = codes[..., : self.head_dim] if self.side == "k" else codes[..., : self.head_dim, :]
         params = records[..., offset : offset + (1 + self.has_zeros) * self.param_size].contiguous()
         params = params.view(PARAM_DTYPES[self.param_dtype]).unflatten(-1, (-1, *self._param_shape))
@@ -230,10 +230,6 @@ class PageLayout(Layout):
     def _zero(self, scale: Tensor) -> Tensor:
         """The zeros of these scales, where a record has none."""
         raise NotImplementedError
-
-    def _codes(self, stored: Tensor) -> Tensor:
-        """Codes of what the planes store, [..., rows, columns] uint8 both: the same here."""
-        return stored
 
     def _param_bytes(self, params: Tensor) -> Tensor:
         if self._group_dim == -1:

@@ -36,6 +36,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.feasible import reserved_for
 from kvcal.run.transform import reparam_data, short_data
 from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.record import Allocation
@@ -64,7 +65,9 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         **data_inputs(data),
         **compute_dtype(loaded),
     }
-    make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache)
+    basis = feedback_stage.load(folder.basis) if recipe.chooses_in_a_basis else None
+    inputs |= {} if basis is None else {"basis.sha256": sha256_file(folder.basis)}
+    make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache, basis=basis)
     made_on = data.description
     if spec.kl_samples and spec.kl_measured == "lowest":
         texts = f"{spec.kl_samples} texts of {spec.kl_tokens} tokens"

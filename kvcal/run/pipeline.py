@@ -44,6 +44,7 @@ class Stage(NamedTuple):
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
 # fits λ, predictors and error feedback itself.
 STAGES = (
+    Stage("basis", lambda r: r.chooses_in_a_basis, feedback_folder),
     Stage(
         "profile",
         lambda r: bool(r.importance or (r.allocate and not r.search)),
@@ -56,7 +57,7 @@ STAGES = (
     Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
     Stage("centre", lambda r: not (r.predictors or r.search), centre_folder),
     Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
-    Stage("feedback", lambda r: bool(r.feedback and not r.search), feedback_folder),
+    Stage("feedback", lambda r: bool(r.feedback and not r.search) and not r.chooses_in_a_basis, feedback_folder),
 )
 
 

@@ -18,9 +18,10 @@ from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, job_sequences, model_inputs, sequences
+from kvcal.folder import Folder, Job, compute_dtype, current_or, feedback_spec, job_sequences, model_inputs, sequences
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
@@ -30,6 +31,7 @@ from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
+from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.centre import Centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.feedback import FeedbackRecord
@@ -56,10 +58,17 @@ class Transforms:
         """Those of the recipe's stages, of the ones before a stage alone. ArtifactError where one is missing or
         corrupt."""
         found = cls()
+        has = {
+            "reparam": recipe.reparam is not None,
+            "centre": folder.centre.exists(),
+            "predictors": recipe.predictors is not None,
+            "feedback": recipe.feedback is not None and not recipe.chooses_in_a_basis,
+            "basis": recipe.chooses_in_a_basis,
+        }
         for stage, load in LOADS.items():
             if stage == before:
                 break
-            if getattr(recipe, stage, None) is not None or (stage == "centre" and folder.centre.exists()):
+            if has[stage]:
                 found = found._with(stage, folder, load(getattr(folder, stage)))
         return found
 
@@ -72,7 +81,10 @@ class Transforms:
             if not path.exists():
                 continue
             record = load(path)
-            if read_inputs(path).get("layers") == _layers_sha256(found.apply(layers)[0]):
+            applied = found.apply(layers)[0]
+            if isinstance(record, FeedbackRecord):
+                applied = feedback_stage.fitted_layers(applied, record.subject.spec)
+            if read_inputs(path).get("layers") == _layers_sha256(applied):
                 found = found._with(stage, folder, record)
             else:
                 reporter.say(f"compile: {path.name} is of other formats, left out")
@@ -91,12 +103,13 @@ class Transforms:
         return replace(self, records=(*self.records, record), calibration=self.calibration | data)
 
 
-# In order; the names are those of a recipe's sections and of a folder's files.
+# In order; the names are those of a folder's files.
 LOADS: dict[str, Callable[[Path], Record]] = {
     "reparam": reparam_stage.load,
     "centre": centre_stage.load,
     "predictors": predictor_stage.load,
     "feedback": feedback_stage.load,
+    "basis": feedback_stage.load,
 }
 
 
@@ -170,16 +183,23 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
 
 
 def feedback_folder(job: Job) -> FeedbackRecord:
-    """The feedback stage, on the layers as the stages before left them."""
+    """The feedback stage, on the layers as the stages before left them; a basis comes before the profile, if there is
+    one, for layers whose bits are not chosen yet."""
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
-    spec = recipe.feedback
-    assert spec is not None
-    allocation = allocation_stage.load(folder.allocation)[0]
-    layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
+    spec = feedback_spec(recipe, loaded)
+    if recipe.chooses_in_a_basis:
+        k, v = (recipe.cache.format(side, 2, "token", recipe.profile.kl_group, "rotated") for side in SIDES)
+        layers = layers_in(loaded.geometry, k, v)
+        tensors = lattice_tensors(layers)
+    else:
+        allocation = allocation_stage.load(folder.allocation)[0]
+        layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
+    layers = feedback_stage.fitted_layers(layers, spec)
     data = short_data(job, spec)
     inputs = _transform_inputs("feedback", spec, layers, tensors, data, loaded)
     make = partial(feedback_stage.run_feedback, loaded, layers, tensors, data, spec)
-    return current_or("feedback", folder.feedback, feedback_stage.load, inputs, make, reporter, data.description)
+    path = folder.basis if recipe.chooses_in_a_basis else folder.feedback
+    return current_or(path.stem, path, feedback_stage.load, inputs, make, reporter, data.description)
 
 
 def fold_folder(

@@ -49,6 +49,7 @@ from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
+from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.batches import require_smaller
@@ -81,7 +82,7 @@ def one_side_plan(reference: Plan, index: int, side: Side, fmt: Format) -> Plan:
     for position, layer in enumerate(layers):
         if layer.geometry.index == index:
             layers[position] = replace(layer, k=(fmt,)) if side == "k" else replace(layer, v=(fmt,))
-    return replace(reference, layers=tuple(layers))
+    return replace(reference, layers=tuple(layers), tensors=lattice_tensors(layers))
 
 
 def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterator[tuple[int, Tensor]]:

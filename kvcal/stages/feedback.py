@@ -44,7 +44,8 @@ from kvcal.pages.hadamard import rotate as rotate_channels
 from kvcal.pages.transforms import rotate as rotate_positions
 from kvcal.plan.layer import LATENTS, LayerPlan, Present, bare_layers, takes_feedback
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.plan import Plan
+from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
@@ -105,19 +106,20 @@ class FeedbackRecord:
                 f"error feedback was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
                 hint="run feedback again for this model",
             )
+        fed = self.factors.keys() & feedback_places(layers, SIDES)
+        based = self.bases.keys() & basis_places(layers, SIDES)
         changed = []
         for layer in layers:
             k, v = ((layer.geometry.index, side) for side in SIDES)
-            changed.append(
-                replace(
-                    layer,
-                    k_feedback=k in self.factors,
-                    v_feedback=v in self.factors,
-                    k_basis=k in self.bases,
-                    v_basis=v in self.bases,
-                )
-            )
+            flags = {"k_feedback": k in fed, "v_feedback": v in fed, "k_basis": k in based, "v_basis": v in based}
+            changed.append(replace(layer, **flags))
         return tuple(changed)
+
+    def changed(self, plan: Plan) -> Plan:
+        """A plan without transforms, with these."""
+        layers = self.apply(plan.layers)
+        tensors = lattice_tensors(layers) | self.tensors()
+        return replace(plan, layers=layers, tensors={name: tensors[name] for name in needed_tensors(layers, "float32")})
 
     def tensors(self) -> dict[str, Tensor]:
         """The plan's tensors, for the layers as ``apply`` leaves them."""
@@ -125,6 +127,25 @@ class FeedbackRecord:
         for (index, side), basis in self.bases.items():
             found |= basis.tensors(f"layers.{index}.{side}")
         return found
+
+
+def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[LayerPlan, ...]:
+    """The layers that feedback is calibrated for. A basis does not depend on bits, so that these are chosen after it:
+    all layers have rotated pages of 2 bits, of the sinks and windows of those that are rotated."""
+    if not spec.basis:
+        return layers
+    rotated = {
+        side: next(
+            (replace(fmt, num_bits=2) for x in layers for fmt in x.formats(side) if fmt.quantizer == "rotated"), None
+        )
+        for side in SIDES
+        if side in spec.sides
+    }
+    fitted = []
+    for layer in layers:
+        k, v = ((fmt,) if (fmt := rotated.get(side)) else layer.formats(side) for side in SIDES)
+        fitted.append(replace(layer, k=k, v=v) if layer.takes_transforms else layer)
+    return tuple(fitted)
 
 
 def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:

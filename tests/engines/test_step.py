@@ -145,7 +145,6 @@ def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
 DRAFTED = ["2 bits by channel", "keys by token", "16 bits", "values of 16 bits", "random", "three tiers", "rotated"]
 DRAFTED += [
     "rotated, basis",
-    "points",
     "per head",
     "per head, λ",
     *(name for name, plan in BESIDE.items() if not plan.needs_queries),

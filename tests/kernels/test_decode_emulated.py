@@ -33,7 +33,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("2 bits", 128, 4), ("2 bits", 128, 7), ("2 bits", 96, 8), ("3 bits", 64, 8), ("4 bits", 128, 8),
         ("Kitty", 128, 4), ("Kitty", 128, 8), ("Kitty", 64, 4), ("Kitty", 64, 8), ("odd slots", 96, 4),
         ("MixKVQ", 64, 4), ("K per token", 128, 8), ("rotated 2 bits", 128, 4),
-        ("rotated 2 bits", 128, 8), ("points", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
+        ("rotated 2 bits", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
     ),
 )  # fmt: skip
 def test_formats_and_shapes(name: str, dim: int, group: int) -> None:

@@ -66,13 +66,11 @@ def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
 
 def test_tiles_of_eight_heads_serve_larger_groups() -> None:
     """Of formats that they take; others are served by tiles of four."""
-    rotated, points = (Format(2, quantizer=name) for name in ("rotated", "rotated-lattice"))
+    rotated = Format(2, quantizer="rotated")
     ones = Format(3, "channel"), Format(1)
-    for pair in ((K, V), (replace(K, boost=KITTY), V), (rotated, rotated), (points, points), ones):
+    for pair in ((K, V), (replace(K, boost=KITTY), V), (rotated, rotated), ones):
         assert [is_wide(variant(*pair, group=group)) for group in (1, 4, 5, 8, 16)] == [False, False, True, True, True]
         assert is_wide(variant(*pair, dim=64, group=8)) and is_wide(variant(*pair, dim=256, group=1))
-    # Words of 16 channels have the order of points.
-    assert is_plain(variant(points, V, 96)) and is_wide(variant(K, points, 96))
     for k, v in (
         (replace(K, group_size=32), V),
         (RAW, V),

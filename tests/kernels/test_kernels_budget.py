@@ -17,7 +17,7 @@ from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
-ROTATED, POINTS = Format(2, quantizer="rotated"), Format(2, quantizer="rotated-lattice")
+ROTATED = Format(2, quantizer="rotated")
 # name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
 VARIANTS = {
     "2 bits": (Format(2, "channel"), Format(2), 4350, 0, 1800),
@@ -26,7 +26,6 @@ VARIANTS = {
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4800, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 5700),
     "rotated values": (Format(2, "channel", boost=KITTY), ROTATED, 5000, 0, 4800),
-    "points": (POINTS, POINTS, 5700, 0, 5700),
     "16 bits": (RAW, RAW, 2900, 32, 500),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and, where the fast kernel takes it, of Kitty.

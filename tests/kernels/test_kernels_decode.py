@@ -32,7 +32,7 @@ pytestmark = [
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("magnitude", (Tier(16, 1 / 64), Tier(4, 0.25)))
-ROTATED, POINTS = {"quantizer": "rotated"}, {"quantizer": "rotated-lattice"}
+ROTATED = {"quantizer": "rotated"}
 EMPTY_ROOM = Boost("magnitude", (Tier(16, 1 / 32, 1e9), Tier(8, 0.25, 2.0)))
 # Of a row and head, relative, against fp64 over what the pages hold; outputs in fp32 or fp16.
 TOLERANCE = 1e-3
@@ -92,13 +92,9 @@ CASES = {
         k_format(3, "token", 64, num_sink_tokens=37, recent_window=40, **ROTATED),
         v_format(4, 32, num_sink_tokens=37, recent_window=300, **ROTATED),
     ),
-    "points": (k_format(2, "token", **POINTS), v_format(2, **POINTS)),
-    "K points, groups of 32": (k_format(2, "token", 32, **POINTS), v_format(3, **ROTATED)),
-    "V points": (k_format(2, boost=KITTY), v_format(2, 64, **POINTS)),
-    "K points, V 16": (k_format(2, "token", num_sink_tokens=5, **POINTS), RAW),
-    "points, sinks and windows": (
-        k_format(2, "token", 64, num_sink_tokens=37, recent_window=40, **POINTS),
-        v_format(2, num_sink_tokens=37, recent_window=300, param_dtype="bfloat16", **POINTS),
+    "rotated K, groups of 32": (
+        k_format(2, "token", 32, **ROTATED),
+        v_format(2, 64, param_dtype="bfloat16", **ROTATED),
     ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }
@@ -273,7 +269,7 @@ def test_every_format(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("group", (1, 2, 3, 4, 5, 7, 8, 12, 16, 17))
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "rotated 2 bits", "points"))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "rotated 2 bits"))
 def test_query_groups(name: str, group: int) -> None:
     case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=3, seed=2)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
@@ -339,7 +335,7 @@ def test_softcap_and_sink_logits(name: str) -> None:
 
 @pytest.mark.parametrize("group", (4, 8))
 @pytest.mark.parametrize("outlier", (1.0, 100.0, 1000.0))
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty", "rotated 2 bits", "points"))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty", "rotated 2 bits"))
 def test_outliers_and_sharp_or_flat_attention(name: str, outlier: float, group: int) -> None:
     case = Case(variant_of(*CASES[name], group=group), (5, 600, 1300), heads=2, seed=7, outlier=outlier)
     for scale in (0.0, 1e-3, 0.02 / outlier, 0.5 / outlier):
@@ -382,9 +378,7 @@ def test_rows_beyond_one_launch(batch: int, name: str) -> None:
     assert all(torch.equal(case.run(0.06, workspace=workspace), first) for _ in range(3))
 
 
-@pytest.mark.parametrize(
-    "name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "rotated 2 bits", "points", "16 bits")
-)
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "rotated 2 bits", "16 bits"))
 def test_the_sum_that_is_divided_by(name: str) -> None:
     """A sink logit as large as the log-sum-exp of a head's scores takes half of the weight."""
     case, scale = Case(variant_of(*CASES[name]), (1000,), heads=2, seed=14), 0.1

@@ -13,12 +13,11 @@ from kvcal.plan.page_format import Boost, Format, Tier
 
 MAGIC, ZERO = 0x4B400000, 12582912.0  # csrc/instructions.cuh
 LARGEST = 32512  # of a query in fixed point, csrc/limbs.cuh
-ROTATED, POINTS = {"quantizer": "rotated"}, {"quantizer": "rotated-lattice"}
+ROTATED = {"quantizer": "rotated"}
 KEYS = {
     **{f"{bits} bits": Format(bits, "channel") for bits in (1, 2, 3, 4, 8)},
     "per token": Format(2, "token"),
     "rotated": Format(2, **ROTATED),
-    "points": Format(2, **POINTS),
     "Kitty": Format(2, "channel", boost=Boost("magnitude", (Tier(4, 0.125),))),
     "Kitty 90 %": Format(2, "channel", boost=Boost("magnitude", (Tier(4, 0.9),))),
     "8 over 4": Format(4, "channel", boost=Boost("magnitude", (Tier(8, 0.125),))),
@@ -33,8 +32,6 @@ def variant_of(key: Format, dim: int) -> Variant:
 def largest_codes(variant: Variant) -> np.ndarray:
     """int64 [head_dim]: of a token whose codes are the largest in all channels."""
     layout = variant.layout("k")
-    if variant.k.quantizer == "rotated-lattice":
-        return np.full(variant.head_dim, 127)
     codes = np.full(variant.head_dim, 2**variant.k.num_bits - 1)
     if isinstance(layout, TieredLayout):
         for (bits, *_), slots in zip(layout.tiers, layout.slots, strict=True):

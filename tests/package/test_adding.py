@@ -67,7 +67,7 @@ def recipe_of(toml: str) -> Recipe:
 
 
 def test_the_name_is_unknown_without_its_line() -> None:
-    names = r"\['uniform', 'rotated', 'rotated-lattice'\]"
+    names = r"\['uniform', 'rotated'\]"
     with pytest.raises(ValueError, match=rf"quantizer = 'absmax', expected one of {names}"):
         Format(4, quantizer="absmax")
 

@@ -98,12 +98,6 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(Format(2, quantizer="rotated"), "v", 96, 0.4, num_heads=3, feedback=True),
     ],
-    "rotated-lattice": [
-        Case(Format(2, group_size=size, param_dtype=param, quantizer="rotated-lattice"), side, dim, error)
-        for side, (size, param, dim, error) in itertools.product(
-            ("k", "v"), [(128, "float16", 128, 0.13), (32, "bfloat16", 80, 0.115), (64, "float32", 20, 0.23)]
-        )
-    ],
     "lattice": [
         Case(Format(bits, lattice_dim=dim, param_dtype=param), side, width // heads, error, heads)
         for (bits, dim, error), (side, width, heads, param) in itertools.product(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.errors import NonFiniteActivations
 from kvcal.pages.hadamard import block_size, random_signs
 from kvcal.pages.rotated import STEPS, RotatedLayout
 
@@ -48,7 +47,7 @@ def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
         for start in range(0, head_dim, group_size):
             group = rotated[start : start + group_size]
             scale = float((STEPS[num_bits] * group.square().mean().sqrt()).half())
-            zero = float(torch.tensor(-middle * scale).half())
+            zero = -middle * scale
             for channel, value in enumerate(group.tolist(), start):
                 code = min(max(round((value - zero) / scale), 0), 2**num_bits - 1)
                 kept[channel] = code * scale + zero
@@ -67,13 +66,3 @@ def test_what_is_stored_is_what_16_bits_hold_of_the_rotated_token() -> None:
     read = [layout.decode(layout.encode_pages(x, {"signs": signs})).double() for layout in layouts]
     errors = [float((values - turned).square().mean() / turned.square().mean()) for values in read]
     assert errors[1] < errors[0] < 1.1 * errors[1] < 1.2e-4
-
-
-def test_a_zero_beyond_the_params_is_refused() -> None:
-    """8 bits: the zero is 127.5 times the scale."""
-    signs, x = random_signs(32, 0), torch.full((1, 128, 32), 60000.0)
-    layout = RotatedLayout("v", 8, "token", 128, 32, "float16", "bfloat16")
-    with pytest.raises(NonFiniteActivations):
-        layout.encode_pages(x, {"signs": signs})
-    wide = RotatedLayout("v", 8, "token", 128, 32, "bfloat16", "bfloat16")
-    assert bool(torch.isfinite(wide.decode(wide.encode_pages(x, {"signs": signs}))).all())

@@ -39,7 +39,6 @@ INLINE = {
     r'asm\("min\.NaN.*?\);': "y = a != a || b != b ? NAN : fminf(a, b);",
     r'asm\("max\.NaN.*?\);': "y = a != a || b != b ? NAN : fmaxf(a, b);",
     r'asm\("mul\.rn\.f16x2.*?\);': "d = cpu::multiply_halves(a, b);",
-    r'asm\("prmt\..*?\);': "y = cpu::permute((unsigned)TABLE, (unsigned)(TABLE >> 32), nibbles);",
     r'asm volatile\("movmatrix.*?\);': "d = cpu::transpose(a);",
     r'asm volatile\("redux.*?\);': "d = cpu::largest_of_warp(x);",
     r"#define MMA_BYTES.*?#undef MMA_BYTES": PRODUCT

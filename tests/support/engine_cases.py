@@ -38,7 +38,6 @@ TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
     **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", "random", *BY_QUERIES)},
     "three tiers": (boosted("magnitude", Tier(16, 0.125), Tier(8, 0.125, 0.5), Tier(4, 0.25)), V2),
     "rotated": (Format(4, "token", 64, quantizer="rotated"), Format(2, "token", 32, quantizer="rotated")),
-    "points": (Format(2, "token", 64, quantizer="rotated-lattice"), Format(2, quantizer="rotated-lattice")),
     "rotated values": (boosted("magnitude"), Format(3, "token", 64, quantizer="rotated")),
     "per head": (
         [Format(4, "channel", 32), Format(4, "channel", 32), RAW, boosted("random")],

@@ -169,17 +169,7 @@ ROTATED = [
         ("v", 2, 128, "bfloat16", 24, "bfloat16", {"feedback": True}),
     ]
 ]
-POINTS = [
-    Case(side, Format(2, "token", size, 5, param_dtype=param, quantizer="rotated-lattice"), dim, cache, **more)
-    for side, size, param, dim, cache, more in [
-        ("k", 128, "float16", 128, "bfloat16", {"rescale": True, "offset": True}),
-        ("k", 32, "float32", 72, "float16", {}),
-        ("k", 64, "bfloat16", 64, "bfloat16", {"rescale": True}),
-        ("v", 128, "float16", 128, "bfloat16", {}),
-        ("v", 32, "bfloat16", 24, "float16", {}),
-    ]
-]
-PACKED = UNIFORM + TIERED + FED + ROTATED + POINTS
+PACKED = UNIFORM + TIERED + FED + ROTATED
 
 
 def reference_pages(case: Case, codec: PageCodec, x: Tensor, first_page: int, query_mean: Tensor | None) -> Tensor:
@@ -324,10 +314,6 @@ PAIRS = {
         Format(3, "token", 128, 4, quantizer="rotated"),
     ),
     "rotated values": (Format(2, "channel", 32), Format(2, "token", 32, quantizer="rotated")),
-    "points": (
-        Format(2, "token", 64, 4, quantizer="rotated-lattice"),
-        Format(2, "token", 128, 4, 32, quantizer="rotated-lattice"),
-    ),
     "keys of 16 bits": (RAW, Format(2, "token", 32, 33)),
     "values of 16 bits": (Format(2, "channel", 32, 33, 32), RAW),
     "16 bits": (RAW, RAW),

@@ -32,10 +32,6 @@ CASES = {
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
     "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32)),
     "rotated pages": (Format(2, num_sink_tokens=4, quantizer="rotated"), Format(3, quantizer="rotated")),
-    "points of each head": (
-        Format(2, num_sink_tokens=4, quantizer="rotated-lattice"),
-        Format(2, quantizer="rotated-lattice"),
-    ),
     "a sliding window": None,
 }
 LENGTHS, STEPS, GROUP, HEADS, DIM = (372, 250), 45, 4, 2, 128

@@ -50,10 +50,6 @@ FORMATS: dict[str, tuple] = {
     "16-bit values": (Format(2, "channel", 32), RAW),
     "rotated": (Format(3, "token", 64, 5, 9, quantizer="rotated"), replace(V, num_sink_tokens=5, quantizer="rotated")),
     "rotated values": (KIVI_2[0], replace(KIVI_2[1], quantizer="rotated")),
-    "points": (
-        Format(2, "token", 64, 5, 9, quantizer="rotated-lattice"),
-        replace(V, num_sink_tokens=5, quantizer="rotated-lattice"),
-    ),
     "16 bits": (RAW, RAW),
 }
 

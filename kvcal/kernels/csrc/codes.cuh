@@ -9,9 +9,9 @@
 
 namespace decode_ {
 
-// Planes of 2 bits, and whether one of 1 bit is behind them: points take one plane.
-__device__ __forceinline__ constexpr int planes_of(int bits) { return bits == POINT_BITS ? 1 : bits / 2; }
-__device__ __forceinline__ constexpr bool has_last(int bits) { return bits != POINT_BITS && bits % 2; }
+// Planes of 2 bits, and whether one of 1 bit follows them.
+__device__ __forceinline__ constexpr int planes_of(int bits) { return bits / 2; }
+__device__ __forceinline__ constexpr bool has_last(int bits) { return bits % 2; }
 
 __device__ __forceinline__ u32 shifted(u32 word, int left) { return left >= 0 ? word << left : word >> -left; }
 // Bits of a where the mask has ones, of b elsewhere.
@@ -22,10 +22,7 @@ __device__ __forceinline__ constexpr u32 in_every_byte(u32 byte) { return byte *
 // column 4 j + e is bit 4 + e of byte j. at[e] = bytes of columns 4 j + e, times 2^LIFT.
 template <int BITS, int LIFT> __device__ __forceinline__ void bytes_of(const u32* word, u32 last, u32 (&at)[4]) {
     static_assert(BITS + LIFT <= 8, "a byte holds the code");
-    if constexpr (BITS == POINT_BITS) {
-        static_assert(LIFT == 0, "coordinates are not shifted");
-        kv_coordinates(word[0], at);
-    } else if constexpr (BITS == 1) {
+    if constexpr (BITS == 1) {
 #pragma unroll
         for (int e = 0; e < 4; e++) at[e] = shifted(last, LIFT - 4 - e) & in_every_byte(1 << LIFT);
     } else if constexpr (BITS == 2) {

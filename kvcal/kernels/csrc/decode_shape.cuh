@@ -1,6 +1,6 @@
 // What `decode` is compiled for: sizes from the macros of a variant, the shared memory of a block, its arguments.
 
-#include "points.cuh"
+#include "common.cuh"
 #include "stage.cuh"
 
 #ifndef QUERY_TOKENS
@@ -19,8 +19,6 @@
 #define PASSES ((GROUP_HEADS + HEADS - 1) / HEADS)
 #define DIM K_DIM
 #define PAGE 128
-#define K_CODE_BITS (K_POINTS ? POINT_BITS : K_BITS)          // of a byte that a tensor core takes
-#define V_CODE_BITS (V_POINTS ? POINT_BITS : V_BITS)
 #define K_PACKED (K_BITS != 16)
 #define V_PACKED (V_BITS != 16)
 #define BASE (V_PACKED ? V_SINKS : K_PACKED ? K_SINKS : 0)  // tokens before it are read from sinks, the others from pages
@@ -47,7 +45,7 @@
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MIN2(a, b) ((a) < (b) ? (a) : (b))
 // Power of two of the bytes that hold codes of values (codes.cuh); K_LIFT, of keys: kvcal/kernels/lifts.py.
-#define V_LIFT (V_CODE_BITS == 1 ? 7 : V_CODE_BITS == 2 ? 6 : V_CODE_BITS >= POINT_BITS ? 0 : 4)
+#define V_LIFT (V_BITS == 1 ? 7 : V_BITS == 2 ? 6 : V_BITS == 8 ? 0 : 4)
 // Records of keys and of values, each at a multiple of 128 bytes; at the end of a head, what its warp found.
 #define ALIGNED(bytes) (((bytes) + 127) / 128 * 128)
 #define K_SLOT (K_PACKED && V_PACKED ? ALIGNED(K_RECORD) : 0)

@@ -35,10 +35,10 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
             up[n] = __fdividef(LARGEST<true>, largest_of(x));
             limbs<true>(x, up[n], op[n], lane);
             step[n] = to_scores(__fdividef(1.f, up[n]), lane) * (scale / (1 << LIFT));
-            zero[n] = fmaf(lost(x, up[n]), __fdividef(MEAN_CODE(K_CODE_BITS), up[n]), zero[n]);
+            zero[n] = fmaf(lost(x, up[n]), __fdividef(MEAN_CODE(K_BITS), up[n]), zero[n]);
         }
         int acc[QUERY_TILES][PER][4];
-        multiply<true, K_CODE_BITS, LIFT, DIM, PAGE>(acc, record, first + group * PER, op, lane);
+        multiply<true, K_BITS, LIFT, DIM, PAGE>(acc, record, first + group * PER, op, lane);
 #if K_TIERS > 0
         multiply_tiers<LIFT>(acc, zero, record, record + K_SCALE + at, up, shared, warp, first + group * PER, lane);
 #endif
@@ -79,20 +79,20 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
                     op[n][i] = mine ? v.x : 0u; op[n][i + 1] = mine ? v.y : 0u; op[n][i + 2] = mine ? v.z : 0u; op[n][i + 3] = mine ? v.w : 0u;
                 }
             int acc[QUERY_TILES][COUNT][4];
-            multiply<true, K_CODE_BITS, LIFT, DIM, PAGE>(acc, record, first, op, lane);
+            multiply<true, K_BITS, LIFT, DIM, PAGE>(acc, record, first, op, lane);
 #pragma unroll
             for (int i = 0; i < 2 * COUNT; i++) {
                 const int token = first * 16 + i * 8 + g;
                 const float token_scale = number_at<K_PARAM>(record + K_SCALE + at, token);
-                const float token_zero = K_POINTS ? 0.f : number_at<K_PARAM>(record + K_ZERO + at, token);
+                const float token_zero = K_ROTATED ? 0.f : number_at<K_PARAM>(record + K_ZERO + at, token);
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) {
                     const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << LIFT));
                     const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
-                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_CODE_BITS) * scale) : 0.f;
-                    const float centre = K_POINTS ? fmaf(sum, POINT_ZERO, lost) : lost;
+                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_BITS) * scale) : 0.f;
+                    const float centre = K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost;
                     const float dot = sum_of_limbs<true>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1], unit, centre);
-                    s[n][i] = fmaf(dot, token_scale, K_POINTS ? s[n][i] : fmaf(token_zero, sum, s[n][i]));
+                    s[n][i] = fmaf(dot, token_scale, K_ROTATED ? s[n][i] : fmaf(token_zero, sum, s[n][i]));
                 }
             }
         }

@@ -229,7 +229,7 @@ template <class S, class From, class Room>
 KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* record, int* error) {
     for (int i = threadIdx.x; i < Page<S>::groups * Page<S>::others; i += blockDim.x) {
         int first = i / Page<S>::others * S::group, other = i % Page<S>::others;
-        unsigned levels = (1u << S::code_bits) - 1;
+        unsigned levels = (1u << S::bits) - 1;
         if constexpr (S::tiers) {
             levels = other < S::dim ? scratch.level[other] : 0;
         }
@@ -251,11 +251,10 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             scale = __fdiv_rn(__fsub_rn(__fadd_rn(high, 0.0f), low), (float)levels);
         }
         scale = kv_store_param<S::param>(record + S::scale, i, scale);
+        float zero;
         if constexpr (S::is_rotated) {
-            low = __fmul_rn(scale, -0.5f * levels);
-        }
-        float zero = low;
-        if constexpr (!S::has_points) {
+            zero = __fmul_rn(scale, -Page<S>::mean_code);
+        } else {
             zero = kv_store_param<S::param>(record + S::zero, i, low);
         }
         if (!kv_finite(scale) || !kv_finite(zero)) {
@@ -324,24 +323,13 @@ KV_INLINE void store_planes(const From& source, const Room& scratch, unsigned ch
     for (int unit = threadIdx.x; unit < ROWS * COLUMNS / 16; unit += blockDim.x) {
         int row, column;
         kv_unit_place<ROWS, COLUMNS>(unit, row, column);
-        if constexpr (S::has_points) {
-            float x[16];
+        unsigned code[16];
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                int token = S::side == 0 ? row : column + i, channel = S::side == 0 ? column + i : row;
-                // Beyond the channels nothing is near any point, and the index is 0.
-                x[i] = channel < S::dim ? steps_at<S>(source, scratch, token, channel) : __uint_as_float(0x7f800000u);
-            }
-            kv_store_unit<ROWS, COLUMNS, 2>(record, row, column, kv_nearest_points(x));
-        } else {
-            unsigned code[16];
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                int token = S::side == 0 ? row : column + i, channel = S::side == 0 ? column + i : row;
-                code[i] = channel < S::dim ? code_at<S>(source, scratch, token, channel) : 0;
-            }
-            kv_store_codes<ROWS, COLUMNS, S::bits>(record, row, column, code);
+        for (int i = 0; i < 16; ++i) {
+            int token = S::side == 0 ? row : column + i, channel = S::side == 0 ? column + i : row;
+            code[i] = channel < S::dim ? code_at<S>(source, scratch, token, channel) : 0;
         }
+        kv_store_codes<ROWS, COLUMNS, S::bits>(record, row, column, code);
     }
 }
 

@@ -223,10 +223,10 @@ KV_INLINE void load_value_tile(
                 float scale[16], zero[16];
                 load_codes<S>(record, channel, column, code);
                 load_params<S::param>(record + S::scale, place, scale);
-                if constexpr (S::has_points) {
+                if constexpr (S::is_rotated) {
 #pragma unroll
                     for (int k = 0; k < 16; ++k) {
-                        zero[k] = __fmul_rn(scale[k], POINT_ZERO);
+                        zero[k] = __fmul_rn(scale[k], -Page<S>::mean_code);
                     }
                 } else {
                     load_params<S::param>(record + S::zero, place, zero);

@@ -1,6 +1,6 @@
 // One side of a head range as the kernels that write pages are compiled for it: from its macros.
 
-#include "points.cuh"
+#include "common.cuh"
 
 #if DTYPE != 0 && DTYPE != 1
 #error "pages are packed from float16 or bfloat16"
@@ -46,8 +46,7 @@ struct Keys {
     static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
     static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
     static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET, has_feedback = K_FEEDBACK && bits != RAW_BITS;
-    static constexpr bool is_rotated = K_ROTATED, has_points = K_POINTS;
-    static constexpr int code_bits = has_points ? POINT_BITS : bits;
+    static constexpr bool is_rotated = K_ROTATED;  // and have no zeros: they are -mean_code scales
     static constexpr long long gaussian_step = K_STEP;  // of rotated codes, in standard deviations: the bits of an fp64
     static constexpr bool needs_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
 
@@ -79,8 +78,7 @@ struct Values {
     static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING;
     static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
     static constexpr bool has_rescale = false, has_offset = false, has_feedback = V_FEEDBACK && bits != RAW_BITS;
-    static constexpr bool is_rotated = V_ROTATED, has_points = V_POINTS;
-    static constexpr int code_bits = has_points ? POINT_BITS : bits;
+    static constexpr bool is_rotated = V_ROTATED;
     static constexpr long long gaussian_step = V_STEP;
     static constexpr bool needs_queries = false;
 };
@@ -94,6 +92,7 @@ struct Page {
     static constexpr int columns = S::side == 0 ? padded : KV_PAGE_TOKENS;
     static constexpr int groups = kv_ceil_div(S::axis == 0 ? KV_PAGE_TOKENS : S::dim, S::group);
     static constexpr int others = S::axis == 0 ? padded : KV_PAGE_TOKENS;
+    static constexpr float mean_code = .5f * ((1 << S::bits) - 1);
     static constexpr bool is_raw = S::bits == RAW_BITS, is_staged = !is_raw && S::dim <= 128;
     static constexpr int stride = S::dim + 8;  // of the staged tokens: 16 bytes more, which spreads them over banks
 };

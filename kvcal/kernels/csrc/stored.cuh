@@ -22,8 +22,8 @@ KV_INLINE unsigned read_code(const unsigned char* planes, int row, int column) {
 // Zero number i of a record, beside its scale.
 template <class S>
 KV_INLINE float zero_of(const unsigned char* record, int i, float scale) {
-    if constexpr (S::has_points) {
-        return __fmul_rn(scale, POINT_ZERO);
+    if constexpr (S::is_rotated) {
+        return __fmul_rn(scale, -Page<S>::mean_code);
     } else {
         return kv_load_param<S::param>(record + S::zero, i);
     }
@@ -49,16 +49,7 @@ KV_INLINE unsigned high_bits(const unsigned char* record, int token, int slot) {
 // 16 codes from a column that is a multiple of 16, without those of tiers.
 template <class S>
 KV_INLINE void load_codes(const unsigned char* record, int row, int column, unsigned (&code)[16]) {
-    if constexpr (S::has_points) {
-        unsigned at[4];
-        kv_coordinates(kv_load_unit<Page<S>::rows, Page<S>::columns, 2>(record, row, column), at);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            code[i] = at[i % 4] >> 8 * (i / 4) & 255;
-        }
-    } else {
-        kv_load_codes<Page<S>::rows, Page<S>::columns, S::bits>(record, row, column, code);
-    }
+    kv_load_codes<Page<S>::rows, Page<S>::columns, S::bits>(record, row, column, code);
 }
 
 // One stored value, before the transforms are undone.
@@ -68,14 +59,7 @@ KV_INLINE float stored_value(const unsigned char* record, int token, int channel
         return kv_float_of<DTYPE>(((const unsigned short*)record)[token * S::dim + channel]);
     } else {
         const int row = S::side == 0 ? token : channel, column = S::side == 0 ? channel : token;
-        unsigned code;
-        if constexpr (S::has_points) {
-            unsigned at[4];
-            kv_coordinates(kv_load_unit<Page<S>::rows, Page<S>::columns, 2>(record, row, column / 16 * 16), at);
-            code = (column % 4 < 2 ? column % 2 ? at[1] : at[0] : column % 2 ? at[3] : at[2]) >> 8 * (column % 16 / 4) & 255;
-        } else {
-            code = read_code<Page<S>::rows, Page<S>::columns, S::bits>(record, row, column);
-        }
+        unsigned code = read_code<Page<S>::rows, Page<S>::columns, S::bits>(record, row, column);
         if constexpr (S::tiers > 0) {
             const int slot = record[S::index + channel];
             if (slot < S::raw_slots) {

@@ -40,7 +40,7 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
         const int at = group * PAGE * (V_PARAM == KV_FLOAT32 ? 4 : 2), column = quad * 32 + g % 2 * 16;
         float param[PAGE / 8], unit[QUERY_TILES];
         u32 op[QUERY_TILES][PAGE / 16];
-#if !V_POINTS
+#if !V_ROTATED
         load_numbers<V_PARAM>(param, record + V_ZERO + at, column);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
@@ -53,16 +53,16 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
             float x[PAGE / 8];
 #pragma unroll
             for (int i = 0; i < PAGE / 8; i++) x[i] = p[n][i] * param[i];
-#if V_POINTS  // the zero of a token is in steps of its scale
+#if V_ROTATED  // the zero of a token is in steps of its scale
 #pragma unroll
-            for (int i = 0; i < PAGE / 8; i++) state.zero[group][n] = fmaf(x[i], POINT_ZERO, state.zero[group][n]);
+            for (int i = 0; i < PAGE / 8; i++) state.zero[group][n] = fmaf(x[i], -MEAN_CODE(V_BITS), state.zero[group][n]);
 #endif
             const float top = largest_of(x);
             limbs<false>(x, __fdividef(LARGEST<false>, top), op[n], lane);
             unit[n] = to_scores(top, lane) * (1.f / (LARGEST<false> * (1 << LIFT)));
         }
         int acc[QUERY_TILES][PER][4];
-        multiply<false, V_CODE_BITS, LIFT, PAGE, DIM>(acc, record, group * PER, op, lane);
+        multiply<false, V_BITS, LIFT, PAGE, DIM>(acc, record, group * PER, op, lane);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll

@@ -43,14 +43,14 @@ template <int BYTES, int COUNT> __device__ __forceinline__ void load_bytes(u32 (
 
 // Bytes of a lane's quarter of the row of a token, lane_token + ``token``: at[w][e], of channels 16 w + 4 j + e, times 2^K_LIFT.
 __device__ __forceinline__ void key_bytes(u32 (&at)[QUERY_WORDS / 4][4], const u8* record, int token, int lane) {
-    constexpr int WORDS = QUERY_WORDS / 4, PLANES = planes_of(K_CODE_BITS), PLANE = PAGE * DIM / 4;
+    constexpr int WORDS = QUERY_WORDS / 4, PLANES = planes_of(K_BITS), PLANE = PAGE * DIM / 4;
     typedef Rows<DIM, 2> Two;
     u32 word[PLANES + 1][WORDS], last[WORDS];
     const int turn = TURNED_BYTES && lane & TURN_LANE ? token % 2 ? -64 : 64 : 0;  // tokens of a tile have one of two halves
     const int lane_place = Two::place(lane_token(lane)) + (lane & 3) * Two::QUAD + turn;
 #pragma unroll
     for (int p = 0; p < PLANES; p++) load_bytes<Two::SEGMENT>(word[p], record + p * PLANE + Two::place(token) + lane_place);
-    if constexpr (has_last(K_CODE_BITS)) {
+    if constexpr (has_last(K_BITS)) {
         typedef Rows<DIM, 1> One;
         u32 bits[(One::SEGMENT + 3) / 4];
         load_bytes<One::SEGMENT>(bits, record + PLANES * PLANE + One::place(token) + One::place(lane_token(lane)) + (lane & 3) * One::QUAD);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void key_bytes(u32 (&at)[QUERY_WORDS / 4][4], const u
         u32 words[4] = {};
 #pragma unroll
         for (int p = 0; p < PLANES; p++) words[p] = word[p][w];
-        bytes_of<K_CODE_BITS, K_LIFT>(words, has_last(K_CODE_BITS) ? last[w] : 0, at[w]);
+        bytes_of<K_BITS, K_LIFT>(words, has_last(K_BITS) ? last[w] : 0, at[w]);
     }
 }
 
@@ -208,7 +208,7 @@ __device__ __forceinline__ void sum_middle(float (&middle)[2], const u8* record,
     for (int n = 0; n < 2; n++) sum[n] = sums[0][n] + sums[1][2 + n];
 #pragma unroll
     for (int n = 0; n < 2; n++)
-        middle[n] = fmaf(__shfl_sync(0xffffffffu, sum[n], 4 + quad), MEAN_CODE(K_CODE_BITS), __shfl_sync(0xffffffffu, sum[n], quad)) * shared.query_power[4 * n + quad];
+        middle[n] = fmaf(__shfl_sync(0xffffffffu, sum[n], 4 + quad), MEAN_CODE(K_BITS), __shfl_sync(0xffffffffu, sum[n], quad)) * shared.query_power[4 * n + quad];
 #else
     float x[QUARTER], sum = 0.f;
     load_quarter(x, shared, lane);
@@ -218,7 +218,7 @@ __device__ __forceinline__ void sum_middle(float (&middle)[2], const u8* record,
         load_numbers<K_PARAM>(scale, record + K_SCALE, quad * QUARTER + i);
         load_numbers<K_PARAM>(zero, record + K_ZERO, quad * QUARTER + i);
 #pragma unroll
-        for (int k = 0; k < 8; k++) sum = fmaf(x[i + k], fmaf(scale[k], MEAN_CODE(K_CODE_BITS), zero[k]), sum);
+        for (int k = 0; k < 8; k++) sum = fmaf(x[i + k], fmaf(scale[k], MEAN_CODE(K_BITS), zero[k]), sum);
     }
     sum = sum_of_column(sum);
 #pragma unroll
@@ -265,7 +265,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const float unit = to_wide_scores(__fdividef(1.f, up), n, lane);
-        float add = fmaf(fixed_sum[n] * unit, -MEAN_CODE(K_CODE_BITS), middle[n]) + shared.query_offset[4 * n + quad];
+        float add = fmaf(fixed_sum[n] * unit, -MEAN_CODE(K_BITS), middle[n]) + shared.query_offset[4 * n + quad];
 #if K_TIERS > 0
         if (TIERS_TAKE_ZEROS) add += to_wide_scores(zero, n, lane);
 #endif
@@ -318,7 +318,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 load_numbers<K_PARAM>(token_scale[half], scales, lane_token(lane) + 16 * half);
-                if (!K_POINTS) load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
+                if (!K_ROTATED) load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
             }
 #pragma unroll
             for (int tile = 0; tile < 8; tile++) {
@@ -328,13 +328,13 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
                 for (int n = 0; n < 2; n++) {
                     const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << K_LIFT));
                     const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
-                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_CODE_BITS) * scale) : 0.f;
-                    const float centre = K_POINTS ? fmaf(sum, POINT_ZERO, lost) : lost;
+                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_BITS) * scale) : 0.f;
+                    const float centre = K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const float dot = sum_of_limbs<true>(acc[0][2 * half + n], acc[1][2 * half + n], unit, centre);
                         float& to = s[n][2 * tile + half];
-                        to = fmaf(dot, token_scale[half][tile], K_POINTS ? to : fmaf(token_zero[half][tile], sum, to));
+                        to = fmaf(dot, token_scale[half][tile], K_ROTATED ? to : fmaf(token_zero[half][tile], sum, to));
                     }
                 }
             }

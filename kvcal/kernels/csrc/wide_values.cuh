@@ -23,12 +23,7 @@ template <int BITS> __device__ __forceinline__ constexpr u32 pair_mask(int i) { 
 
 // word: of every plane of 2 bits, ``last``: of a plane of 1 bit, as ``bytes_of`` has them.
 template <int BITS> __device__ __forceinline__ void pairs_of(const u32* word, u32 last, u32 (&at)[8]) {
-    if constexpr (BITS == POINT_BITS) {
-        u32 bytes[4];
-        kv_coordinates(word[0], bytes);
-#pragma unroll
-        for (int i = 0; i < 8; i++) at[i] = permute(bytes[i % 4], 0, i < 4 ? 0x4240 : 0x4341);
-    } else if constexpr (BITS == 1) {
+    if constexpr (BITS == 1) {
 #pragma unroll
         for (int i = 0; i < 8; i++) at[i] = shifted(last, -(i / 4 * 8)) & pair_mask<1>(i);
     } else if constexpr (BITS == 2) {
@@ -105,15 +100,15 @@ __device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& sta
 // Probabilities of a page times its values, taken into ``state``. exponent: of all 128 tokens.
 __device__ __forceinline__ void wide_values(State& state, const float (&exponent)[2][PAGE / 8], const u8* record, const Shared& shared, int lane) {
     static_assert(V_PARAM == KV_FLOAT16 && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
-    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_CODE_BITS), PLANE = PAGE * DIM / 4;
+    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_BITS), PLANE = PAGE * DIM / 4;
     constexpr int SIDE = TILES % 4 || PER % 4 || K_AXIS ? 2 : AT_ONCE;  // two are 1 to 2 % faster with scales of keys per token
     const int g = lane >> 2, quad = lane & 3;
     u32 p[16];  // of columns i and i + 8 of word w, at 8 w + i
 #pragma unroll
     for (int i = 0; i < 16; i++) p[i % 2 * 8 + i / 2] = transpose(halves(exp2_(exponent[0][i]), exp2_(exponent[1][i])));
-    {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1. (Zeros and mean codes of points add up to nothing.)
+    {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1. (Zeros and mean codes of rotated values add up to nothing.)
         u32 row[16];
-        const u8* from = !V_POINTS && g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
+        const u8* from = !V_ROTATED && g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
         load_pairs(row, from);
         float sum[2][4];  // four pairs are an operand, of which two count in rows g, two in g + 8
 #pragma unroll
@@ -136,7 +131,7 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
         {
             u32 scale[16];
             load_pairs(scale, scales + quad * 64);
-            const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_CODE_BITS) - 1) * 0x00010001u;
+            const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_BITS) - 1) * 0x00010001u;
 #pragma unroll
             for (int i = 0; i < 16; i++) op[i] = multiply_halves(p[i], multiply_halves(scale[i], power));
             float sum[4];
@@ -144,7 +139,7 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
             for (int i = 0; i < 16; i += 2) mma_fp16(sum, all, all, all, all, op[i], op[i + 1], i == 0);
 #pragma unroll
             for (int i = 0; i < 16; i++)
-                if (pair_shift<V_CODE_BITS>(i % 8)) op[i] = multiply_halves(op[i], (u32)(15 - pair_shift<V_CODE_BITS>(i % 8)) * 0x04000400u);
+                if (pair_shift<V_BITS>(i % 8)) op[i] = multiply_halves(op[i], (u32)(15 - pair_shift<V_BITS>(i % 8)) * 0x04000400u);
 #pragma unroll
             for (int n = 0; n < 2; n++) state.zero[group][n] = fmaf(sum[n], -.5f * unit, state.zero[group][n]);
         }
@@ -154,7 +149,7 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
             u32 lo[PLANES + 1][SIDE][2], hi[PLANES + 1][SIDE][2];
 #pragma unroll
             for (int plane = 0; plane < PLANES; plane++) load_words<PAGE, SIDE>(lo[plane], hi[plane], record + plane * PLANE, first, lane);
-            if (has_last(V_CODE_BITS)) load_bits<PAGE, SIDE>(lo[PLANES], hi[PLANES], record + PLANES * PLANE, first, lane);
+            if (has_last(V_BITS)) load_bits<PAGE, SIDE>(lo[PLANES], hi[PLANES], record + PLANES * PLANE, first, lane);
 #pragma unroll
             for (int w = 0; w < 2; w++) {
                 u32 low[SIDE][8], high[SIDE][8];
@@ -163,8 +158,8 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
                     u32 low_words[4] = {}, high_words[4] = {};
 #pragma unroll
                     for (int plane = 0; plane < PLANES; plane++) { low_words[plane] = lo[plane][t][w]; high_words[plane] = hi[plane][t][w]; }
-                    pairs_of<V_CODE_BITS>(low_words, has_last(V_CODE_BITS) ? lo[PLANES][t][w] : 0, low[t]);
-                    pairs_of<V_CODE_BITS>(high_words, has_last(V_CODE_BITS) ? hi[PLANES][t][w] : 0, high[t]);
+                    pairs_of<V_BITS>(low_words, has_last(V_BITS) ? lo[PLANES][t][w] : 0, low[t]);
+                    pairs_of<V_BITS>(high_words, has_last(V_BITS) ? hi[PLANES][t][w] : 0, high[t]);
                 }
 #pragma unroll
                 for (int i = 0; i < 8; i += 2)
@@ -188,9 +183,9 @@ __device__ __forceinline__ void take_rows(State& state, int lane) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < (V_POINTS ? 0 : V_GROUPS); i++)
+        for (int i = 0; i < (V_ROTATED ? 0 : V_GROUPS); i++)
             state.zero[i][n] += __shfl_sync(0xffffffffu, state.rows[n], 8 * i + (lane & 3)) +
-                                MEAN_CODE(V_CODE_BITS) * __shfl_sync(0xffffffffu, state.rows[n], 8 * i + 4 + (lane & 3));
+                                MEAN_CODE(V_BITS) * __shfl_sync(0xffffffffu, state.rows[n], 8 * i + 4 + (lane & 3));
         const float sum = __shfl_sync(0xffffffffu, state.rows[n], 8 * V_GROUPS + (lane & 3));
         if (lane < 4) state.sum[n] += sum;
         state.rows[n] = 0.f;

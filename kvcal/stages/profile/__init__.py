@@ -42,6 +42,7 @@ from kvcal.stages.divergence import (
     unquantized_plan,
 )
 from kvcal.stages.estimate import Estimate, graph_bytes, host_bytes, parameter_bytes, seconds_of
+from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, BatchGradients, GradientPass
 from kvcal.stages.profile.record import KIND, SCHEMA, Profile, ProfileSetup, load, save
 
@@ -54,8 +55,8 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 MEMORY_SHARE = 0.85
 # Of the host's, for the inputs of streamed layers until the backward.
 INPUTS_SHARE = 0.25
-# Texts fed at once: 1.5 times faster than one by one on a CPU, and as many logits of one chunk are held.
-KL_BATCH = 4
+# Texts fed at once: 1.5 times faster than one by one on a CPU; a GPU takes 16 short ones in the time of one.
+KL_BATCH = {"cpu": 4, "cuda": 16}
 
 # Layers' sides to measure, and the texts to measure them on.
 Step = tuple[Sequence[tuple[int, Side]], Sequence[Text]]
@@ -69,8 +70,10 @@ def run_profile(
     inputs: dict[str, Any],
     path: Path,
     reporter: Reporter,
+    basis: FeedbackRecord | None = None,
 ) -> Profile:
     """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
+    ``basis``: of the pages whose KL is measured.
 
     Raises:
         NonFiniteActivations: NaN or infinity, naming layer and sample.
@@ -81,24 +84,26 @@ def run_profile(
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    totals, steps = setup.totals(), _divergence_steps(setup, texts)
+    totals, steps = setup.totals(), _divergence_steps(setup, texts, KL_BATCH.get(loaded.model.device.type, 4))
+    num_gradients = len(data.sequences) if spec.gradients else 0
     start = State({name: Mean.empty(total.extents) for name, total in totals.items()}, {GRADIENTS: 0, DIVERGENCES: 0})
 
     def declare(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
-        require_steps(done, {GRADIENTS: len(data.sequences), DIVERGENCES: len(steps)})
+        require_steps(done, {GRADIENTS: num_gradients, DIVERGENCES: len(steps)})
         counts: dict[str, int | None] = dict.fromkeys(totals, done[GRADIENTS])
         counts |= {_kl_name(*place): 0 for place in product(_indices(setup), SIDES)}
         counts |= {_kl_name(*place): None for places, _ in steps[: done[DIVERGENCES]] for place in places}
         return {name: Statistic(total, counts[name]) for name, total in totals.items()}
 
     with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
-        measure = partial(gradient_means, _gradient_pass(loaded, setup))
         most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
-        at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
-        most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, label, at_once)
+        if spec.gradients:
+            measure = partial(gradient_means, _gradient_pass(loaded, setup))
+            at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
+            most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, label, at_once)
         room = Room(LOCKSTEP, reporter)
         runs = [range(number, number + 1) for number in range(len(steps))]
-        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room))
+        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room, basis))
         checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
         profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
         save(profile, inputs, path)
@@ -109,6 +114,21 @@ def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: C
     """The size of a profile, from one timed batch of one sequence, or as many as share the loads of a streamed model's
     layers, and one timed plan. Raises as ``run_profile``."""
     setup = _setup_of(loaded, data, spec, cache)
+    estimates = [_estimated_gradients(loaded, data, setup)] if spec.gradients else []
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
+    if texts:
+        reference = unquantized_plan(loaded.identity, loaded.geometry)
+        plans = [plan for place in product(_indices(setup), SIDES) for plan in _plans_of(setup, reference, place)]
+        batch = texts[: KL_BATCH.get(loaded.model.device.type, 4)]
+        num_groups = len(_divergence_steps(setup, texts[:1], 1))
+        whole_plans = num_groups + sum(cache_share(reference, plan) for plan in plans)
+        seconds = seconds_a_plan(loaded, batch) * len(texts) / len(batch) * whole_plans
+        nbytes = lockstep_bytes(loaded, len(batch), max(len(text.tokens_T) for text in texts))
+        estimates.append(Estimate("divergence", {"plans": len(plans), "texts": len(texts)}, seconds, nbytes))
+    return estimates
+
+
+def _estimated_gradients(loaded: LoadedModel, data: TokenDataset, setup: ProfileSetup) -> Estimate:
     longest = longest_first(data)[0]
     width = len(data.sequences[longest])
     most_tokens = max(width, batch_tokens(loaded, width))
@@ -120,18 +140,7 @@ def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: C
     num_tokens = sum(batch.num_tokens for batch in batches)
     seconds = seconds_of(lambda: gradients.measure_together(batches)) * data.num_tokens / num_tokens
     steps = {"sequences": len(data.sequences), "tokens": data.num_tokens, "tokens at once": at_once * most_tokens}
-    estimates = [Estimate("gradients", steps, seconds, gradient_bytes(loaded, most_tokens, at_once))]
-    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    if texts:
-        reference = unquantized_plan(loaded.identity, loaded.geometry)
-        plans = [plan for place in product(_indices(setup), SIDES) for plan in _plans_of(setup, reference, place)]
-        num_groups = len(_divergence_steps(setup, texts[:1]))
-        whole_plans = num_groups + sum(cache_share(reference, plan) for plan in plans)
-        batch = texts[:KL_BATCH]
-        seconds = seconds_a_plan(loaded, batch) * len(texts) / len(batch) * whole_plans
-        nbytes = lockstep_bytes(loaded, len(batch), max(len(text.tokens_T) for text in texts))
-        estimates.append(Estimate("divergence", {"plans": len(plans), "texts": len(texts)}, seconds, nbytes))
-    return estimates
+    return Estimate("gradients", steps, seconds, gradient_bytes(loaded, most_tokens, at_once))
 
 
 def batch_tokens(loaded: LoadedModel, width: int) -> int:
@@ -213,11 +222,14 @@ def _means_of(found: BatchGradients) -> dict[str, Mean]:
     return means
 
 
-def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room) -> dict[str, Mean]:
+def divergence_means(
+    loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room, basis: FeedbackRecord | None = None
+) -> dict[str, Mean]:
     """The KL of some layers' sides on a batch of texts, by name: so many sides that their plans fill a lockstep."""
     places, texts = step
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
+    plans = plans if basis is None else [basis.changed(plan) for plan in plans]
     names = ", ".join(f"{side} of layer {index}" for index, side in places)
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
         kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
@@ -234,7 +246,7 @@ def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> 
     return [one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.measured(place[1])]
 
 
-def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text]) -> list[Step]:
+def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text], batch: int) -> list[Step]:
     """Layers' sides, so many that their plans fill a lockstep, or one, with each batch of texts."""
     reference = unquantized_plan(setup.identity, setup.geometry)
     groups: list[list[tuple[int, Side]]] = []
@@ -248,4 +260,4 @@ def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text]) -> list[Step]:
         if needed:
             groups[-1].append(place)
         free -= needed
-    return list(product(groups, [texts[first : first + KL_BATCH] for first in range(0, len(texts), KL_BATCH)]))
+    return list(product(groups, [texts[first : first + batch] for first in range(0, len(texts), batch)]))

@@ -35,6 +35,7 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
+from kvcal.pages.rotated import DISTORTION
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
@@ -95,9 +96,9 @@ class ProfileSetup:
 
     def totals(self) -> dict[str, TensorSpec]:
         """The sum of every statistic by name."""
-        totals = {"loss": _total()}
+        totals = {"loss": _total()} if self.spec.gradients else {}
         for layer, side in product(self.layers, SIDES):
-            for name, observer in OBSERVERS.items():
+            for name, observer in OBSERVERS.items() if self.spec.gradients else ():
                 shape = observer.shape(layer.num_kv_heads, len(self.candidates(side)))
                 totals[f"{name}.{side}.{layer.index}"] = _total(*shape)
             if self.measured(side):
@@ -153,8 +154,7 @@ class Profile:
                 "the profile holds no KL: it was made with kl_samples = 0",
                 hint="use objective = 'sensitivity', or profile again with kl_samples = 1 or more",
             )
-        errors = self.means[f"squared_error.{side}.{index}"].result().clamp(min=TINY).tolist()
-        error_of = dict(zip(self.setup.candidates(side), errors, strict=True))
+        error_of = self._squared_errors(index, side)
         measured = self.setup.measured(side)
         kl_of = dict(zip(measured, self.means[f"kl.{side}.{index}"].result().tolist(), strict=True))
         for one in self.setup.kl_candidates(side):
@@ -163,8 +163,21 @@ class Profile:
                 kl_of[one] = kl_of[lowest] * error_of[one] / error_of[lowest]
         return torch.tensor([kl_of[one] for one in self.setup.kl_candidates(side)], dtype=torch.float64)
 
+    def _squared_errors(self, index: int, side: Side) -> dict[Candidate, float]:
+        """Of each candidate; without gradients that of a Gaussian in rotated pages, as a share of its variance."""
+        if self.setup.spec.gradients:
+            errors = self.means[f"squared_error.{side}.{index}"].result().clamp(min=TINY).tolist()
+            return dict(zip(self.setup.candidates(side), errors, strict=True))
+        return {one: DISTORTION[one.num_bits] for one in self.setup.candidates(side)}
+
     def losses(self, objective: Objective, index: int, side: Side) -> dict[Candidate, list[float]]:
-        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others)."""
+        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others). UsageError
+        for one that was not measured."""
+        if objective != "kl" and not self.setup.spec.gradients:
+            raise UsageError(
+                f"objective = {objective!r}: the profile was made without gradients",
+                hint="use objective = 'kl', or profile again with profile.gradients = true",
+            )
         if objective == "sensitivity":
             values = self.sensitivity(index, side).T
             return dict(zip(self.setup.candidates(side), values.tolist(), strict=True))
