@@ -81,7 +81,6 @@ def cases() -> list[Case]:
                 Case("K and V rotated", bits, turned, turned),
                 Case("12.5 % of K at 4 bits", bits, boosted, v),
                 Case("12.5 % of K at 4 bits, V rotated", bits, boosted, turned),
-                Case("12.5 % of K at 4 bits, V rotated, on a lattice", bits, boosted, points),
                 Case("12.5 % of K at 4 bits, feedback on both", bits, boosted, v, ("k", "v")),
                 Case("12.5 % of K at 4 bits, V rotated, feedback on both", bits, boosted, turned, ("k", "v")),
             ]

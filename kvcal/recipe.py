@@ -504,7 +504,8 @@ class Recipe:
             )
         if self.allocate is not None and self.allocate.objective != "kl" and not self.profile.gradients:
             raise ValueError(
-                f"allocate.objective = {self.allocate.objective!r} and profile.gradients = false; expected 'kl', or true"
+                f"allocate.objective = {self.allocate.objective!r} and profile.gradients = false: nothing measures it; "
+                "expected 'kl'"
             )
         if self.feedback is not None and self.progressive is not None:
             raise ValueError("[feedback] does not go with [progressive], whose pages round their codes again")

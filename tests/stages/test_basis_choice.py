@@ -70,7 +70,7 @@ def test_the_table_of_distortions_is_that_of_the_grid() -> None:
 def test_recipes_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(UsageError, match=r"expected \['rotated'\]"):
         short(3.0, **{"profile.quantizers": ["uniform"]})
-    with pytest.raises(UsageError, match="gradients = false; expected 'kl'"):
+    with pytest.raises(UsageError, match="nothing measures it; expected 'kl'"):
         short(3.0, **{"allocate.objective": "combined"})
 
 
