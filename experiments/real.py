@@ -52,10 +52,10 @@ from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
 PRICED = Workload(8, 32768)
 RAW, RIVAL = "16-bit", "kivi-2"
 FIXED = ("kivi-4", "uniform-4", "uniform-3", "kivi-2", "kitty-pro", "kitty", "uniform-2")
-SYSTEMS = ("basis-2", "mixkvq-capped", "kvmix", "aqua-kv", "pm-kvq", "pm-kvq-2")
-BUDGETS = ("default@4", "default@3", "default@2.5", "default@2.25")
+SYSTEMS = ("mixkvq-capped", "kvmix", "aqua-kv", "pm-kvq", "pm-kvq-2")
+BUDGETS = ("basis@4", "basis@3", "basis@2.5", "basis@2.25", "default@3", "default@2.5")
 SEARCHES = ("best@2.5",)
-QUICK = ("kivi-4", "uniform-3", "kivi-2", "kitty", "uniform-2", "basis-2", "default@3", "default@2.5")
+QUICK = ("kivi-4", "uniform-3", "kivi-2", "kitty", "uniform-2", "basis@3", "basis@2.5", "default@3")
 # Kinds of text, and where they lie in --data; below, what stands for them without it.
 TEXTS = {"wikipedia": "wikitext2/wiki.test.raw", "books": "gutenberg", "mathematics": "latex"}
 INSTEAD = {"documentation": "python:docs", "word problems": "tasks"}
