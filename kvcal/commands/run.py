@@ -31,7 +31,7 @@ def plan(
         str | None,
         typer.Option(
             "--recipe",
-            help="A recipe with [allocate]; default: default, with --search: best.",
+            help="A recipe with [allocate]; default: basis (default for latent attention), with --search: best.",
             autocompletion=options.complete_recipe,
         ),
     ] = None,
@@ -75,7 +75,7 @@ def plan(
     from kvcal.stages.verify import verify_plan
     from kvcal.strict import dump
 
-    base = load_recipe(recipe or ("best" if search else "default"))
+    base = load_recipe(recipe or ("best" if search else "basis"))
     if base.allocate is None or (search and base.search is None):
         lacking = "allocate" if base.allocate is None else "search"
         raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
@@ -92,6 +92,10 @@ def plan(
         Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)
+        if recipe is None and not search and loaded.geometry.has_latents:
+            reporter.say("plan: latent attention takes no basis: recipe default")
+            chosen = given.change(load_recipe("default"), budgets.knobs() | served.knobs(base))
+            assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = Folder.create(out)
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
