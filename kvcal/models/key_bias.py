@@ -21,6 +21,10 @@ from kvcal.models.projections import projections, query_key_norms
 
 # A bias that is more than this share of the keys' energy is worth a warning.
 LARGE_BIAS = 0.5
+MOSTLY_BIAS = (  # the same for all layers, so that it is said once
+    "keys are mostly the bias of their projection in some layers (bias share): it is added before RoPE and turns with "
+    "the position, so that an offset removes it only from slow channels"
+)
 
 
 def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
@@ -49,10 +53,7 @@ def bias_findings(loaded: LoadedModel, mean_squares: Mapping[int, float]) -> dic
         share = float(biases[index].double().square().sum()) / mean_square if has_share else None
         warning = None
         if share is not None and share > LARGE_BIAS:
-            warning = (
-                f"layer {index}: the bias of its key projection is {share:.0%} of its keys' energy; it is added before "
-                "RoPE and turns with the position, so that an offset removes it only from slow channels"
-            )
+            warning = MOSTLY_BIAS
         found[index] = share, warning
     return found
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -258,7 +259,8 @@ def load_comparison(path: Path) -> Comparison:
 
 
 def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:
-    """The table: (header, one cell an entry) columns. Reasons of refusals are in a last one, where there are any."""
+    """The table: (header, one cell an entry) columns. How reasons of refusals begin is in a last one, if there are any:
+    48 characters, all of them were said."""
     entries, rows = comparison.entries, [row for _, row in comparison.measured]
     columns = [("plan", tuple(entry.name for entry in entries))]
     for header, cells in table_columns(rows):
@@ -266,5 +268,6 @@ def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...
             measured = iter(cells)
             columns.append((header, tuple("-" if entry.row is None else next(measured) for entry in entries)))
     if any(entry.refusal for entry in entries):
-        columns.append(("refused", tuple(entry.refusal.message if entry.refusal else "" for entry in entries)))
+        messages = [entry.refusal.message if entry.refusal else "" for entry in entries]
+        columns.append(("refused", tuple(shorten(message, 48, placeholder=" …") for message in messages)))
     return columns

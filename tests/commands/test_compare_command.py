@@ -56,7 +56,7 @@ def test_second_command_prints_the_table(finished: Finished) -> None:
     done = ran_well(*arguments, "--bits", 5, "--bits", 1, "--bits", 4)
     assert done.err.count("is measured already") == 6
     assert "profile: profile.safetensors is current" in done.err
-    for words in ("plan", "chain %", "small @ 5", "too small"):
+    for words in ("plan", "chain %", "small @ 5", "too small", " …"):
         assert words in done.out
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert listing == {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]}  # nor is anything written
