@@ -12,10 +12,11 @@ DEMO := artifacts/demo
 # One thread a process: two test workers share two cores, and torch's own threads only get in the way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Of forward passes that are compared: caches, attention, statistics, what is measured.
-MODEL_TESTS := tests/cache tests/store $(addprefix tests/models/test_models_,contract.py load.py projections.py) \
+# Of forward passes that are compared: caches, attention, statistics, what is measured, what the tutorial prints.
+MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
+  $(addprefix tests/models/test_,fold.py models_contract.py models_load.py models_projections.py rotary.py) \
   $(addprefix tests/run/test_recipe_runs.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq]) \
-  $(addprefix tests/stages/test_,evaluate*.py profile*.py reparam*.py \
+  $(addprefix tests/stages/test_,evaluate*.py kl_meter.py latents.py observers.py profile*.py reparam*.py \
   *predict*.py feedback*.py) $(addprefix tests/stages/test_run_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   a_larger_budget_starts_from_what_is_known_and_is_never_worse the_plan_that_ships_is_the_plan_that_was_measured)
 # Beside them: bytes, errors, what NVRTC makes, how much memory is taken; and two caches of one layer, or without a
@@ -29,13 +30,15 @@ NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/te
   store/test_stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu engines real bench first-user docs clean
+.PHONY: help setup demo check format lint types test old-cpu newest oldest ends ends-oldest ends-newest gpu engines real bench first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
 	@echo "make check   set up, then format, lint, types and tests (what CI runs)"
 	@echo "make test    set up, then the tests alone"
 	@echo "make old-cpu set up, then the tests that run models, with the arithmetic of an older CPU"
+	@echo "make newest  set up, then the tests with the newest packages that pyproject.toml allows; oldest: with its floors"
+	@echo "make ends    set up, then a plan, a generation and the engines' contract with both (what CI runs, too)"
 	@echo "make gpu     set up, then what needs a GPU"
 	@echo "make engines set up, then what serves in a real engine"
 	@echo "make format  rewrite the sources in the house format"
@@ -83,6 +86,23 @@ test: $(READY)
 old-cpu: $(READY)
 	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
 	  $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS) $(NO_ARITHMETIC)
+
+# Both ends of the ranges of pyproject.toml, in environments of their own on top of $(VENV)'s (.ci/ends.py). All releases
+# of the others work with its torch; TORCH=2.15.0 installs another one, of several GB.
+newest oldest: $(READY)
+	python=$$(KVCAL_TORCH=$(TORCH) $(BIN)/python .ci/ends.py $@) && OMP_NUM_THREADS=1 $$python -m pytest -n 2 --dist loadfile
+
+# Without a package index there is no environment, which is said, and no failure.
+SHORT := tests/engines/test_contract.py tests/models/test_gguf.py \
+  tests/cache/test_cache_generate.py::test_quantized_plans_generate_with_exact_bytes \
+  tests/commands/test_plan_commands.py::test_a_plan_in_one_command
+ends:
+	@$(MAKE) --no-print-directory -j 2 ends-oldest ends-newest
+
+ends-oldest ends-newest: $(READY)
+	@python=$$($(BIN)/python .ci/ends.py $(@:ends-%=%)); code=$$?; \
+	  if [ $$code = 69 ]; then exit 0; elif [ $$code != 0 ]; then exit $$code; fi; \
+	  OMP_NUM_THREADS=1 $$python -m pytest -q -p no:cacheprovider $(SHORT)
 
 # A worker's share of the GPU is small, its share of the host's memory is not.
 gpu: $(READY)
