@@ -19,6 +19,7 @@ from kvcal.folder import Folder
 from kvcal.plan.damage import load_damage
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
+from kvcal.recipe import Objective
 from kvcal.stages.choices import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
 from kvcal.stages.compare import load_comparison
@@ -85,7 +86,10 @@ def _plan_sections(folder: Folder) -> Iterator[Section]:
         choices.append(tables.choices_table(found))
         if "profile.sha256" in inputs:
             profile, indices = load_profile(folder.profile), [p.geometry.index for p in plan.layers if p.is_paged]
-            sensitivity = {side: [float(profile.sensitivity(i, side).sum(0).max()) for i in indices] for side in SIDES}
+            objective: Objective = "sensitivity" if profile.setup.spec.gradients else "kl"
+            sensitivity = {
+                side: [max(map(sum, profile.losses(objective, i, side).values())) for i in indices] for side in SIDES
+            }
     except ArtifactError as refused:
         note = refused.message.replace(f"{folder.path}/", "")
     draw_bits(plan.layers, sensitivity, folder.bits)

@@ -62,7 +62,7 @@ def allocate(
             "--set",
             metavar="allocate.KEY=VALUE",
             help="same_bytes_as (a baseline, such as kivi-2), granularity (layer, block: K and V alike, head), "
-            "objective (sensitivity, kl, combined or importance; default: combined, heads: sensitivity), workspace "
+            "objective (sensitivity, kl, combined or importance; default: combined, in a basis kl), workspace "
             "(bytes kept free with --budget, or auto); may be repeated.",
         ),
     ] = None,
@@ -91,6 +91,7 @@ def allocate(
     from kvcal.recipe import BUDGET_KINDS, AllocateSpec
     from kvcal.recipe_files import read_settings
     from kvcal.run.formats import allocate_folder, sweep_folder
+    from kvcal.stages.profile import load as load_profile
     from kvcal.strict import dump, parse
 
     knobs: dict[str, Any] = {}
@@ -103,6 +104,8 @@ def allocate(
         knobs |= {} if value is None else {key: value}
     if sweep and not any(knobs.get(kind) for kind in BUDGET_KINDS):
         knobs["bits"] = 16.0
+    if "objective" not in knobs and not load_profile(Folder(folder).profile).setup.spec.gradients:
+        knobs["objective"] = "kl"
     knobs.setdefault("objective", "sensitivity" if knobs.get("granularity") == "head" else "combined")
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)
     reporter = given.reporter()
@@ -282,7 +285,7 @@ def compile_command(
     from kvcal.strict import dump
 
     earlier.require_none(folder)
-    paths = Folder(folder)
+    paths = Folder.of_plan(folder)
     reporter = given.reporter()
     path = output or paths.plan
     if output is not None:

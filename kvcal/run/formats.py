@@ -93,7 +93,7 @@ def allocate_folder(
 ) -> Allocation:
     """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive],
     [reparam], [predictors] and [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes
-    are.
+    are, by default those of the folder's basis.
 
     Raises:
         InfeasibleBudget: nothing fits; the message states the smallest budget that would.
@@ -106,6 +106,9 @@ def allocate_folder(
     provenance = {"recipe": None} if recipe is None else provenance_of(recipe)
     if recipe is not None:
         reserved = reserved_for(recipe, spec, profile.geometry, profile.cache)
+    elif not reserved and folder.basis.exists():
+        basis = feedback_stage.load(folder.basis).subject.spec
+        reserved = allocation_stage.reserved_bytes(profile.geometry, profile.cache, None, feedback=basis)
     inputs = {
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.cache, progressive=progressive),

@@ -118,7 +118,7 @@ def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]],
     """The measure of an option, summed over heads and sides; None where one was not measured."""
     total = 0.0
     for index, side in places if key != option_name(RAW) else ():
-        if measure == "kl" and not profile.setup.kl_candidates(side):
+        if not (profile.setup.kl_candidates(side) if measure == "kl" else profile.setup.spec.gradients):
             return None
         losses = profile.losses(measure, index, side)
         found = [sum(loss) for one, loss in losses.items() if option_name(profile.cache.format(side, *one)) == key]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import save_llama
+from cli_cases import ran_well, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import UsageError
@@ -82,3 +82,18 @@ def test_a_cpu_reads_less_text_unless_asked(model: LoadedModel) -> None:
     assert (
         profile_spec(thorough.profile, model) == thorough.profile and feedback_spec(thorough, model) == recipe.feedback
     )
+
+
+def test_a_plan_in_one_command_and_another_budget_by_hand(model: LoadedModel, tmp_path: Path) -> None:
+    """The default of `kvcal plan`, with report and options; `allocate` takes the objective that was measured."""
+    short_texts = [
+        f"--set={name}" for name in ("profile.kl_samples=1", "profile.kl_tokens=320", "feedback.num_samples=2")
+    ]
+    out, sizes = tmp_path / "out", ("--bits", "3", "--batch", "8", "--context", "8192")
+    ran_well("plan", model.source, *sizes, "--out", out, "--name", "three", "--data", "tasks", *short_texts)
+    why = ran_well("inspect", out / "three" / "plan.safetensors", "--why", 0, "--json").json
+    assert "rotated" in (out / "three" / "report.html").read_text() and why
+    ran_well("allocate", out, "--bits", "4", "--name", "four", "--batch", "8", "--context", "8192")
+    ran_well("compile", out / "four", "-o", out / "four" / "plan.safetensors")
+    plan = load_plan(out / "four" / "plan.safetensors")
+    assert plan.bits_per_value() <= 4 and any(layer.k_basis for layer in plan.layers)

@@ -96,7 +96,7 @@ def reserved_bytes(
             shape = layer.attention.num_kv_heads, layer.head_dim(side)
             total += factor_spec(*shape).nbytes
             if feedback is not None and feedback.basis:
-                total += sum(spec.nbytes for spec in basis_specs(side, *shape).values())
+                total += sum(spec.nbytes for spec in basis_specs(side, *shape).values()) + layer.head_dim(side)  # signs
     if predictors is None:
         return total
     every = with_predictors(layers, every_finding(layers, predictors, geometry.cache_dtype), predictors)
