@@ -276,10 +276,10 @@ def eval_command(
         require_same_model(loaded_plan, loaded)
         evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
         damage = damage_of_row(loaded_plan, loaded, evaluation.rows[-1], folder.plan, reporter)
-        write_report(folder)
     results = list(gates.results(evaluation.rows[-1]))
     shown = [tables.evaluation_table(evaluation), *([tables.gates_table(results)] if results else [])]
     given.show(dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": dump(damage)}, *shown)
+    write_report(folder)  # last: what is damaged there must not hide the numbers
     require_passed(plan.name, results)
     require_undamaged(damage, allow_damage)
 

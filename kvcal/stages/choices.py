@@ -6,9 +6,8 @@ change of the score that the last round estimated when this place alone takes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvcal.artifact import sha256_file
@@ -58,18 +57,22 @@ def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
             files. UsageError: nothing was chosen for ``layer``.
     """
     allocation, inputs = allocation_of(plan, folder)
-    if "search.sha256" in inputs:
-        _require_input(folder.search, inputs, "search.sha256")
-        measure, options = "change of the score", [*_searched(load_search(folder.search).report)]
-    elif allocation.loss is None:
+    if allocation.loss is None and "search.sha256" not in inputs:
         raise ArtifactError(
             f"{folder.allocation}: nothing was chosen: the recipe fixes the formats, or assigns them by a rule",
             hint="recipes with [allocate], such as default, or [search], such as best, choose by costs",
         )
+    source = folder.search if "search.sha256" in inputs else folder.profile
+    if not source.is_file() or inputs.get(f"{source.stem}.sha256") != sha256_file(source):
+        what = "not the one that the plan was made from" if source.is_file() else "missing: the plan was made from it"
+        raise ArtifactError(f"{source} is {what}", "make the plan again in this folder")
+    if source == folder.search:
+        measure, options = "change of the score", [*_searched(load_search(source).report)]
     else:
-        _require_input(folder.profile, inputs, "profile.sha256")
-        spec = spec_of(inputs)
-        measure, options = f"{spec.objective} loss", [*_profiled(allocation, spec, load_profile(folder.profile))]
+        names = AllocateSpec.__dataclass_fields__
+        asked = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
+        spec = parse(AllocateSpec, asked, "the allocation's inputs", ArtifactError)
+        measure, options = f"{spec.objective} loss", [*_profiled(allocation, spec, load_profile(source))]
     shown = [one for one in options if layer is None or one.place.startswith(f"layer {layer} ")]
     if layer is not None and not shown:
         places = dict.fromkeys(one.place.split()[1] for one in options)
@@ -90,13 +93,6 @@ def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any
     if (plan.model, plan.workload, ours) != (allocation.model, allocation.workload, theirs):
         raise ArtifactError(f"{folder.allocation} is of another plan", f"kvcal compile {folder.path} writes its plan")
     return allocation, inputs
-
-
-def spec_of(inputs: Mapping[str, Any]) -> AllocateSpec:
-    """The [allocate] that an allocation was made by."""
-    names = AllocateSpec.__dataclass_fields__
-    given = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
-    return parse(AllocateSpec, given, "the allocation's inputs", ArtifactError)
 
 
 def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> Iterator[OptionCost]:
@@ -137,11 +133,3 @@ def _searched(report: SearchReport) -> Iterator[OptionCost]:
             tried.append((unit.chosen, unit.nbytes, 0.0, None))
         for name, nbytes, loss, error in sorted(tried, key=lambda one: one[1]):
             yield OptionCost(unit.unit, name, nbytes, loss, error, None, None, name == unit.chosen)
-
-
-def _require_input(path: Path, inputs: Mapping[str, Any], name: str) -> None:
-    if not path.is_file() or inputs.get(name) != sha256_file(path):
-        what = (
-            "is not the one that the plan was made from" if path.is_file() else "is missing: the plan was made from it"
-        )
-        raise ArtifactError(f"{path} {what}", "make the plan again in this folder")

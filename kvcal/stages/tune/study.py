@@ -177,8 +177,7 @@ def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None 
 
 
 def _open(path: Path, is_new: bool) -> Study:
-    """The study in a journal, which ``is_new`` makes if needed. A last line that a full disk has cut is removed: Optuna
-    would append to it."""
+    """The study in a journal, which ``is_new`` makes if needed."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -186,10 +185,10 @@ def _open(path: Path, is_new: bool) -> Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it logs every trial to stderr
     require_file(path, ArtifactError)
     try:
-        if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-            path.write_bytes(content[: content.rfind(b"\n") + 1])
         if not is_new and not path.exists():
             raise ArtifactError(f"{path} is missing", hint="`kvcal tune` writes it")
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            _remove_cut_line(path)
         storage = JournalStorage(JournalFileBackend(str(path)))
         if is_new and not storage.get_all_studies():
             return optuna.create_study(
@@ -200,6 +199,19 @@ def _open(path: Path, is_new: bool) -> Study:
         raise ArtifactError(f"cannot write to {path}: {refused.strerror}", "check the folder") from None
     except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as fault:
         raise _broken(path, fault) from None
+
+
+def _remove_cut_line(path: Path) -> None:
+    """Remove what follows the last line's end, such as a line that a full disk has cut: Optuna would append to it."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
+    lock = JournalFileSymlinkLock(str(path))
+    lock.acquire()  # while no other process writes
+    try:
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+    finally:
+        lock.release()
 
 
 def _broken(path: Path, fault: Exception) -> ArtifactError:
