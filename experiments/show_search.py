@@ -70,7 +70,7 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
         return dict(json.loads(kept.read_text()))
     folder.mkdir(parents=True, exist_ok=True)
     knobs = {
-        "allocate.bits": bits, "allocate.granularity": given.granularity, "search.kl_samples": given.texts,
+        "allocate.bits": bits, "search.kl_samples": given.texts,
         "search.kl_tokens": given.tokens, "search.refine_rounds": given.rounds,
         "reparam.num_samples": max(4, len(data.split()) + 1), "reparam.seq_len": given.tokens,
         "feedback.num_samples": given.texts, "feedback.seq_len": given.tokens,
@@ -186,7 +186,6 @@ def search_arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--roles", nargs="+", help="plans that are measured, by how their roles begin; default: all")
     parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--granularity", default="layer", choices=("layer", "head"))
     parser.add_argument("--no-rescale", action="store_true", help="without λ, whose fits take a CPU longest")
     parser.add_argument("--singles", type=int, default=compose.MAX_SINGLES, help="single changes measured in a round")
     return parser

@@ -124,7 +124,8 @@ def attention_calls(layers: Sequence[PagedLayer]) -> Calls:
     q = torch.randn(ring.shape[0], heads.num_query_heads, heads.k_head_dim, dtype=ring.dtype, device=ring.device)
 
     def attend(layer: PagedLayer) -> Tensor:
-        return torch.cat([step.decode(q, None, heads.k_head_dim**-0.5, 0.0) for step in layer.store.steps], dim=1)
+        assert layer.store.step is not None
+        return layer.store.step.decode(q, None, heads.k_head_dim**-0.5, 0.0)
 
     return [partial(attend, layer) for layer in layers]
 

@@ -192,14 +192,14 @@ class AllocateSpec:
     batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(8, "Sequences.")
     context: Tokens = knob(4096, "Tokens of each sequence.")
     workspace: str = knob("auto", "Bytes kept free on the device with budget, or auto.")
-    granularity: Literal["layer", "block", "head"] = knob(
-        "layer", "A format for each layer's K and V, for a block (K and V alike, PM-KVQ) or for each head."
+    granularity: Literal["layer", "block"] = knob(
+        "layer", "A format for each layer's K and V, or for a block (K and V alike, PM-KVQ)."
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
     rotary: Annotated[bool, Field(exclude_if=lambda is_chosen: not is_chosen)] = knob(
         False, "Choose a format for latent attention's rotary keys, too, instead of 16 bits."
     )
-    tp: Ranks = knob(1, "Ranks of tensor parallelism, which get the same bytes of each layer: heads of the same order.")
+    tp: Ranks = knob(1, "Ranks of tensor parallelism, which share each layer's heads, with engine.")
     engine: Annotated[Engine | None, Field(exclude_if=lambda engine: engine is None)] = knob(
         None, "Count bytes as this serving engine does: whole blocks of 128 tokens, a ring for each sequence, padding."
     )

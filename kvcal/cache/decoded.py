@@ -9,8 +9,6 @@ it serves evaluation; ``PlanCache.nbytes`` counts the packed cache alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from kvcal.plan.page_format import Side
@@ -22,20 +20,19 @@ GROWTH = 256
 
 
 class DecodedCopy:
-    """Of one layer. ``dense`` [B, N, >= columns, D] of a side; ``pages``: of every sequence that are in it, of a part,
-    and at how many bits."""
+    """Of one layer. ``dense`` [B, N, >= columns, D] of a side; ``pages``: of every sequence that are in it, of a
+    side, and at how many bits."""
 
     def __init__(self) -> None:
         self.dense: dict[Side, Tensor] = {}
-        self.pages: dict[tuple[Side, int], tuple[list[int], int]] = {}
+        self.pages: dict[Side, tuple[list[int], int]] = {}
 
-    def whole(self, parts: Sequence[PagedTensor], side: Side, new: Tensor, rows: Rows, columns: int) -> Tensor:
+    def whole(self, part: PagedTensor, side: Side, new: Tensor, rows: Rows, columns: int) -> Tensor:
         """The past and new [B, N, T, D] together: a view of the copy, valid until the next call."""
         stop = columns + new.shape[2]
         is_new = self._grow(side, new, stop, columns)
         dense = self.dense[side]
-        for number, part in enumerate(parts):
-            self._refresh(part, (side, number), rows, columns, dense, is_new)
+        self._refresh(part, side, rows, columns, dense, is_new)
         if columns >= rows.width:
             dense[:, :, columns:stop] = new
             return dense[:, :, :stop]
@@ -55,14 +52,12 @@ class DecodedCopy:
             self.dense[side] = grown
         return old is None
 
-    def _refresh(
-        self, part: PagedTensor, key: tuple[Side, int], rows: Rows, columns: int, dense: Tensor, is_new: bool
-    ) -> None:
+    def _refresh(self, part: PagedTensor, side: Side, rows: Rows, columns: int, dense: Tensor, is_new: bool) -> None:
         """Take in the pages that have come to be read since; all, and what is not in pages, where the copy is new or
         pages have other bits."""
         counts = [part.format.pages_read(length) for length in rows.lengths(columns)]
-        before, bits = self.pages.get(key, ([0] * rows.batch, part.num_bits))
-        self.pages[key] = counts, part.num_bits
+        before, bits = self.pages.get(side, ([0] * rows.batch, part.num_bits))
+        self.pages[side] = counts, part.num_bits
         if is_new and not columns:
             return
         for block in rows.blocks:
@@ -73,12 +68,12 @@ class DecodedCopy:
             tokens = dense.new_empty(block.rows.stop - first, part.codec.num_heads, held, dense.shape[3])
             part.read(block.rows, held, part.decode(spans, dense.dtype), tokens)
             for start, stop in rows.intervals(block, 0, columns):
-                dense[block.rows, part.heads, start:stop] = tokens[:, :, : stop - start]
+                dense[block.rows, :, start:stop] = tokens[:, :, : stop - start]
                 tokens = tokens[:, :, stop - start :]
 
-    def difference(self, parts: Sequence[PagedTensor], side: Side, rows: Rows, fresh: Tensor) -> float:
+    def difference(self, part: PagedTensor, side: Side, rows: Rows, fresh: Tensor) -> float:
         """Largest difference between the copy and a fresh read [B, N, S, D] of the packed cache; NaN where one has
         NaN."""
         nothing = fresh[:, :, :0]
-        dense = self.whole(parts, side, nothing, rows, fresh.shape[2])
+        dense = self.whole(part, side, nothing, rows, fresh.shape[2])
         return float((dense - fresh).abs().max()) if fresh.numel() else 0.0

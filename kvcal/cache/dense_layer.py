@@ -84,7 +84,7 @@ def _read_back(pages: Sequence[_Page]) -> None:
 
 
 class _Part:
-    """Heads of one side of a layer, stored as ``codec`` says. ``query_means`` [B, n, D]: of whole pages that were not
+    """One side of a layer, stored as ``codec`` says. ``query_means`` [B, n, D]: of whole pages that were not
     read back, by number."""
 
     def __init__(self, side: Side, codec: PageCodec, group_heads: int) -> None:
@@ -102,7 +102,7 @@ class _Part:
         first, self._num_read = self._num_read, self.codec.format.pages_read(num_tokens)
         for number in range(first, self._num_read):
             begin = PAGE_TOKENS * number
-            yield _Page(self, number, dense_BNSD[:, self.codec.heads, begin : begin + PAGE_TOKENS])
+            yield _Page(self, number, dense_BNSD[:, :, begin : begin + PAGE_TOKENS])
 
     def observe(self, num_tokens: int, num_new: int, query_sum: Tensor) -> None:
         """Take ``query_sum`` [B, n, D], the sum of |q| over the ``num_new`` last of ``num_tokens`` tokens."""
@@ -147,10 +147,9 @@ class DenseLayer(DynamicLayer):
         """Those that differ from the exact tokens."""
         tensors = self._state.tensors_on(device)
         for side in SIDES:
-            for fmt, heads in self.plan.runs(side):
-                codec = PageCodec.of_layer(self.plan, side, fmt, heads, self._state.plan.cache_dtype, tensors)
-                if fmt != RAW or codec.is_pre:
-                    yield _Part(side, codec, self.plan.attention.group_heads)
+            codec = PageCodec.of_layer(self.plan, side, self._state.plan.cache_dtype, tensors)
+            if codec.format != RAW or codec.is_pre:
+                yield _Part(side, codec, self.plan.attention.group_heads)
 
     def take_due(self, num_tokens: int) -> Iterator[_Page]:
         """As of its parts."""
@@ -180,7 +179,7 @@ class DenseLayer(DynamicLayer):
         per_head = query_sum(q_post_BHTD, is_real_BT, self.plan.attention.num_kv_heads)
         for part in self._parts:
             if part.codec.format.needs_queries:
-                part.observe(self.get_seq_length(), q_post_BHTD.shape[2], per_head[:, part.codec.heads])
+                part.observe(self.get_seq_length(), q_post_BHTD.shape[2], per_head)
 
     def tokens_to_next_page(self) -> int:
         """As ``PagedLayer.tokens_to_next_page``."""

@@ -82,8 +82,8 @@ class PagedLayer(CacheLayerMixin):
         return self._store
 
     @property
-    def sides(self) -> dict[Side, list[PagedTensor]]:
-        return {"k": [], "v": []} if self._store is None else self._store.sides
+    def sides(self) -> dict[Side, PagedTensor]:
+        return {} if self._store is None else self._store.sides
 
     @property
     def parts(self) -> list[PagedTensor]:
@@ -216,8 +216,7 @@ class PagedLayer(CacheLayerMixin):
 
     def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
         """The past and new [B, N, T, D] together: new tokens as they are read until they are packed."""
-        kept = [part.kept(new[:, part.heads], dtype) for part in self.sides[side]]
-        new = kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+        new = self.sides[side].kept(new, dtype)
         if self.decoded is not None:
             return self.decoded.whole(self.sides[side], side, new, rows, columns)
         if not columns:

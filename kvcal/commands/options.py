@@ -284,9 +284,7 @@ class BudgetOptions(WorkloadOptions):
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
     tp: Annotated[
         int | None,
-        typer.Option(
-            "--tp", help="Ranks of tensor parallelism: of heads with their own bits, each gets equal bytes.", min=1
-        ),
+        typer.Option("--tp", help="Ranks of tensor parallelism, with --for-engine.", min=1),
     ] = None
 
     engine: Annotated[

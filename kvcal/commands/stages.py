@@ -61,7 +61,7 @@ def allocate(
         typer.Option(
             "--set",
             metavar="allocate.KEY=VALUE",
-            help="same_bytes_as (a baseline, such as kivi-2), granularity (layer, block: K and V alike, head), "
+            help="same_bytes_as (a baseline, such as kivi-2), granularity (layer, or block: K and V alike), "
             "objective (sensitivity, kl, combined or importance; default: combined, in a basis kl), workspace "
             "(bytes kept free with --budget, or auto); may be repeated.",
         ),
@@ -106,7 +106,6 @@ def allocate(
         knobs["bits"] = 16.0
     if "objective" not in knobs and not load_profile(Folder(folder).profile).setup.spec.gradients:
         knobs["objective"] = "kl"
-    knobs.setdefault("objective", "sensitivity" if knobs.get("granularity") == "head" else "combined")
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)
     reporter = given.reporter()
     if sweep:

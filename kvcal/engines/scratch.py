@@ -68,7 +68,7 @@ class Scratch:
         self._read_at: dict[Format, Tensor] = {}
 
     def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
-        """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none."""
+        """uint8: scratch of ``decode`` for heads of this shape; the reference needs none."""
         shape = (num_kv_heads, group_heads, head_dim)
         if shape not in self._workspaces:
             needed = workspace_bytes(self.max_rows, *shape, self.device) if self.device.type == "cuda" else 0

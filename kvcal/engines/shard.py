@@ -1,8 +1,7 @@
 """The heads of one rank of tensor parallelism: its layers, tensors, and the bytes that all ranks give a block.
 
 Ranks take neighbouring KV heads, as Megatron's column-parallel projections do; where there are more ranks than heads,
-ranks / heads of them hold the same one. An engine wants blocks of equal size on all ranks, and heads may differ in
-bits: so every rank takes the bytes of the largest one.
+ranks / heads of them hold the same one. All ranks have as many heads, and blocks of equal size.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvcal.engines.block import BlockLayout
 from kvcal.engines.window import WindowLayout
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry
-from kvcal.plan.layer import LayerPlan, takes_feedback
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import layer_transforms
 
@@ -70,7 +69,15 @@ class HeadShard:
     @functools.cached_property
     def blocks(self) -> dict[int, BlockLayout | WindowLayout]:
         """The rank's layout of every layer, by the layer's index."""
-        return self._blocks_of(self.rank)
+        layers = [_layer_of(layer, self.rank, self.size) for layer in self.plan.layers]
+        layouts: dict[int, BlockLayout | WindowLayout] = {}
+        for layer in layers:
+            layouts[layer.geometry.index] = (
+                BlockLayout(layer, self.plan.cache_dtype, self.lookahead)
+                if layer.is_paged
+                else WindowLayout(layer, self.plan.cache_dtype)
+            )
+        return layouts
 
     def heads(self, index: int) -> slice:
         """The rank's KV heads of a layer, as the plan counts them."""
@@ -78,11 +85,11 @@ class HeadShard:
 
     def block_bytes(self, index: int) -> int:
         """Bytes of a layer's block, equal on all ranks; 0 of a sliding window, which has none."""
-        return max(each[index].block_bytes for each in self._every_rank)
+        return self.blocks[index].block_bytes
 
     def ring_bytes(self, index: int) -> int:
         """Bytes of a request's ring of a layer, equal on all ranks."""
-        return max(each[index].ring_bytes for each in self._every_rank)
+        return self.blocks[index].ring_bytes
 
     @functools.cached_property
     def largest_ring_bytes(self) -> int:
@@ -92,21 +99,6 @@ class HeadShard:
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The transforms of a layer's heads of this rank, [n, ...] each, by the last part of their names."""
         return layer_transforms(self.plan.tensors, index, self.heads(index))
-
-    @functools.cached_property
-    def _every_rank(self) -> list[dict[int, BlockLayout | WindowLayout]]:
-        return [self._blocks_of(rank) for rank in range(self.size)]
-
-    def _blocks_of(self, rank: int) -> dict[int, BlockLayout | WindowLayout]:
-        layers = [_layer_of(layer, rank, self.size) for layer in self.plan.layers]
-        layouts: dict[int, BlockLayout | WindowLayout] = {}
-        for layer in layers:
-            layouts[layer.geometry.index] = (
-                BlockLayout(layer, self.plan.cache_dtype, self.lookahead)
-                if layer.is_paged
-                else WindowLayout(layer, self.plan.cache_dtype)
-            )
-        return layouts
 
     def _whole(self, index: int) -> LayerPlan:
         return next(layer for layer in self.plan.layers if layer.geometry.index == index)
@@ -124,9 +116,4 @@ def _layer_of(layer: LayerPlan, rank: int, size: int) -> LayerPlan:
     geometry = dataclasses.replace(
         whole, num_query_heads=whole.num_query_heads // size, num_kv_heads=heads.stop - heads.start
     )
-    k, v = (formats if len(formats) == 1 else formats[heads] for formats in (layer.k, layer.v))
-    return dataclasses.replace(
-        layer, geometry=geometry, k=k, v=v,
-        k_feedback=layer.k_feedback and any(map(takes_feedback, k)),
-        v_feedback=layer.v_feedback and any(map(takes_feedback, v)),
-    )  # fmt: skip
+    return dataclasses.replace(layer, geometry=geometry)

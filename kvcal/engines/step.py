@@ -40,25 +40,21 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.variants import HeadRange, variant_of
+from kvcal.kernels.variants import variant_of
 from kvcal.pages.basis import Basis
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.tensors import transforms_of_heads
 
 
 @dataclass(frozen=True)
-class _RangeMemory:
-    """One head range of a layer in an engine's memory; ``queries`` are its query heads."""
+class _LayerMemory:
+    """A layer in an engine's memory."""
 
-    pair: HeadRange
-    queries: slice
     transform: PageTransform
     k: Memory
     v: Memory
     read_at: tuple[Tensor, Tensor]  # of keys and values: ``Place.k_read_at``, ``v_read_at``
-    workspace: Tensor
     numbers: tuple[int, ...]  # of the variants that take 1, 2, ... tokens of a sequence in one call
 
     def memory(self, side: Side) -> Memory:
@@ -96,46 +92,37 @@ class PagedStep:
         self._first_head = shard.heads(index).start
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
         self._bases = [Basis.of(self._tensors, side) for side in SIDES]
-        self._ranges: list[_RangeMemory] = []
+        self._memory: _LayerMemory | None = None
         self._statistic = QueryStatistic(scratch.nothing, scratch.none)
-        for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
-            self._workspace(pair)
+        geometry = self.layout.layer.attention
+        queries = geometry.group_heads * (1 + self.layout.lookahead)
+        # Now, so that an engine's measurement of free memory counts it.
+        self._workspace = scratch.workspace(geometry.num_kv_heads, queries, geometry.k_head_dim)
 
     def bind(self, blocks: Tensor, rings: Tensor) -> None:
         """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
         more], bytes side by side, with strides between them of multiples of 16."""
-        layer, group = self.layout.layer, self.layout.layer.attention.group_heads
+        layer = self.layout.layer
         if self.layout.needs_queries:
             self._statistic = self.layout.statistic(rings)
-        self._ranges = []
-        for pair in self.layout.ranges:
-            variant = variant_of(layer, pair, self.layout.cache_dtype)
-            drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
-            variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
-            if pair.k.boost is not None and pair.k.boost.score == "random":  # numbered as in the whole layer
-                variant = dataclasses.replace(variant, first_head=self._first_head + pair.heads.start)
-            of_heads = transforms_of_heads(self._tensors, pair.heads)
-            memory = {
-                side: Memory(*self.layout.unquantized(rings, pair, side), self.layout.pages(blocks, pair, side))
-                for side in SIDES
-            }
-            self._ranges.append(
-                _RangeMemory(
-                    pair,
-                    slice(pair.heads.start * group, pair.heads.stop * group),
-                    PageTransform.of_variant(variant, of_heads, self.scratch.nothing),
-                    memory["k"],
-                    memory["v"],
-                    (self.scratch.read_at(pair.k), self.scratch.read_at(pair.v)),
-                    self._workspace(pair),
-                    tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
-                )
-            )
+        variant = variant_of(layer, self.layout.cache_dtype)
+        drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
+        variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
+        if variant.k.boost is not None and variant.k.boost.score == "random":  # numbered as in the whole layer
+            variant = dataclasses.replace(variant, first_head=self._first_head)
+        k, v = (Memory(*self.layout.unquantized(rings, side), self.layout.pages(blocks, side)) for side in SIDES)
+        self._memory = _LayerMemory(
+            PageTransform.of_variant(variant, self._tensors, self.scratch.nothing),
+            k,
+            v,
+            (self.scratch.read_at(variant.k), self.scratch.read_at(variant.v)),
+            tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
+        )
 
-    def _workspace(self, pair: HeadRange) -> Tensor:
-        geometry = self.layout.layer.attention
-        queries = geometry.group_heads * (1 + self.layout.lookahead)
-        return self.scratch.workspace(pair.num_heads, queries, geometry.k_head_dim)
+    @property
+    def _held(self) -> _LayerMemory:
+        assert self._memory is not None, "bind() before the first step"
+        return self._memory
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
@@ -147,19 +134,16 @@ class PagedStep:
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
         """The first half of :meth:`decode`."""
-        scratch, none = self.scratch, self.scratch.nothing
+        held, none, queries = self._held, self.scratch.nothing, self.scratch.nothing
         k, v = self._entered(k, v)
         if self.layout.needs_queries:
             self._begin_sums(decodes)
-        for held in self._ranges:
-            heads, of_queries, queries = held.pair.heads, [none, scratch.none], none
-            if held.pair.k.needs_queries:
-                of_queries, queries = [part[:, heads] for part in self._statistic], q[:, held.queries]
-            for place, number, (keys, values) in held.calls(decodes, k[..., heads, :], v[..., heads, :]):
-                ops.append(
-                    keys, values, queries, list(held.k), list(held.v), of_queries, place, list(held.transform),
-                    scratch.error, number, none, [],
-                )  # fmt: skip
+            queries = q
+        for place, number, (keys, values) in held.calls(decodes, k, v):
+            ops.append(
+                keys, values, queries, list(held.k), list(held.v), list(self._statistic), place, list(held.transform),
+                self.scratch.error, number, none, [],
+            )  # fmt: skip
 
     def _begin_sums(self, decodes: Decodes) -> None:
         """Of sequences at the end of a page: one that begins behind shared blocks has another one's in its ring."""
@@ -171,19 +155,17 @@ class PagedStep:
 
     def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """The second half of :meth:`decode`."""
-        none, (scale, softcap, s_aux), found, (k_basis, v_basis) = self.scratch.nothing, logits, [], self._bases
+        held, none, (scale, softcap, s_aux) = self._held, self.scratch.nothing, logits
+        k_basis, v_basis = self._bases
         q = q if k_basis is None else k_basis.turned_queries(q)
-        for held in self._ranges:
-            sinks = none if s_aux is None else s_aux[held.queries]
-            parts = [
-                ops.decode(
-                    queries, list(held.k), list(held.v), place, list(held.transform), sinks, held.workspace, scale,
-                    softcap, number, none, [],
-                )
-                for place, number, (queries,) in held.calls(decodes, q[..., held.queries, :])
-            ]  # fmt: skip
-            found.append(parts[0] if len(parts) == 1 else torch.stack(parts, dim=1))
-        attended = found[0] if len(found) == 1 else torch.cat(found, dim=-2)
+        parts = [
+            ops.decode(
+                queries, list(held.k), list(held.v), place, list(held.transform), none if s_aux is None else s_aux,
+                self._workspace, scale, softcap, number, none, [],
+            )
+            for place, number, (queries,) in held.calls(decodes, q)
+        ]  # fmt: skip
+        attended: Tensor = parts[0] if len(parts) == 1 else torch.stack(parts, dim=1)
         return attended if v_basis is None else v_basis.outputs(attended)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
@@ -193,15 +175,12 @@ class PagedStep:
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
-        first = PAGE_TOKENS * min(
-            held.pair.format(side).pages_read(chunk.num_past) for held in self._ranges for side in SIDES
-        )
+        first = PAGE_TOKENS * min(self.layout.layer.format(side).pages_read(chunk.num_past) for side in SIDES)
         tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
         k, v = self._entered(k, v)
-        for held in self._ranges:
-            self._store(held, "k", k[:, held.pair.heads], chunk, query_mean)
-            self._store(held, "v", v[:, held.pair.heads], chunk)
+        self._store("k", k, chunk, query_mean)
+        self._store("v", v, chunk)
         return tail
 
     def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
@@ -240,8 +219,8 @@ class PagedStep:
         layer, geometry = self.layout.layer, self.layout.layer.attention
         for side in SIDES:
             self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
-            tail = max(fmt.ring_tokens for fmt in layer.formats(side))
-            torch.empty(geometry.num_kv_heads, tail, layer.head_dim(side), dtype=dtype, device=self.scratch.device)
+            tail = geometry.num_kv_heads, layer.format(side).ring_tokens, layer.head_dim(side)
+            torch.empty(tail, dtype=dtype, device=self.scratch.device)
         self.scratch.rehearse(geometry, num_tokens)
 
     def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
@@ -252,8 +231,7 @@ class PagedStep:
             for side in SIDES:
                 room = self.scratch.past(side, layer.attention.num_kv_heads, layer.head_dim(side), dtype)
                 tile[side] = room[:, : min(TILE_TOKENS, tail.first - first)]
-                for held in self._ranges:
-                    self._unpack(held, side, chunk, first, tile[side][held.pair.heads])
+                self._unpack(side, chunk, first, tile[side])
             yield tile["k"], tile["v"]
         if chunk.num_past > tail.first:
             yield tail.keys, tail.values
@@ -263,16 +241,15 @@ class PagedStep:
         layer = self.layout.layer
         shape = layer.attention.num_kv_heads, chunk.num_past - first, layer.head_dim(side)
         out = torch.empty(shape, dtype=dtype, device=self.scratch.device)
-        for held in self._ranges:
-            paged = PAGE_TOKENS * held.pair.format(side).pages_read(chunk.num_past) - first
-            own = out[held.pair.heads]
-            own[:, paged:] = chunk.newest(held.memory(side), first + paged)
-            self._unpack(held, side, chunk, first, own[:, :paged])
+        paged = PAGE_TOKENS * layer.format(side).pages_read(chunk.num_past) - first
+        out[:, paged:] = chunk.newest(self._held.memory(side), first + paged)
+        self._unpack(side, chunk, first, out[:, :paged])
         return out
 
-    def _unpack(self, held: _RangeMemory, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
+    def _unpack(self, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
         """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has them."""
-        memory, begin = held.memory(side), first // PAGE_TOKENS
+        held, begin = self._held, first // PAGE_TOKENS
+        memory = held.memory(side)
         if out.shape[1]:
             slots = chunk.table[begin : begin + out.shape[1] // PAGE_TOKENS].unsqueeze(0)
             ops.unpack(memory.pages, slots, out.unsqueeze(0), held.of_side(side), SIDES.index(side), held.numbers[0])
@@ -280,21 +257,17 @@ class PagedStep:
         if sinks.shape[2]:
             out[:, : sinks.shape[2]] = sinks.index_select(0, chunk.ring)[0]
 
-    def _store(
-        self, held: _RangeMemory, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None
-    ) -> None:
-        """Pack the pages that new [T, n, D] of a head range fill, and put the tokens into the ring that it goes on to
-        hold."""
-        memory, fmt, new = held.memory(side), held.pair.format(side), new.to(self.dtype)
+    def _store(self, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
+        """Pack the pages that new [T, N, D] fill, and put the tokens into the ring that it goes on to hold."""
+        held, fmt, new = self._held, self.layout.layer.format(side), new.to(self.dtype)
+        memory = held.memory(side)
         past, total = chunk.num_past, chunk.num_past + len(new)
         first, stop = past // PAGE_TOKENS, total // PAGE_TOKENS
         if first < stop:
             tokens = new[: PAGE_TOKENS * stop - past].transpose(0, 1)
             if past % PAGE_TOKENS:
                 tokens = torch.cat([chunk.newest(memory, PAGE_TOKENS * first), tokens], dim=1)
-            mean = self.scratch.nothing
-            if query_mean is not None and held.pair.k.needs_queries:
-                mean = query_mean[:, held.pair.heads]
+            mean = self.scratch.nothing if query_mean is None else query_mean
             ops.pack(
                 without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0), memory.pages,
                 chunk.table[first:stop].unsqueeze(0), first, mean, held.of_side(side), self.scratch.error,

@@ -42,14 +42,13 @@ def refusals(
         yield choice.LATENTS
         return
     for side in SIDES if layer.is_paged else ():
-        for fmt in dict.fromkeys(layer.formats(side)):
-            if fmt.shrink_at:
-                yield f"{side} pages shrink, and an engine's blocks stay as they are"
-            form = stored_form(layer, side, fmt)
-            if form is not None:
-                yield f"{side} pages {form}, which the kernels cannot read from a block"
-            if fmt.keeps_queries:
-                yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
+        fmt, form = layer.format(side), stored_form(layer, side)
+        if fmt.shrink_at:
+            yield f"{side} pages shrink, and an engine's blocks stay as they are"
+        if form is not None:
+            yield f"{side} pages {form}, which the kernels cannot read from a block"
+        if fmt.keeps_queries:
+            yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     if lookahead:
         yield from choice.draft_refusals(layer, is_static=True)
     yield from (choice.refusals if is_cuda else choice.storage_refusals)(layer, cache_dtype)

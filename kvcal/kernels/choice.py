@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.lifts import key_lift
-from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
+from kvcal.kernels.variants import SCORES, Variant, page_layout, stored_form, variant_of
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.rotated import RotatedLayout
-from kvcal.plan.layer import LayerPlan, takes_feedback
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side
 
 FOLDED_HEAD_DIMS = (64, 128)
@@ -77,9 +77,8 @@ def plain_reasons(variant: Variant) -> Iterator[str]:
 
 
 def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
-    """Why the plain kernel serves some heads of a layer, every reason once; empty if none."""
-    variants = (variant_of(plan, pair, cache_dtype) for pair in head_ranges(plan))
-    return tuple(dict.fromkeys(reason for variant in variants for reason in plain_reasons(variant)))
+    """Why the plain kernel serves a layer; empty if it does not."""
+    return tuple(plain_reasons(variant_of(plan, cache_dtype))) if plan.is_paged else ()
 
 
 def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
@@ -105,21 +104,18 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
     if any(fmt.keeps_queries for fmt in plan.k):
         yield "its channels are chosen by all queries so far; a static cache has those since the page before"
-    for side in SIDES:
-        for fmt in plan.formats(side):
-            form = stored_form(plan, side, fmt)
-            if plan.feedback(side) and takes_feedback(fmt) and form is not None:
-                yield f"{side} pages {form}, and their codes are chosen with error feedback, which has no kernels there"
-            if not LAYOUTS[fmt.layout_name].has_kernels:
-                yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
-            if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
-                yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
-            if not fmt.shrink_at:
-                continue
-            if form is not None:
-                yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
-            else:
-                yield from _growths(side, fmt, plan.head_dim(side), cache_dtype)
+    for side in SIDES if plan.is_paged else ():
+        fmt, form = plan.format(side), stored_form(plan, side)
+        if plan.feedback(side) and form is not None:
+            yield f"{side} pages {form}, and their codes are chosen with error feedback, which has no kernels there"
+        if not LAYOUTS[fmt.layout_name].has_kernels:
+            yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
+        if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
+            yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
+        if fmt.shrink_at and form is not None:
+            yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
+        elif fmt.shrink_at:
+            yield from _growths(side, fmt, plan.head_dim(side), cache_dtype)
 
 
 def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterator[str]:
@@ -160,15 +156,15 @@ def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
         return
     if not plan.is_paged:
         yield "its sliding window has no room for drafts"
-    for side in SIDES:
-        forms = (stored_form(plan, side, fmt) for fmt in plan.formats(side))
-        yield from (f"{side} pages {form}" for form in dict.fromkeys(forms) if form is not None)
+        return
+    forms = {side: stored_form(plan, side) for side in SIDES}
+    yield from (f"{side} pages {form}" for side, form in forms.items() if form is not None)
 
 
 def step_refusals(plan: LayerPlan, cache_dtype: CacheDtype) -> Iterator[str]:
     """Why the kernels cannot verify drafts in this layer; nothing if they can."""
-    for pair in head_ranges(plan):
-        yield from draft_reasons(variant_of(plan, pair, cache_dtype))
+    if plan.is_paged:
+        yield from draft_reasons(variant_of(plan, cache_dtype))
 
 
 def draft_reasons(variant: Variant) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Operands of the operators, in the groups in which they are handed over: a list of tensors each.
 
-One call serves one head range of one layer: B sequences, n KV heads, G query heads for each, head size D. Absent
+One call serves one layer: B sequences, n KV heads, G query heads for each, head size D. Absent
 operands are empty tensors.
 
 Pages that shrink on a schedule lie in memory of a fixed size, which is laid out anew in every stage. A *region* is one
-side of one head range of a layer. All regions share one memory, because the layers of a plan do not shrink together:
+side of a layer. All regions share one memory, because the layers of a plan do not shrink together:
 while one has 16-bit pages, they live in the room that others gave back. (With memory for its own widest moment each,
 many layers would take up to 1.4 times the budget that their schedule was made for.) A *stage* lasts from one token
 count at which some pages shrink to the next. Within a stage the regions lie one behind the other, each [B, pages,
@@ -37,8 +37,8 @@ NOTHING = torch.empty(0)
 
 
 class Memory(NamedTuple):
-    """Memory of the keys, or the values, of a head range. Heads lie side by side; rows and slots may be further apart
-    than these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows`` names each
+    """Memory of the keys, or the values, of a layer. Heads lie side by side; rows and slots may be further apart than
+    these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows`` names each
     sequence's own. A sliding window has no pages, and one sink (kvcal.kernels.ops). Where pages shrink, ``pages`` is
     the memory of all regions, of one dimension."""
 

@@ -1,6 +1,6 @@
 """The operators of a step, in torch's namespace ``kvcal``: on CUDA the kernels, elsewhere the reference.
 
-One call serves one head range of one layer. Lists of tensors are the groups of kvcal.kernels.operands: ``k`` and ``v``
+One call serves one layer. Lists of tensors are the groups of kvcal.kernels.operands: ``k`` and ``v``
 (Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform). Beside them:
 
     k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype

@@ -114,7 +114,7 @@ def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, 
 
 
 def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Variant) -> PageCodec:
-    """Of the pages of a head range as the kernels read them: stored forms are pages of 16 bits here."""
+    """Of the pages of a layer as the kernels read them: stored forms are pages of 16 bits here."""
     is_k, num_bits = side == "k", variant.num_bits(side)
     return PageCodec(
         side,

@@ -1,8 +1,7 @@
 """Variants: all that a kernel is specialised for, and the macros that it is compiled with.
 
-A *head range* is a run of neighbouring KV heads in which both formats, of keys and of values, stay the same. Every
-kernel is compiled for one of them. A ``Variant`` names one specialisation; its ``number``, within this process, is what
-a torch operator can be handed.
+Every kernel is compiled for the formats of a layer. A ``Variant`` names one specialisation; its ``number``, within this
+process, is what a torch operator can be handed.
 
 Bit widths, groups, offsets and head sizes are constants of a kernel, so that every loop over planes, tiles and groups
 unrolls. All offsets come from the layouts in ``kvcal.pages``: the bit layout is defined there and nowhere else. Names
@@ -15,11 +14,10 @@ which are reconstructed into pages of 16 bits before the kernels read them (``st
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Generic, TypeVar
 
 from pydantic.dataclasses import dataclass as strict_dataclass
@@ -29,7 +27,7 @@ from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.layer import LayerPlan, takes_feedback
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 
@@ -62,32 +60,15 @@ class Numbering(Generic[T]):
         return self._things[number]
 
 
-@dataclass(frozen=True)
-class HeadRange:
-    """KV heads ``heads`` of a layer, all of them in formats ``k`` and ``v``."""
-
-    heads: slice
-    k: Format
-    v: Format
-
-    @property
-    def num_heads(self) -> int:
-        return self.heads.stop - self.heads.start
-
-    def format(self, side: Side) -> Format:
-        return self.k if side == "k" else self.v
-
-
 @strict_dataclass(frozen=True, config=STRICT)
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
     hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback. ``first_head``
-    numbers the range's heads for the score "random", and is 0 otherwise:
-    ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernels read them,
-    where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
-    ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
-    (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
-    one could (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have room for beyond the format's own.
+    numbers a rank's heads for the score "random", and is 0 otherwise. ``k_bits``, ``v_bits``: bits of the pages as the
+    kernels read them, where those are not the format's own: more before they shrink, 16 where a stored form was decoded
+    into tokens. ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
+    (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other one could
+    (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have room for beyond the format's own.
     ``query_tokens``: tokens of a step, 1 + drafts."""
 
     k: Format
@@ -164,23 +145,21 @@ class Variant:
 VARIANTS: Numbering[Variant] = Numbering()
 
 
-def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Variant:
-    """The specialisation that serves a head range of a layer."""
-    bits = {side: _read_bits(plan, side, pair.format(side)) for side in SIDES}
-    is_raw = RAW_BITS in (pair.k.num_bits, bits["k"])
-    is_random = pair.k.boost is not None and pair.k.boost.score == "random"
+def variant_of(plan: LayerPlan, cache_dtype: CacheDtype) -> Variant:
+    """The specialisation that serves a layer, or a rank's heads of it. Stored forms are read as 16 bits."""
+    k, v = plan.format("k"), plan.format("v")
+    k_bits, v_bits = (None if stored_form(plan, side) is None else RAW_BITS for side in SIDES)
+    is_raw = RAW_BITS in (k.num_bits, k_bits)
     return Variant(
-        pair.k, pair.v, plan.attention.k_head_dim, cache_dtype,
-        plan.attention.num_query_heads // plan.attention.num_kv_heads,
+        k, v, plan.attention.k_head_dim, cache_dtype, plan.attention.group_heads,
         rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and plan.k_pages == "post" and not is_raw,
-        first_head=pair.heads.start if is_random else 0, k_bits=bits["k"], v_bits=bits["v"],
-        k_feedback=plan.k_feedback and takes_feedback(pair.k), v_feedback=plan.v_feedback and takes_feedback(pair.v),
+        first_head=0, k_bits=k_bits, v_bits=v_bits, k_feedback=plan.k_feedback, v_feedback=plan.v_feedback,
     )  # fmt: skip
 
 
-def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
-    """The reason why kernels cannot read pages of this format as they are stored; None where they can."""
-    if fmt.lattice_dim is not None:
+def stored_form(plan: LayerPlan, side: Side) -> str | None:
+    """The reason why kernels cannot read pages of this side as they are stored; None where they can."""
+    if plan.format(side).lattice_dim is not None:
         return "are on a lattice"
     if plan.predictor(side) is not None:
         return "hold residuals of a prediction"
@@ -189,28 +168,12 @@ def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
     return None
 
 
-def _read_bits(plan: LayerPlan, side: Side, fmt: Format) -> int | None:
-    """``Variant.k_bits`` or ``v_bits``: 16 for a stored form."""
-    return None if stored_form(plan, side, fmt) is None else RAW_BITS
-
-
 def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: CacheDtype) -> Variant:
     """The specialisation that serves all heads of a sliding-window layer, which stays at 16 bits."""
     return Variant(
         RAW, RAW, geometry.k_head_dim, cache_dtype, geometry.num_query_heads // geometry.num_kv_heads,
         rescale=False, offset=False, first_head=0, ring_tokens=ring_tokens,
     )  # fmt: skip
-
-
-def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
-    """The layer's heads, cut wherever the format of keys or of values changes."""
-    pairs = zip(plan.head_formats("k"), plan.head_formats("v"), strict=True)
-    ranges, first = [], 0
-    for (k, v), equal in itertools.groupby(pairs):
-        last = first + len(list(equal))
-        ranges.append(HeadRange(slice(first, last), k, v))
-        first = last
-    return tuple(ranges)
 
 
 def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:

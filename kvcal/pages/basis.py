@@ -53,10 +53,9 @@ class Basis:
     center: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], prefix: str, heads: slice = slice(None)) -> Basis | None:
-        """That of ``heads`` in a plan's tensors, whose names begin with ``prefix``; None without one."""
-        found = [tensors.get(f"{prefix}_{part}") for part in (*MATRICES, CENTER)]
-        matrix, inverse, center = (None if tensor is None else tensor[heads] for tensor in found)
+    def of(cls, tensors: Mapping[str, Tensor], prefix: str) -> Basis | None:
+        """That of a plan's tensors, whose names begin with ``prefix``; None without one."""
+        matrix, inverse, center = (tensors.get(f"{prefix}_{part}") for part in (*MATRICES, CENTER))
         return None if matrix is None or inverse is None else cls(matrix, inverse, center)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:

@@ -62,33 +62,23 @@ class PageCodec:
     operands: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of_layer(
-        cls,
-        plan: LayerPlan,
-        side: Side,
-        fmt: Format,
-        heads: slice,
-        cache_dtype: CacheDtype,
-        tensors: Mapping[str, Tensor],
-    ) -> PageCodec:
-        """The codec of a layer's heads; ``tensors``: the plan's."""
-        prefix, is_k, head_dim = f"layers.{plan.geometry.index}", side == "k", plan.head_dim(side)
-        layout = fmt.layout(side, heads.stop - heads.start, head_dim, cache_dtype, fmt.num_bits)
+    def of_layer(cls, plan: LayerPlan, side: Side, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor]) -> PageCodec:
+        """The codec of a layer's keys or values; ``tensors``: the plan's."""
+        prefix, is_k, fmt = f"layers.{plan.geometry.index}", side == "k", plan.format(side)
+        (layout,) = plan.layouts(side, cache_dtype)
         named = layout.plan_tensors(f"{prefix}.{side}")
         return cls(
             side,
             fmt,
-            heads,
-            head_dim,
+            slice(0, plan.attention.num_kv_heads),
+            plan.head_dim(side),
             cache_dtype,
-            rescale=tensors[f"{prefix}.k_rescale"][heads].unsqueeze(-2) if is_k and plan.k_rescale else None,
-            offset=tensors[f"{prefix}.k_offset"][heads].unsqueeze(-2) if is_k and plan.k_offset else None,
+            rescale=tensors[f"{prefix}.k_rescale"].unsqueeze(-2) if is_k and plan.k_rescale else None,
+            offset=tensors[f"{prefix}.k_offset"].unsqueeze(-2) if is_k and plan.k_offset else None,
             rotary=tensors.get(f"{prefix}.rotary") if is_k else None,
             is_pre=is_k and plan.k_pages == "pre",
-            feedback=tensors[f"{prefix}.{side}_feedback"][heads]
-            if plan.feedback(side) and layout.takes_feedback
-            else None,
-            basis=Basis.of(tensors, f"{prefix}.{side}", heads) if plan.basis(side) else None,
+            feedback=tensors[f"{prefix}.{side}_feedback"] if plan.feedback(side) else None,
+            basis=Basis.of(tensors, f"{prefix}.{side}") if plan.basis(side) else None,
             operands={operand: tensors[name] for operand, (name, _) in named.items()},
         )
 

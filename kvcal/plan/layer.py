@@ -3,7 +3,6 @@ which a prediction is one."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -42,8 +41,8 @@ class Predictor:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerPlan:
-    """One caching layer. ``k`` and ``v`` hold one Format for all KV heads, or one for each; both are empty for
-    layers that stay as the model has them: sliding windows (16 bits, bounded) and states.
+    """One caching layer. ``k`` and ``v`` hold the Format of all KV heads; both are empty for layers that stay as the
+    model has them: sliding windows (16 bits, bounded) and states.
 
     Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
     (subtracted before; of keys before RoPE their mean), ``k_pages`` "pre" (pages hold K before RoPE), predictors
@@ -76,10 +75,8 @@ class LayerPlan:
             if not self.is_paged:
                 if count:
                     raise ValueError(f"layer {index} is bounded and takes no {side} formats")
-            elif count not in (1, self.attention.num_kv_heads):
-                raise ValueError(
-                    f"layer {index} has {count} {side} formats, expected 1 or {self.attention.num_kv_heads}"
-                )
+            elif count != 1:
+                raise ValueError(f"layer {index} has {count} {side} formats, expected 1, of all its KV heads")
             for fmt in formats:
                 if fmt.num_bits != RAW_BITS and fmt.axis not in AXES[side]:
                     raise ValueError(f"layer {index} has {side} axis {fmt.axis!r}, expected one of {AXES[side]}")
@@ -107,10 +104,6 @@ class LayerPlan:
         if self.k_pages == "pre" and any(fmt.needs_queries for fmt in self.k):
             found.append("has k_pages 'pre' and a query score: queries are known after RoPE")
         for side in SIDES:
-            if self.predictor(side) is not None and len(self.formats(side)) != 1:
-                found.append(f"has a {side}_predictor and formats per head; expected one format")
-            if len(self.formats(side)) > 1 and any(fmt.lattice_dim for fmt in self.formats(side)):
-                found.append(f"has a lattice for single {side} heads; it takes all heads of a layer")
             if self.feedback(side) and not any(takes_feedback(fmt) for fmt in self.formats(side)):
                 found.append(f"has {side}_feedback, and no {side} format whose codes can be chosen with it")
             if self.feedback(side) and any(fmt.shrink_at for fmt in self.formats(side)):
@@ -143,11 +136,15 @@ class LayerPlan:
     def formats(self, side: Side) -> tuple[Format, ...]:
         return self.k if side == "k" else self.v
 
+    def format(self, side: Side) -> Format:
+        """Of a paged layer."""
+        return self.formats(side)[0]
+
     def layouts(self, side: Side, cache_dtype: str) -> list[Layout]:
-        """The pages of each format, at its own bits."""
+        """The pages of a side at its own bits; none of a bounded layer."""
         return [
-            fmt.layout(side, heads.stop - heads.start, self.head_dim(side), cache_dtype, fmt.num_bits)
-            for fmt, heads in (self.runs(side) if self.is_paged else ())
+            fmt.layout(side, self.attention.num_kv_heads, self.head_dim(side), cache_dtype, fmt.num_bits)
+            for fmt in self.formats(side)
         ]
 
     def predictor(self, side: Side) -> Predictor | None:
@@ -159,30 +156,13 @@ class LayerPlan:
     def basis(self, side: Side) -> bool:
         return self.k_basis if side == "k" else self.v_basis
 
-    def head_formats(self, side: Side) -> tuple[Format, ...]:
-        """One Format per KV head."""
-        formats = self.formats(side)
-        return formats if len(formats) > 1 else formats * self.attention.num_kv_heads
-
-    def runs(self, side: Side) -> tuple[tuple[Format, slice], ...]:
-        """Neighbouring heads with the same Format, which are stored together."""
-        runs, first = [], 0
-        for fmt, equal in itertools.groupby(self.head_formats(side)):
-            heads = slice(first, first + len(list(equal)))
-            runs.append((fmt, heads))
-            first = heads.stop
-        return tuple(runs)
-
     def head_dim(self, side: Side) -> int:
         return self.attention.k_head_dim if side == "k" else self.attention.v_head_dim
 
     def side_nbytes(self, side: Side, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
         """Bytes of the paged keys or values of all heads."""
-        dim = self.head_dim(side)
-        return sum(
-            fmt.nbytes(side, heads.stop - heads.start, dim, cache_dtype, lengths, columns)
-            for fmt, heads in self.runs(side)
-        )
+        heads, dim = self.attention.num_kv_heads, self.head_dim(side)
+        return self.format(side).nbytes(side, heads, dim, cache_dtype, lengths, columns)
 
     def state_nbytes(self, num_sequences: int) -> int:
         """Bytes of the state of so many sequences; 0 without one."""

@@ -40,16 +40,11 @@ OF_BASES = (*(f"{side}_{part}" for side in SIDES for part in MATRICES), f"k_{CEN
 BY_HEAD, OF_ALL_HEADS = ("k_rescale", "k_offset", "k_feedback", "v_feedback", *OF_BASES), ("k_signs", "v_signs")
 
 
-def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice) -> dict[str, Tensor]:
+def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice = slice(None)) -> dict[str, Tensor]:
     """Those that layer ``index`` has, of these heads, by the last part of their names."""
     prefix = f"layers.{index}."
     found = {name: tensors[prefix + name] for name in (*BY_HEAD, *OF_ALL_HEADS) if prefix + name in tensors}
-    return transforms_of_heads(found, heads)
-
-
-def transforms_of_heads(transforms: Mapping[str, Tensor], heads: slice) -> dict[str, Tensor]:
-    """These heads' part of a layer's transforms, by the last part of their names."""
-    return {name: tensor[heads] if name in BY_HEAD else tensor for name, tensor in transforms.items()}
+    return {name: tensor[heads] if name in BY_HEAD else tensor for name, tensor in found.items()}
 
 
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
@@ -127,8 +122,8 @@ def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
 
 
 def check_layers(layers: Sequence[LayerPlan]) -> None:
-    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer, all heads
-    of it in one format. Sinks and windows may differ: page p holds the same tokens in every layer."""
+    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer. Sinks and
+    windows may differ: page p holds the same tokens in every layer."""
     indices = [layer.geometry.index for layer in layers]
     if not indices or indices != sorted(set(indices)):
         raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
@@ -147,8 +142,6 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
                 raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
             if source.basis(side) or (side == "v" and layer.k_basis):
                 raise ValueError(f"{place}, and what it reads is held in a basis: expected none there")
-            if any(len(formats) != 1 for formats in read):
-                raise ValueError(f"{place}, whose heads have formats of their own; expected one format for all heads")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:

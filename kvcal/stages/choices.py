@@ -99,7 +99,7 @@ def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> I
     problem, layers = Problem(profile, spec), {layer.geometry.index: layer for layer in allocation.layers}
     for number, unit in enumerate(problem.units):
         formats = problem.formats(number)
-        places = list(dict.fromkeys(place[:2] for place in formats[0]))  # (cache index, side)
+        places = list(formats[0])  # (cache index, side)
         index, side = places[0]
         chosen = option_name(layers[index].formats(side)[0])
         for option, parts in zip(unit.options, formats, strict=True):

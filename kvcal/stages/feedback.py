@@ -298,7 +298,7 @@ class _Calibration:
         of_sides = {"k": captured.k_post_BNTD[row, :, :length], "v": captured.v_BNTD[row, :, :length]}
         if (index, "k") in self.based:
             layer = self.layers[index]
-            (fmt,) = dict.fromkeys(layer.k)
+            fmt = layer.format("k")
             module = self._modules[index]
             scale = getattr(module, "scaling", q_HTD.shape[-1] ** -0.5)
             found[f"queries.{index}"] = weighted_queries(
@@ -317,7 +317,7 @@ class _Calibration:
             found[f"queries.{index}"] = query_products(q_HTD, layer.attention.num_kv_heads, positions, table)
         for side in SIDES:
             if (index, side) in self.based:
-                sinks = max(fmt.num_sink_tokens for fmt in self.layers[index].formats(side))
+                sinks = self.layers[index].format(side).num_sink_tokens
                 found[f"moments.{index}.{side}"] = moments(of_sides[side][:, sinks:])
         return found
 
@@ -338,10 +338,9 @@ class _Calibration:
             )
             basis = fitted_basis(hessian, covariance, self.spec.exponent, center if side == "k" else None)
             hessian = moved_hessian(hessian, basis)
-        for fmt, heads in layer.runs(side):
-            if fmt.quantizer == "rotated":
-                signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
-                hessian[heads] = rotated(hessian[heads], signs)
+        if layer.format(side).quantizer == "rotated":
+            signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
+            hessian = rotated(hessian, signs)
         return hessian, basis
 
     @functools.cached_property

@@ -13,7 +13,7 @@ sequences, whatever they hold, which the cache says by ``SlowPath``. Prompts tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Place
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.variants import head_ranges, stored_form
+from kvcal.kernels.variants import stored_form
 from kvcal.pages.codec import VALUES_AT_ONCE, PageCodec
 from kvcal.pages.predictor import LinearPredictor
 from kvcal.pages.record_layout import PAGE_TOKENS, noted_in
@@ -43,16 +43,16 @@ class Predicted:
 
 @dataclass(frozen=True, eq=False)
 class StepForm:
-    """One side of N neighbouring heads in one format.
+    """One side of a layer, of N heads.
 
-    ``records`` uint8 [slots, r, record_bytes]. ``tokens`` [slots, n, 128, D] in the cache's dtype: what the kernels of
-    each head range read; none where they read the records. ``kept`` [B, P, 128, N, D] fp32: for predictors. ``place``
-    and ``error`` are the cache's.
+    ``records`` uint8 [slots, r, record_bytes]. ``tokens`` [slots, N, 128, D] in the cache's dtype: what the kernels
+    read; None where they read the records. ``kept`` [B, P, 128, N, D] fp32: for predictors. ``place`` and ``error`` are
+    the cache's.
     """
 
     codec: PageCodec
     records: Tensor
-    tokens: tuple[Tensor, ...]
+    tokens: Tensor | None
     kept: Tensor | None
     predicted: Predicted | None
     place: Place
@@ -63,11 +63,11 @@ class StepForm:
         The other sides that this one is predicted from come before."""
         if not self.place.table.numel():
             return
-        if self.tokens:
-            self._encode()
+        if self.tokens is not None:
+            self._encode(self.tokens)
         self._decode()
 
-    def _encode(self) -> None:
+    def _encode(self, tokens: Tensor) -> None:
         """Encode one page of every sequence, complete or not, of which anything may be the content, NaN included."""
         place, num_bits = self.place, self.codec.format.num_bits
         pages = place.lengths // PAGE_TOKENS
@@ -78,7 +78,7 @@ class StepForm:
         if self.predicted is not None:
             rows = torch.arange(len(pages), device=pages.device)
             prediction = torch.where(wanted, self._prediction([kept[rows, pages] for kept in self.predicted.inputs]), 0)
-        x = torch.where(wanted, torch.cat([part[slots] for part in self.tokens], dim=1), 0)
+        x = torch.where(wanted, tokens[slots], 0)
         with noted_in(self.error, NON_FINITE):
             encoded = self.codec.encode(x, pages, num_bits, prediction=prediction)
         self.records[slots] = torch.where(is_complete[:, None, None], encoded, self.records[slots])
@@ -94,10 +94,8 @@ class StepForm:
             stored = codec.decode(self.records[slots], codec.format.num_bits, prediction)
             if self.kept is not None:
                 self.kept.flatten(0, 1)[part] = codec.before_rope(stored, ordinals).transpose(1, 2)
-            if self.tokens:
-                heads = codec.restore(stored, ordinals).split([tokens.shape[1] for tokens in self.tokens], dim=1)
-                for tokens, values in zip(self.tokens, heads, strict=True):
-                    tokens[slots] = values.to(tokens.dtype)
+            if self.tokens is not None:
+                self.tokens[slots] = codec.restore(stored, ordinals).to(self.tokens.dtype)
 
     def _prediction(self, inputs: Sequence[Tensor]) -> Tensor:
         """[M, N, 128, D] fp32 from ``Predicted.inputs`` of M pages, [M, 128, .., ..]."""
@@ -105,29 +103,22 @@ class StepForm:
         return predicted(self.predicted.predictor, [x.transpose(1, 2) for x in inputs], self.codec.num_heads)
 
 
-def step_forms(plan: LayerPlan, state: StepState, sides: dict[Side, list[PagedTensor]]) -> list[StepForm]:
-    """The parts of a layer of a static cache that are decoded in every step; keys first, as values may be predicted
-    from them. ``sides``: the layer's parts."""
+def step_forms(plan: LayerPlan, state: StepState, sides: Mapping[Side, PagedTensor]) -> list[StepForm]:
+    """The sides of a layer of a static cache that are decoded in every step; keys first, as values may be predicted
+    from them."""
     index, found = plan.geometry.index, []
-    for side in SIDES:
-        kept = state.forms.kept(index, side)
-        for part in sides[side]:
-            is_form = stored_form(plan, side, part.format) is not None
-            if not is_form and kept is None:
-                continue
-            tokens = []
-            for pair in head_ranges(plan) if is_form else ():
-                if part.heads.start <= pair.heads.start < part.heads.stop:
-                    tokens.append(dequantized_tokens(state, plan, pair.heads, side))
+    for side, part in sides.items():
+        kept, is_form = state.forms.kept(index, side), stored_form(plan, side) is not None
+        if is_form or kept is not None:
+            tokens = dequantized_tokens(state, plan, side) if is_form else None
             place, fitted = state.place(part.format, part.format), _predicted(plan, side, state)
-            found.append(StepForm(part.codec, part.pool.records, tuple(tokens), kept, fitted, place, state.error))
+            found.append(StepForm(part.codec, part.pool.records, tokens, kept, fitted, place, state.error))
     return found
 
 
-def dequantized_tokens(state: StepState, plan: LayerPlan, heads: slice, side: Side) -> Tensor:
-    """[slots, n, 128, D] in the cache's dtype: 16-bit pages of a head range in a stored form, in the workspace."""
-    (pair,) = [pair for pair in head_ranges(plan) if pair.heads == heads]
-    pages = state.forms.pages(plan, pair, side)
+def dequantized_tokens(state: StepState, plan: LayerPlan, side: Side) -> Tensor:
+    """[slots, N, 128, D] in the cache's dtype: 16-bit pages of a side in a stored form, in the workspace."""
+    pages = state.forms.pages(plan, side)
     return pages.view(CACHE_DTYPES[state.plan.cache_dtype]).unflatten(-1, (PAGE_TOKENS, -1))
 
 
@@ -135,11 +126,10 @@ def form_reasons(plan: LayerPlan, read_sides: Sequence[Side]) -> list[str]:
     """Why steps of a layer are slower than the kernels': what is decoded in each; nothing for packed layers.
     ``read_sides``: those that something is predicted from."""
     found = []
-    for side in SIDES:
-        forms = [stored_form(plan, side, fmt) for fmt in plan.formats(side)]
-        found += [f"{side} pages {form}" for form in dict.fromkeys(forms) if form is not None]
-        if side in read_sides and None in forms:
-            found.append(f"{side} pages are predicted from")
+    for side in SIDES if plan.is_paged else ():
+        form = stored_form(plan, side)
+        if form is not None or side in read_sides:
+            found.append(f"{side} pages {form or 'are predicted from'}")
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal.kernels.variants import HeadRange, head_ranges
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
@@ -27,14 +26,11 @@ class FormWorkspace:
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self._tokens.values(), *self._slots))
 
-    def pages(self, layer: LayerPlan, pair: HeadRange, side: Side) -> Tensor:
-        """uint8 [slots, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
-        number = head_ranges(layer).index(pair)
-        sizes = form_bytes(layer, side, self._dtype, self._batch, self._max_tokens)
-        start = sum(sizes[:number])
-        pages = self._tokens[side][start : start + sizes[number]]
+    def pages(self, layer: LayerPlan, side: Side) -> Tensor:
+        """uint8 [slots, N, record]: 16-bit pages that the kernels meet, of a side in a stored form."""
+        size = form_bytes(layer, side, self._dtype, self._batch, self._max_tokens)
         record = raw_record_bytes(layer, side, self._dtype)
-        return pages.view(-1, pair.num_heads, record)
+        return self._tokens[side][:size].view(-1, layer.attention.num_kv_heads, record)
 
     def kept(self, index: int, side: Side) -> Tensor | None:
         """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""

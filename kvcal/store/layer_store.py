@@ -2,14 +2,13 @@
 
 A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts. One
 token for every sequence of a static cache, or a few where drafts are verified, is a step (``attend``): it stores them
-and attends to all tokens, by two operators a head range (``HeadStep``); between them, what the kernels cannot read as
+and attends to all tokens, by two operators (``LayerStep``); between them, what the kernels cannot read as
 it is stored is reconstructed (kvcal.store.dequantize). A step waits for nothing and knows no lengths on the host, so
 that it may be captured in a CUDA graph. Nothing here knows of transformers or of who owns the memory.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,12 +19,12 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.variants import HeadRange, Variant, head_ranges, stored_form, variant_of
+from kvcal.kernels.variants import Variant, stored_form, variant_of
 from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Format, Side, num_pages
+from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.dequantize import StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
@@ -37,13 +36,11 @@ from kvcal.store.state import PlanState, StepState
 
 
 @dataclass(frozen=True)
-class HeadStep:
-    """KV heads ``heads`` of a layer; ``queries`` are theirs. ``variants``: one, or where pages shrink, one for each
-    pair of bits that keys and values come to have; ``regions``: where those pages lie, else empty. ``with_drafts``: the
-    variants of steps of 2, 3, ... tokens."""
+class LayerStep:
+    """A layer's calls of the operators. ``variants``: one, or where pages shrink, one for each pair of bits that keys
+    and values come to have; ``regions``: where those pages lie, else empty. ``with_drafts``: the variants of steps of
+    2, 3, ... tokens."""
 
-    heads: slice
-    queries: slice
     state: StepState
     k: Memory
     v: Memory
@@ -58,21 +55,19 @@ class HeadStep:
     needs_queries: bool
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
-        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer; or
-        S tokens, [B, S, N, D] and [B, S, N G, D]."""
-        scored = q[..., self.queries, :] if self.needs_queries else self.state.nothing
+        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D]; or S tokens, [B, S, N, D] and
+        [B, S, N G, D]."""
         ops.append(
-            k_new[..., self.heads, :], v_new[..., self.heads, :], scored, list(self.k), list(self.v),
+            k_new, v_new, q if self.needs_queries else self.state.nothing, list(self.k), list(self.v),
             list(self.statistic), list(self.place), list(self.transform), self.state.error, self._variants(k_new),
             self.present, list(self.regions),
         )  # fmt: skip
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
-        """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads; of S tokens
-        [B, S, n G, D] and [B, S, N G, D]."""
-        sinks = self.state.nothing if s_aux is None else s_aux[self.queries]
+        """Attention [B, N G, D] of q [B, N G, D] and s_aux [N G]; of S tokens [B, S, N G, D] both."""
+        sinks = self.state.nothing if s_aux is None else s_aux
         attended: Tensor = ops.decode(
-            q[..., self.queries, :], list(self.k), list(self.v), list(self.place), list(self.transform), sinks,
+            q, list(self.k), list(self.v), list(self.place), list(self.transform), sinks,
             self.workspace, scale, softcap, self._variants(q), self.present, list(self.regions),
         )  # fmt: skip
         return attended
@@ -123,24 +118,21 @@ class LayerStore:
         self.plan, self.static = plan, static
         self.cache_dtype: CacheDtype = state.plan.cache_dtype
         self.prediction = Prediction(plan, state)
-        self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
+        self.sides: dict[Side, PagedTensor] = {}
         tensors, group = state.tensors_on(device), plan.attention.group_heads
         for side in SIDES:
-            for fmt, heads in parts_of(plan, side, (plan.geometry.index, side) in state.sources):
-                codec = PageCodec.of_layer(plan, side, fmt, heads, self.cache_dtype, tensors)
-                pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
-                self.sides[side].append(
-                    PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
-                )
+            codec = PageCodec.of_layer(plan, side, self.cache_dtype, tensors)
+            pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
+            self.sides[side] = PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
         self.prediction.attach(self.sides)
         index = plan.geometry.index
         self.bases = [Basis.of(tensors, f"layers.{index}.{side}") if plan.basis(side) else None for side in SIDES]
         self.forms: list[StepForm] = [] if static is None else step_forms(plan, static, self.sides)
-        self.steps = [] if static is None else [self._head_step(pair, static) for pair in head_ranges(plan)]
+        self.step = None if static is None else self._layer_step(static)
 
     @property
     def parts(self) -> list[PagedTensor]:
-        return [*self.sides["k"], *self.sides["v"]]
+        return list(self.sides.values())
 
     # ---- through the host
 
@@ -159,46 +151,42 @@ class LayerStore:
         padded = any(block.start or block.stop < rows.width for block in rows.blocks)
         allocate = torch.zeros if padded else torch.empty
         shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
-        out = allocate(*shape, dtype=dtype, device=self.sides[side][0].ring.device)
-        for part in self.sides[side]:
-            spans = [part.read_spans(block.rows, rows.num_tokens(block, columns)) for block in rows.blocks]
-            decoded = part.decode([span for of_block in spans for span in of_block], dtype)
-            counts = [sum(stop for _, _, stop in of_block) for of_block in spans]
-            for block, pages in zip(rows.blocks, decoded.split(counts), strict=True):
-                _read_block(part, block, rows, columns, pages, out)
+        part = self.sides[side]
+        out = allocate(*shape, dtype=dtype, device=part.ring.device)
+        spans = [part.read_spans(block.rows, rows.num_tokens(block, columns)) for block in rows.blocks]
+        decoded = part.decode([span for of_block in spans for span in of_block], dtype)
+        counts = [sum(stop for _, _, stop in of_block) for of_block in spans]
+        for block, pages in zip(rows.blocks, decoded.split(counts), strict=True):
+            _read_block(part, block, rows, columns, pages, out)
         return out
 
     def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
         """Store new tokens behind what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their |q|, where
         channels are chosen by queries. Keys first: values may be predicted from them."""
-        for part in self.sides["k"]:
-            if part.format.needs_queries:
-                assert query_sum is not None
-                part.observe(query_sum[:, part.heads])
+        if self.sides["k"].format.needs_queries:
+            assert query_sum is not None
+            self.sides["k"].observe(query_sum)
         self._write_side("k", new.keys, new)
         self._write_side("v", new.values, new)
         self.prediction.release()
 
     def _write_side(self, side: Side, states: Tensor, new: NewTokens) -> None:
-        rows, columns, parts = new.rows, new.columns, self.sides[side]
-        if states.shape[2] == 1 and columns >= rows.width:
-            lengths = rows.lengths(columns)
-            parts = [part for part in parts if not part.write_step(lengths, states[:, part.heads])]
-        counts = [num_pages(length) for length in rows.lengths(new.stop)] if parts else []
-        for part in parts:
-            part.pool.resize(counts)
-        for part, block in itertools.product(parts, rows.blocks):
+        rows, columns, part = new.rows, new.columns, self.sides[side]
+        if states.shape[2] == 1 and columns >= rows.width and part.write_step(rows.lengths(columns), states):
+            return
+        part.pool.resize([num_pages(length) for length in rows.lengths(new.stop)])
+        for block in rows.blocks:
             intervals = rows.intervals(block, columns, new.stop)
             if intervals:
-                chunks = [states[block.rows, part.heads, a - columns : b - columns] for a, b in intervals]
+                chunks = [states[block.rows, :, a - columns : b - columns] for a, b in intervals]
                 tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
                 self.prediction.written(side, part.write(block.rows, rows.num_tokens(block, columns), tokens))
 
     def crop(self, rows: Rows, held: int, columns: int) -> None:
         """Keep the first ``columns`` of the ``held`` columns."""
         for side in reversed(SIDES):  # predicted values are decoded with the help of the keys
-            for part, block in itertools.product(self.sides[side], rows.blocks):
-                part.crop(block.rows, rows.num_tokens(block, held), rows.num_tokens(block, columns))
+            for block in rows.blocks:
+                self.sides[side].crop(block.rows, rows.num_tokens(block, held), rows.num_tokens(block, columns))
         self.resize(rows.lengths(columns))
         if self.static is None:
             self.set_bits(columns)
@@ -217,16 +205,15 @@ class LayerStore:
     ) -> Tensor:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
         Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
+        assert self.step is not None
         (k_basis, v_basis), dtype = self.bases, CACHE_DTYPES[self.cache_dtype]
         if k_basis is not None:
             k_new, q = k_basis.enter(k_new.to(dtype)), k_basis.turned_queries(q)
         v_new = v_new if v_basis is None else v_basis.enter(v_new.to(dtype))
-        for step in self.steps:
-            step.append(k_new, v_new, q)
+        self.step.append(k_new, v_new, q)
         if self.forms:
             self._reconstruct()
-        parts = [step.decode(q, s_aux, scale, softcap) for step in self.steps]
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        attended = self.step.decode(q, s_aux, scale, softcap)
         return attended if v_basis is None else v_basis.outputs(attended)
 
     @torch.compiler.disable
@@ -243,88 +230,69 @@ class LayerStore:
         if self.static is None:
             return None
         if self.static.phases is not None:
-            return RegionPool(self.static.phases, self.plan.geometry.index, codec.heads.start, codec.side)
+            return RegionPool(self.static.phases, self.plan.geometry.index, codec.side)
         return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
         """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
-        if self.static is None or stored_form(self.plan, codec.side, codec.format) is not None:
+        if self.static is None or stored_form(self.plan, codec.side) is not None:
             return None
-        pairs = [pair for pair in head_ranges(self.plan) if pair.heads == codec.heads]
-        if not pairs:
-            return None
-        variant, error = variant_of(self.plan, pairs[0], self.cache_dtype), self.static.error
-        transform = self._transform(variant, codec.heads, self.static)
+        variant, error = variant_of(self.plan, self.cache_dtype), self.static.error
+        transform = self._transform(variant, self.static)
         if codec.side == "v":
             transform = transform.of_values
         if self.static.phases is None:
             return KernelCodec({(): variant}, [], transform, error)
-        pools = self._regions(pairs[0], self.static)
+        pools = self._regions(self.static)
         by_bits = {tuple(v.num_bits(side) for side in SIDES): v for v in phased_variants(variant, pools)}
         return KernelCodec(by_bits, pools, transform, error)
 
-    def _regions(self, pair: HeadRange, static: StepState) -> list[RegionPool]:
+    def _regions(self, static: StepState) -> list[RegionPool]:
         assert static.phases is not None
-        return [RegionPool(static.phases, self.plan.geometry.index, pair.heads.start, side) for side in SIDES]
+        return [RegionPool(static.phases, self.plan.geometry.index, side) for side in SIDES]
 
-    def _transform(self, variant: Variant, heads: slice, static: StepState) -> PageTransform:
-        of_heads = layer_transforms(static.tensors, self.plan.geometry.index, heads)
-        return PageTransform.of_variant(variant, of_heads, static.nothing)
+    def _transform(self, variant: Variant, static: StepState) -> PageTransform:
+        tensors = layer_transforms(static.tensors, self.plan.geometry.index)
+        return PageTransform.of_variant(variant, tensors, static.nothing)
 
-    def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:
-        lookahead, group = static.shared.lookahead, self.plan.attention.group_heads
-        variant = replace(variant_of(self.plan, pair, self.cache_dtype), lookahead=lookahead)
+    def _layer_step(self, static: StepState) -> LayerStep:
+        lookahead, geometry = static.shared.lookahead, self.plan.attention
+        variant = replace(variant_of(self.plan, self.cache_dtype), lookahead=lookahead)
         variants, present, regions = [variant], static.nothing, tuple[int, ...]()
         if static.phases is not None:
-            pools = self._regions(pair, static)
+            pools = self._regions(static)
             variants, present = phased_variants(variant, pools), static.phases.present
             regions = tuple(pool.number for pool in pools)
-        k_part = self._part_of(pair, "k")
-        return HeadStep(
-            pair.heads,
-            slice(pair.heads.start * group, pair.heads.stop * group),
+        k_part = self.sides["k"]
+        return LayerStep(
             static,
-            self._memory(pair, "k", static),
-            self._memory(pair, "v", static),
+            self._memory("k", static),
+            self._memory("v", static),
             QueryStatistic(k_part.query_sum, k_part.query_since),
-            static.place(pair.k, pair.v),
-            self._transform(variant, pair.heads, static),
-            static.workspace(pair.num_heads, group * (1 + lookahead), variant.head_dim),
+            static.place(variant.k, variant.v),
+            self._transform(variant, static),
+            static.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + lookahead), variant.head_dim),
             tuple(v.number for v in variants),
             tuple(replace(variant, query_tokens=2 + drafts).number for drafts in range(lookahead)),
             present,
             regions,
-            pair.k.needs_queries,
+            variant.k.needs_queries,
         )
 
-    def _memory(self, pair: HeadRange, side: Side, static: StepState) -> Memory:
-        part = self._part_of(pair, side)
-        heads = slice(pair.heads.start - part.heads.start, pair.heads.stop - part.heads.start)
+    def _memory(self, side: Side, static: StepState) -> Memory:
+        part = self.sides[side]
         if static.phases is not None:
             pages = static.phases.pages
-        elif stored_form(self.plan, side, pair.format(side)) is not None:
-            pages = dequantized_tokens(static, self.plan, pair.heads, side).flatten(2).view(torch.uint8)
-        else:  # a part of these heads alone, or of all heads, which something is predicted from
-            pages = part.pool.records[:, heads]
-        return Memory(*map(fixed, (part.sinks[:, heads], part.ring[:, heads], pages)))
-
-    def _part_of(self, pair: HeadRange, side: Side) -> PagedTensor:
-        (part,) = [part for part in self.sides[side] if part.heads.start <= pair.heads.start < part.heads.stop]
-        return part
-
-
-def parts_of(plan: LayerPlan, side: Side, is_source: bool) -> list[tuple[Format, slice]]:
-    """Formats and heads of the parts: the head ranges, or all heads at once where a lattice or a prediction wants them
-    in a row."""
-    is_lattice = any(fmt.lattice_dim is not None for fmt in plan.formats(side))
-    if is_lattice or is_source or plan.predictor(side) is not None:
-        return list(plan.runs(side))
-    return [(pair.format(side), pair.heads) for pair in head_ranges(plan)]
+        elif stored_form(self.plan, side) is not None:
+            pages = dequantized_tokens(static, self.plan, side).flatten(2).view(torch.uint8)
+        else:
+            pages = part.pool.records
+        return Memory(*map(fixed, (part.sinks, part.ring, pages)))
 
 
 def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:
     """Write the past of one block's rows to its columns of out [B, N, columns, D]; ``decoded``: their pages."""
-    view = out[block.rows, part.heads]
+    view = out[block.rows]
     intervals = rows.intervals(block, 0, columns)
     if len(intervals) == 1:
         (start, stop) = intervals[0]

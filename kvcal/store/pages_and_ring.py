@@ -1,4 +1,4 @@
-"""The keys, or the values, of some KV heads of one layer: sinks, a ring of recent tokens, and packed pages.
+"""The keys, or the values, of one layer: sinks, a ring of recent tokens, and packed pages.
 
 Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it. Beside the
 pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read prefers them. No other
@@ -52,7 +52,7 @@ class KernelCodec:
 
 
 class PagedTensor:
-    """See the module's docstring. ``codec`` says which KV heads (n of them) are held here, and how.
+    """See the module's docstring. ``codec`` says how its n KV heads are held.
 
     Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens + lookahead, D] in the cache's dtype; for
     query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since
@@ -74,7 +74,7 @@ class PagedTensor:
         lookahead: int = 0,
     ) -> None:
         fmt = codec.format
-        self.codec, self.format, self.heads = codec, fmt, codec.heads
+        self.codec, self.format = codec, fmt
         self.group_heads, self.predict, self.kernels = group_heads, predict, kernels
         self.num_bits = fmt.bits_at(0)
         shape = (batch, codec.num_heads)

@@ -4,7 +4,7 @@
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
     RegionPool    a region of the one memory of all layers, whose pages shrink; static too (kvcal.store.shrinking).
 
-A part is the keys or the values of some KV heads of a layer in one format (kvcal.store.pages_and_ring).
+A part is the keys or the values of a layer (kvcal.store.pages_and_ring).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Prediction:
         self.state = state
         index = plan.geometry.index
         self.read_sides: tuple[Side, ...] = tuple(side for side in SIDES if (index, side) in state.sources)
-        self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
+        self.sides: dict[Side, PagedTensor] = {}
         self.kept: dict[tuple[Side, tuple[Span, ...]], Tensor] = {}
         self._predictors: dict[Side, LinearPredictor] = {}
         state.predictions[plan.geometry.index] = self
@@ -59,19 +59,17 @@ class Prediction:
         """The predictor that the pages of ``side`` ask; None where nothing is predicted."""
         return None if self.plan.predictor(side) is None else functools.partial(self._predict, side)
 
-    def attach(self, sides: dict[Side, list[PagedTensor]]) -> None:
+    def attach(self, sides: dict[Side, PagedTensor]) -> None:
         """Takes the places of the layer's pages."""
         self.sides = sides
         for side in self.read_sides:
-            for paged in sides[side]:
-                paged.keep = functools.partial(self._keep, side)
+            sides[side].keep = functools.partial(self._keep, side)
 
     def before_rope(self, side: Side, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D] fp32: these pages as predictors read them, decoded unless they were kept."""
         key = (side, tuple(spans))
         if key not in self.kept:
-            (paged,) = self.sides[side]
-            self._keep(side, spans, paged.stored(spans))
+            self._keep(side, spans, self.sides[side].stored(spans))
         return self.kept[key]
 
     def written(self, side: Side, spans: Sequence[Span]) -> None:
@@ -91,8 +89,7 @@ class Prediction:
         self.kept = {}
 
     def _keep(self, side: Side, spans: Sequence[Span], stored: Tensor) -> None:
-        (paged,) = self.sides[side]
-        ordinals = ordinals_of(spans, stored.device)
+        paged, ordinals = self.sides[side], ordinals_of(spans, stored.device)
         self.kept[side, tuple(spans)] = paged.codec.before_rope(stored, ordinals, paged.num_bits)
 
     def _predict(self, side: Side, spans: Sequence[Span]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcal.kernels.decode import require_rows
 from kvcal.kernels.operands import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, shrinkings, slide
-from kvcal.kernels.variants import head_ranges, variant_of
+from kvcal.kernels.variants import variant_of
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
@@ -50,7 +50,7 @@ class Control(Protocol):
 class PhasedPages:
     """``pages`` uint8: all pages of all rows and layers; its bytes are those of the plan's pages at the token count up
     to ``max_tokens`` at which they are most. ``present`` int64 [regions, 7]: where they are now. ``number``: the region
-    of a side of the head range that begins with a head of a layer, (layer, head, side)."""
+    of a side of a layer, (layer, side)."""
 
     def __init__(self, control: Control) -> None:
         """On the device of ``control``, whose batch is known.
@@ -61,7 +61,7 @@ class PhasedPages:
         if control.lengths.is_cuda:
             require_rows(control.batch)
         self._control = control
-        self.number: dict[tuple[int, int, Side], int] = {}
+        self.number: dict[tuple[int, Side], int] = {}
         regions, transforms = self._regions()
         self._starts = stage_starts(regions, max(control.plan.workload.context, control.max_tokens))
         table, room = layout_table(regions, self._starts, control.batch, control.max_tokens)
@@ -85,19 +85,18 @@ class PhasedPages:
         regions: list[Region] = []
         transforms, elements = [torch.empty(0, device=self._control.lengths.device)], 0
         for layer in filter(lambda layer: layer.is_paged, self._control.layers):
-            for pair in head_ranges(layer):
-                variant = variant_of(layer, pair, plan.cache_dtype)
-                for side in SIDES:
-                    given = (side == "k" and variant.rescale, side == "k" and variant.offset)
-                    self.number[layer.geometry.index, pair.heads.start, side] = len(regions)
-                    shape = (pair.format(side), pair.num_heads, variant.head_dim, plan.cache_dtype)
-                    regions.append(Region(side, *shape, *given, elements))
-                    for name, is_given in zip(("k_rescale", "k_offset"), given, strict=True):
-                        if any(given):  # both have their place where one is there
-                            found = tensors[f"layers.{layer.geometry.index}.{name}"][pair.heads] if is_given else None
-                            blank = torch.zeros(pair.num_heads, variant.head_dim, device=transforms[0].device)
-                            transforms.append((blank if found is None else found).flatten())
-                            elements += len(transforms[-1])
+            variant, heads = variant_of(layer, plan.cache_dtype), layer.attention.num_kv_heads
+            for side in SIDES:
+                given = (side == "k" and variant.rescale, side == "k" and variant.offset)
+                self.number[layer.geometry.index, side] = len(regions)
+                shape = (layer.format(side), heads, variant.head_dim, plan.cache_dtype)
+                regions.append(Region(side, *shape, *given, elements))
+                for name, is_given in zip(("k_rescale", "k_offset"), given, strict=True):
+                    if any(given):  # both have their place where one is there
+                        found = tensors[f"layers.{layer.geometry.index}.{name}"] if is_given else None
+                        blank = torch.zeros(heads, variant.head_dim, device=transforms[0].device)
+                        transforms.append((blank if found is None else found).flatten())
+                        elements += len(transforms[-1])
         return regions, torch.cat(transforms)
 
     def _shrinkings(self, regions: list[Region]) -> list[tuple[int, Tensor]]:
@@ -166,10 +165,10 @@ class PhasedPages:
 
 
 class RegionPool:
-    """The pages of one side of a head range, where they are now (a ``Pool``)."""
+    """The pages of one side of a layer, where they are now (a ``Pool``)."""
 
-    def __init__(self, phases: PhasedPages, layer: int, first_head: int, side: Side) -> None:
-        self.phases, self.number = phases, phases.number[layer, first_head, side]
+    def __init__(self, phases: PhasedPages, layer: int, side: Side) -> None:
+        self.phases, self.number = phases, phases.number[layer, side]
 
     @property
     def num_bits(self) -> int:

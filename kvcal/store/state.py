@@ -176,7 +176,7 @@ class StepState:
         return self._read_at[fmt]
 
     def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
-        """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none. It ends with
+        """uint8: scratch of ``decode`` for heads of this shape; the reference needs none. It ends with
         counters that every launch leaves at zero, as many as there are heads, so each shape has its own."""
         shape = (num_kv_heads, group_heads, head_dim)
         if shape not in self._workspaces:

@@ -16,7 +16,7 @@ A step is served by one of the two caches: the larger sum counts; of the dynamic
 storing, which follow each other. Sizes depend on the plan, the batch and ``max_tokens`` alone. Nothing here is part of
 the plan's bytes, and nothing outlives a forward pass.
 
-In a dynamic cache, the pages of one part (the keys or the values of one layer, or of a run of its heads in one format)
+In a dynamic cache, the pages of one part (the keys or the values of one layer)
 lie in one tensor, which is allocated anew when pages are added or change their bits. So the old and the new pages of
 one part exist at a time; of all other parts, either those before the update or those after it. New pages are encoded,
 and old ones converted, a few at a time, which bounds the scratch.
@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import head_ranges, page_layout, stored_form
+from kvcal.kernels.variants import page_layout, stored_form
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
@@ -64,11 +64,10 @@ def transient_bytes(
         + 64 bytes a sequence + 16 bytes a token of the longest ring
     """
     parts = [
-        _Part(cache_dtype, layer, side, fmt, heads.stop - heads.start)
+        _Part(cache_dtype, layer, side, layer.format(side), layer.attention.num_kv_heads)
         for layer in layers
         if layer.is_paged
         for side in SIDES
-        for fmt, heads in layer.runs(side)
     ]
     counts = Counter(before), Counter(after)
     old = [part.page_bytes(counts[0], columns[0]) for part in parts]
@@ -90,7 +89,7 @@ def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batc
 
 @dataclass(frozen=True)
 class _Part:
-    """The keys, or values, of ``num_heads`` KV heads of a layer in one format: a PagedTensor."""
+    """The keys, or values, of a layer: a PagedTensor."""
 
     cache_dtype: CacheDtype
     layer: LayerPlan
@@ -174,7 +173,7 @@ def step_workspace(
     """Of ``batch`` rows of up to ``max_tokens`` tokens."""
     paged = [layer for layer in layers if layer.is_paged]
     slots, slot_of = kept_slots(paged, batch, max_tokens)
-    sizes = {side: [sum(form_bytes(layer, side, cache_dtype, batch, max_tokens)) for layer in paged] for side in SIDES}
+    sizes = {side: [form_bytes(layer, side, cache_dtype, batch, max_tokens) for layer in paged] for side in SIDES}
     return StepWorkspace(
         {side: max(sizes[side], default=0) for side in SIDES},
         slots,
@@ -187,13 +186,10 @@ def step_workspace(
     )
 
 
-def form_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype, batch: int, max_tokens: int) -> list[int]:
-    """16-bit pages of every head range in a stored form; 0 for the others."""
-    record, found = raw_record_bytes(layer, side, cache_dtype), []
-    for pair in head_ranges(layer):
-        is_form = stored_form(layer, side, pair.format(side)) is not None
-        found.append(batch * num_pages(max_tokens) * pair.num_heads * record if is_form else 0)
-    return found
+def form_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
+    """16-bit pages of a side in a stored form; 0 for others."""
+    pages = 0 if stored_form(layer, side) is None else batch * num_pages(max_tokens)
+    return pages * layer.attention.num_kv_heads * raw_record_bytes(layer, side, cache_dtype)
 
 
 def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> int:
@@ -222,8 +218,7 @@ def _passing(
     """Of the larger side; one follows the other."""
     heads, most = layer.attention.num_kv_heads, 0
     for side in SIDES:
-        forms = [fmt for fmt in layer.formats(side) if stored_form(layer, side, fmt) is not None]
-        if not forms:
+        if stored_form(layer, side) is None:
             continue
         tokens = batch * PAGE_TOKENS * num_pages(max_tokens)
         found = PART_COPIES * FLOAT_BYTES * min(VALUES_AT_ONCE, tokens * heads * layer.head_dim(side))

@@ -51,14 +51,14 @@ def both(plan, ids: Tensor, prompt: int, mask: Tensor | None = None, heads: int 
 
 
 @pytest.mark.parametrize("prompt", STEPS)
-@pytest.mark.parametrize("name", [*FORMATS, "per head", *TRANSFORMED])
+@pytest.mark.parametrize("name", [*FORMATS, *TRANSFORMED])
 def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt: int) -> None:
     plan = plan_for(name)
     ids = drifting_ids(2, prompt + STEPS[prompt])
     (dynamic, expected), (static, found) = both(plan, ids, prompt)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     layer, total = plan.layers[0], ids.shape[1]
-    pages = sum(num_pages(total) for side in ("k", "v") for _ in layer.head_formats(side))
+    pages = sum(num_pages(total) for side in ("k", "v") for _ in range(layer.attention.num_kv_heads))
     assert assert_same_pages(static, dynamic) == 2 * pages
 
 
@@ -73,7 +73,7 @@ def test_groups_of_query_heads(num_kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["kivi", "queries", "paged window", "per head"])
+@pytest.mark.parametrize("name", ["kivi", "queries", "paged window"])
 def test_ragged_batches(name: str, side: str) -> None:
     """Padding is stored nowhere, and no step attends to it."""
     width = max(RAGGED)
@@ -87,7 +87,7 @@ def test_ragged_batches(name: str, side: str) -> None:
     assert assert_same_pages(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("name", ["kivi", "queries", "per head", "16 bits"])
+@pytest.mark.parametrize("name", ["kivi", "queries", "16 bits"])
 def test_two_layers_agree_but_for_rounding(name: str) -> None:
     """Where a second layer's keys differ in the last bit, a code may change: then a logit by a quantization step."""
     ids = random_ids(2, 280)
@@ -98,7 +98,7 @@ def test_two_layers_agree_but_for_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 50, 81])  # 81 leaves one column to the last chunk
-@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "per head"])
+@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty"])
 def test_generate_gives_the_same_tokens(name: str, chunk: int | None) -> None:
     model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in (244, 180, 3)], 244, "left")
@@ -154,7 +154,7 @@ def test_a_shared_attention_module_cannot_be_attached() -> None:
 
 
 def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:
-    model, plan = tiny_llama(2, 2), plan_for("per head", num_layers=2)
+    model, plan = tiny_llama(2, 2), plan_for("kitty", num_layers=2)
     ids = random_ids(2, 200)
     backend = CompileCounter()
 

@@ -11,13 +11,13 @@ import torch
 import transformers
 from cache_cases import (
     HEAD_DIM,
+    KINDS,
     KIVI_2,
     SINKS_3,
     assert_exact_bytes,
     feed,
     llama_plan,
     padded,
-    per_head,
     plan_of,
     random_ids,
     random_states,
@@ -40,9 +40,9 @@ RECIPES = {
     if all(fmt.boost is None and fmt.layout_name == "uniform" for fmt in formats)
 }
 PLANS = {name: llama_plan(*formats) for name, formats in RECIPES.items()}
-PLANS["per head, bf16"] = llama_plan(*per_head(2), cache_dtype="bfloat16")
+PLANS |= {f"{name}, bf16": llama_plan(*pair, cache_dtype="bfloat16") for name, pair in KINDS.items()}
 PLANS["GQA 8"] = llama_plan(*SINKS_3, num_kv_heads=1, cache_dtype="float16")
-PLANS["GQA 1"] = llama_plan(*per_head(8), num_kv_heads=8)
+PLANS["GQA 1"] = llama_plan(*KINDS["sinks"], num_kv_heads=8)
 
 
 def expected_bytes(plan: Plan, lengths: list[int]) -> int:
@@ -99,8 +99,9 @@ def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
     assert cache.nbytes == expected_bytes(plan, [1200, 329, 201])
 
 
-def test_bytes_are_exact_at_every_token_count():
-    plan = llama_plan(*per_head(4), num_kv_heads=4, num_layers=1)
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_are_exact_at_every_token_count(name: str) -> None:
+    plan = llama_plan(*KINDS[name], num_kv_heads=4, num_layers=1)
     cache = PlanCache(plan, tiny_llama(4, 1).config)
     step = random_states(2, 4, 1)
     for count in range(1, 420):
@@ -183,14 +184,14 @@ def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragge
         another.update(few, few, layer)
     for layer in range(4):
         cache.update(states, states, layer)
-    pages = [part.pool.records.shape[0] for layer in cache.layers for part in layer.sides["k"]]
+    pages = [layer.sides["k"].pool.records.shape[0] for layer in cache.layers]
     before = PeakBytes([tensor for layer in cache.layers for tensor in layer.tensors])
     held = before.now
     assert held == cache.nbytes
     with before as peak:
         for layer in range(4):
             cache.update(step, step, layer)
-    assert [part.pool.records.shape[0] for layer in cache.layers for part in layer.sides["k"]] == [n + 2 for n in pages]
+    assert [layer.sides["k"].pool.records.shape[0] for layer in cache.layers] == [n + 2 for n in pages]
     said = workspace.step_workspace(plan.layers, plan.cache_dtype, 2, 4096)
     assert 0.6 * said.unpacked < peak.peak - held <= said.nbytes
     assert peak.now == cache.nbytes

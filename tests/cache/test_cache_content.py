@@ -4,18 +4,19 @@ raw, new tokens raw. Pages never change once written."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import oracles
 import pytest
 import torch
 from cache_cases import (
     HEAD_DIM,
+    KINDS,
     KIVI_2,
     SINKS_3,
     attended,
     feed,
     llama_plan,
-    per_head,
     random_ids,
     random_qkv,
     random_states,
@@ -30,8 +31,8 @@ from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.plan import RAW, SIDES, Format, Plan
 
 HEADS = 4
-EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)
-EVERY_KIND_BF16 = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1, cache_dtype="bfloat16")
+PLANS = {name: llama_plan(*pair, num_kv_heads=HEADS, num_layers=1) for name, pair in KINDS.items()}
+PLANS_BF16 = {name: replace(plan, cache_dtype="bfloat16") for name, plan in PLANS.items()}
 
 
 def empty_cache(plan: Plan, mask: torch.Tensor | None = None) -> PlanCache:
@@ -41,8 +42,8 @@ def empty_cache(plan: Plan, mask: torch.Tensor | None = None) -> PlanCache:
 def oracle_of(plan: Plan, side: str, states: torch.Tensor) -> list[list[oracles.StoredHead]]:
     """[batch][head] of states [B, N, T, D]."""
     original = states.to(CACHE_DTYPES[plan.cache_dtype])
-    formats = plan.layers[0].head_formats(side)
-    return [[oracles.StoredHead(head, fmt) for head, fmt in zip(row, formats, strict=True)] for row in original]
+    fmt = plan.layers[0].format(side)
+    return [[oracles.StoredHead(head, fmt) for head in row] for row in original]
 
 
 def stored(oracle: list[list[oracles.StoredHead]], num_tokens: int) -> torch.Tensor:
@@ -54,15 +55,14 @@ def records(cache: PlanCache) -> dict[tuple[str, int, int, int], bytes]:
     """Bytes of every page of layer 0 by (side, row, head, page)."""
     found = {}
     for side in SIDES:
-        for part in cache.layers[0].sides[side]:
-            for row, length in enumerate(cache.lengths):
-                pages = pages_of(part, row, length)
-                for page, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
-                    found[side, row, part.heads.start + head, page] = pages[page, head].numpy().tobytes()
+        for row, length in enumerate(cache.lengths):
+            pages = pages_of(cache.layers[0].sides[side], row, length)
+            for page, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
+                found[side, row, head, page] = pages[page, head].numpy().tobytes()
     return found
 
 
-@pytest.mark.parametrize("plan", [EVERY_KIND, EVERY_KIND_BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("plan", [*PLANS.values(), PLANS_BF16["sinks"]], ids=[*PLANS, "bf16"])
 def test_every_token_count_reads_what_the_oracle_says(plan):
     keys, values = random_states(2, HEADS, 430, seed=1), random_states(2, HEADS, 430, seed=2)
     expected = {"k": oracle_of(plan, "k", keys), "v": oracle_of(plan, "v", values)}
@@ -75,7 +75,7 @@ def test_every_token_count_reads_what_the_oracle_says(plan):
         now = records(cache)
         assert now.items() >= written.items(), f"a written page changed at token {count}"
         written = now
-    assert len(written) == 2 * sum(3 for side in SIDES for _ in plan.layers[0].head_formats(side))
+    assert len(written) == 2 * 3 * 2 * HEADS
     for (side, row, head, page), record in written.items():
         oracle = expected[side][row][head]
         fmt = oracle.fmt
@@ -84,11 +84,12 @@ def test_every_token_count_reads_what_the_oracle_says(plan):
         )
 
 
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("sizes", [(430,), (3, 127, 1, 299), (128, 128, 128, 46), (132, 1, 160, 137)])
-def test_a_chunk_reads_the_past_as_stored_and_itself_raw(sizes):
+def test_a_chunk_reads_the_past_as_stored_and_itself_raw(sizes, name):
     keys, values = random_states(2, HEADS, 430, seed=1), random_states(2, HEADS, 430, seed=2)
-    expected = oracle_of(EVERY_KIND, "k", keys), oracle_of(EVERY_KIND, "v", values)
-    cache, start = empty_cache(EVERY_KIND), 0
+    expected = oracle_of(PLANS[name], "k", keys), oracle_of(PLANS[name], "v", values)
+    cache, start = empty_cache(PLANS[name]), 0
     for size in [*sizes, 0]:
         new = slice(start, start + size)
         found = cache.update(keys[:, :, new], values[:, :, new], 0)
@@ -99,11 +100,11 @@ def test_a_chunk_reads_the_past_as_stored_and_itself_raw(sizes):
 
 def test_new_tokens_are_rounded_to_the_caches_dtype():
     states = torch.randn(1, HEADS, 200, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    cache = empty_cache(EVERY_KIND_BF16)
+    cache = empty_cache(PLANS_BF16["sinks"])
     k, v = cache.update(states[:, :, :1], states[:, :, :1], 0)
     assert k.dtype == v.dtype == torch.float32
     assert torch.equal(k, states[:, :, :1].bfloat16().float()) and not torch.equal(k, states[:, :, :1])
-    half, _ = empty_cache(EVERY_KIND).update(states.half(), states.half(), 0)
+    half, _ = empty_cache(PLANS["sinks"]).update(states.half(), states.half(), 0)
     assert half.dtype == torch.float16 and torch.equal(half, states.half())
 
 
@@ -120,7 +121,7 @@ def test_a_long_prompt_is_encoded_in_parts_with_the_same_bytes():
     assert whole.nbytes == parts.nbytes == plan.nbytes([tokens])
 
 
-@pytest.mark.parametrize("formats", [KIVI_2, per_head(2)], ids=["kivi", "per head"])
+@pytest.mark.parametrize("formats", [KIVI_2, *KINDS.values()], ids=["kivi", *KINDS])
 def test_chunks_cut_at_pages_equal_single_steps(formats):
     plan, given = llama_plan(*formats, num_layers=1), random_qkv(2, 2, 300)
     chunked, stepped, exact = empty_cache(plan), empty_cache(plan), empty_cache(llama_plan(RAW, RAW, num_layers=1))
@@ -131,13 +132,14 @@ def test_chunks_cut_at_pages_equal_single_steps(formats):
     assert chunked.nbytes == stepped.nbytes == plan.nbytes([300, 300])
 
 
-def test_tokens_to_next_page_counts_down_to_every_page():
-    cache, plan = empty_cache(EVERY_KIND), EVERY_KIND
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_tokens_to_next_page_counts_down_to_every_page(plan):
+    cache = empty_cache(plan)
     counts = range(600)
     written = [
         [oracles.pages_read(count, fmt.recent_window) for count in counts]
         for side in SIDES
-        for fmt in plan.layers[0].head_formats(side)
+        for fmt in plan.layers[0].formats(side)
         if fmt != RAW  # 16-bit pages lose nothing, whenever they are written
     ]
     step = random_states(1, HEADS, 1)

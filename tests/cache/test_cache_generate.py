@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_cases import (
+    KINDS,
     KIVI_2,
     SINKS_3,
     assert_exact_bytes,
@@ -12,7 +13,6 @@ from cache_cases import (
     feed,
     llama_plan,
     padded,
-    per_head,
     random_ids,
     tiny_llama,
 )
@@ -22,7 +22,7 @@ from kvcal import PlanCache
 from kvcal.plan.plan import RAW
 
 RAW_PLAN = llama_plan(RAW, RAW)
-QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3), "per head": llama_plan(*per_head(2))}
+QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3), "windows": llama_plan(*KINDS["windows"])}
 PROMPT = 244  # the next pages are full after 12 new tokens
 RAGGED = (244, 180, 3)
 
@@ -74,7 +74,7 @@ def test_a_16_bit_plan_generates_what_the_model_does(way, ragged):
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", ["kivi", "per head"])
+@pytest.mark.parametrize("plan", ["kivi", "windows"])
 def test_quantized_plans_generate_with_exact_bytes(plan, way, ragged):
     inputs = ragged_prompt() if ragged else prompt()
     cache = plan_cache(QUANTIZED[plan], inputs if ragged else None)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from cache_cases import KIVI_2, attended, llama_plan, per_head, random_qkv, tiny_llama
+from cache_cases import KINDS, KIVI_2, attended, llama_plan, random_qkv, tiny_llama
 from progressive_cases import fixed
 from static_cases import plan_for
 from test_cache_families import model_of, two_bit_plan
@@ -16,7 +16,7 @@ from kvcal.plan.page_format import RAW
 
 PLANS = {
     "kivi": llama_plan(*KIVI_2, num_layers=1),
-    "per head": llama_plan(*per_head(2), num_layers=1),
+    "windows": llama_plan(*KINDS["windows"], num_layers=1),
     "raw": llama_plan(RAW, RAW, num_layers=1),
     "queries": plan_for("queries"),
     "shrinking": fixed((140, 261), (150, 262)),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_cases import (
     HEAD_DIM,
+    KINDS,
     KIVI_2,
     SINKS_3,
     after_crop,
@@ -15,7 +16,6 @@ from cache_cases import (
     feed,
     llama_plan,
     padded,
-    per_head,
     random_ids,
     random_states,
     tiny_llama,
@@ -26,12 +26,12 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.plan.plan import RAW, SIDES, Format
 
 HEADS = 4
-EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)
+PLAN = llama_plan(KINDS["windows"][0], KINDS["sinks"][1], num_kv_heads=HEADS, num_layers=1)
 LENGTHS = (300, 1, 129, 0, 129)
 NO_WINDOW = Format(2, "channel", 32), Format(4, "token", 32)
 
 
-def empty_cache(plan: Plan = EVERY_KIND, mask: torch.Tensor | None = None) -> PlanCache:
+def empty_cache(plan: Plan = PLAN, mask: torch.Tensor | None = None) -> PlanCache:
     return PlanCache(plan, tiny_llama(plan.layers[0].attention.num_kv_heads, 1).config, mask)
 
 
@@ -105,7 +105,7 @@ def test_masks_that_are_refused():
     states = random_states(3, HEADS, 4)
     with pytest.raises(UsageError, match="2 rows, but the batch has 3"):
         empty_cache(mask=torch.ones(2, 4, dtype=torch.long)).update(states, states, 0)
-    cache = filled(EVERY_KIND, 10, batch=2)
+    cache = filled(PLAN, 10, batch=2)
     with pytest.raises(UsageError, match="holds 2 sequences and was given 3") as caught:
         cache.update(states, states, 0)
     assert "reset" in caught.value.hint
@@ -148,7 +148,7 @@ def test_select_and_repeat_rows(ragged):
     ],
 )
 def test_rows_that_are_not_there_change_nothing(select, message):
-    cache = filled(EVERY_KIND, 140, batch=2)
+    cache = filled(PLAN, 140, batch=2)
     before = read(cache)
     with pytest.raises(UsageError, match=message):
         select(cache)
@@ -165,10 +165,11 @@ def test_selecting_rows_of_an_empty_cache_does_nothing():
 
 
 @pytest.mark.parametrize("kept", [419, 390, 385, 384, 383, 300, 257, 256, 255, 130, 128, 5, 4, 3, 1])
-@pytest.mark.parametrize("plan", [EVERY_KIND, llama_plan(*NO_WINDOW, num_layers=1)], ids=["every kind", "no window"])
-def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(plan, kept):
+@pytest.mark.parametrize("name", [*KINDS, "no window"])
+def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept):
     """Into the ring or into a page: what comes back into the ring is raw where the ring still has it, else as
     decoded."""
+    plan = llama_plan(*(KINDS | {"no window": NO_WINDOW})[name], num_layers=1)
     cache = filled(plan, 420, batch=2)
     before, original = read(cache), random_states(2, plan.layers[0].attention.num_kv_heads, 420)
     cache.crop(kept - 420)
@@ -195,7 +196,7 @@ def test_a_decoded_copy_follows(change):
     """Pages that are decoded once, and again once rows or tokens have gone."""
     config, caches = tiny_llama(HEADS, 1).config, []
     for keep_decoded in (False, True):
-        cache = PlanCache(EVERY_KIND, config, keep_decoded=keep_decoded)
+        cache = PlanCache(PLAN, config, keep_decoded=keep_decoded)
         caches.append(cache)
         cache.verify_decoded()  # nothing yet
         for part in random_states(2, HEADS, 300).split(97, dim=2):
@@ -207,13 +208,13 @@ def test_a_decoded_copy_follows(change):
         plain, kept = (cache.update(part, part.flip(1), 0) for cache in caches)
         assert all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
     caches[1].verify_decoded()
-    caches[1].layers[0].sides["v"][0].pool.records[0] ^= 1
+    caches[1].layers[0].sides["v"].pool.records[0] ^= 1
     with pytest.raises(ArtifactError, match="layer 0: the decoded v differ from the packed cache by"):
         caches[1].verify_decoded()
 
 
 def test_crop_within_the_ring_leaves_no_trace():
-    cache, plain = filled(EVERY_KIND, 300), filled(EVERY_KIND, 300)
+    cache, plain = filled(PLAN, 300), filled(PLAN, 300)
     draft = random_states(1, HEADS, 5, seed=7)
     more = random_states(1, HEADS, 200, seed=8)
     cache.update(draft, draft, 0)
@@ -224,7 +225,7 @@ def test_crop_within_the_ring_leaves_no_trace():
 
 
 def test_crop_of_everything_and_of_nothing():
-    cache = filled(EVERY_KIND, 300)
+    cache = filled(PLAN, 300)
     before = read(cache)
     cache.crop(0)
     assert all(torch.equal(a, b) for a, b in zip(read(cache), before, strict=True))
@@ -265,7 +266,7 @@ def test_crop_of_a_ragged_batch(kept):
 
 
 def test_reset_forgets_everything_and_takes_another_batch():
-    cache, fresh = filled(EVERY_KIND, 300, batch=3), filled(EVERY_KIND, 200, batch=2, seed=5)
+    cache, fresh = filled(PLAN, 300, batch=3), filled(PLAN, 200, batch=2, seed=5)
     cache.reset()
     assert cache.nbytes == 0 and cache.lengths == [] and cache.get_seq_length() == 0
     states = random_states(2, HEADS, 200, seed=5)

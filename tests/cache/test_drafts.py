@@ -16,7 +16,7 @@ from kvcal.plan.page_format import num_pages
 from kvcal.store.pages_and_ring import PagedTensor
 
 DRAFTS = 7
-NAMES = ("uniform", "kivi", "kitty", "random", "different sinks", "clamped window", "per head", "16 bits", "rotated")
+NAMES = ("uniform", "kivi", "kitty", "random", "different sinks", "clamped window", "16 bits", "rotated")
 
 
 def cache_of(name: str, max_tokens: int | None, lookahead: int = DRAFTS) -> PlanCache:
@@ -127,7 +127,7 @@ def test_without_room_a_rejected_page_comes_back_as_decoded() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 400])
-@pytest.mark.parametrize("name", ["kivi", "kitty", "per head"])
+@pytest.mark.parametrize("name", ["kivi", "kitty"])
 def test_bytes_are_the_plans_and_those_of_the_room(name: str, max_tokens: int | None) -> None:
     cache, plan = cache_of(name, max_tokens), plan_for(name)
     attended(cache, *random_qkv(2, 2, 300))

@@ -14,7 +14,7 @@ from kvcal import Plan, PlanCache, attached
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import Format
-from kvcal.store.layer_store import HeadStep
+from kvcal.store.layer_store import LayerStep
 
 TEXT = "The cache holds keys and values. A page of the cache holds keys and values of 128 tokens. "
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,13 +29,13 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
     """How many steps of so many tokens the first head range of all layers has decoded."""
     counts: Counter[int] = Counter()
-    decode = HeadStep.decode
+    decode = LayerStep.decode
 
-    def counted(self: HeadStep, q: Tensor, *args: object) -> Tensor:
+    def counted(self: LayerStep, q: Tensor, *args: object) -> Tensor:
         counts[1 if q.dim() == 3 else q.shape[1]] += 1
         return decode(self, q, *args)
 
-    monkeypatch.setattr(HeadStep, "decode", counted)
+    monkeypatch.setattr(LayerStep, "decode", counted)
     yield counts
 
 

@@ -50,7 +50,7 @@ def test_a_tier_has_room_for_its_share_of_the_channels_rounded() -> None:
 
 def codec(k_rescale: bool, tensors: dict[str, Tensor]) -> PageCodec:
     plan = LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), (BOOSTED,), (Format(2),), k_rescale=k_rescale)
-    return PageCodec.of_layer(plan, "k", BOOSTED, slice(0, 2), "float32", tensors)
+    return PageCodec.of_layer(plan, "k", "float32", tensors)
 
 
 def test_lambda_does_not_change_which_channels_count() -> None:

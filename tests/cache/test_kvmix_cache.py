@@ -34,7 +34,7 @@ from kvcal.stages.allocate.importance import importance_formats, layer_format
 
 PAPER = ImportanceSpec()
 HEADS = 4
-# Every kind of rule, with sinks and without; K and V of four heads. 60 % jumps by 76 tokens at the first page.
+# Every kind of rule, with sinks and without; K and V of four plans. 60 % jumps by 76 tokens at the first page.
 K_FORMATS = (
     layer_format("k", True, PAPER, 0, "float16"),
     layer_format("k", False, PAPER, 3, "float16"),
@@ -47,7 +47,7 @@ V_FORMATS = (
     Format(2, "token", 32, 1, 0, window_rule=WindowRule("clamped", 0.5, 130, 20)),
     Format(4, "token", 128, 60, 0, window_rule=WindowRule("clamped", 0.3, 512)),
 )
-MIXED = llama_plan(K_FORMATS, V_FORMATS, HEADS, num_layers=1)
+MIXED = [llama_plan(*pair, HEADS, num_layers=1) for pair in zip(K_FORMATS, V_FORMATS, strict=True)]
 
 
 def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
@@ -144,28 +144,29 @@ def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
                 fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, fmt.param_dtype, plan.cache_dtype
             )
             raw = (fmt.num_sink_tokens + fmt.window_rule.max_tokens + 128) * HEAD_DIM * 4
-            total += sum(raw + length // 128 * record for length in lengths)
+            total += HEADS * sum(raw + length // 128 * record for length in lengths)
     return total
 
 
-def test_bytes_are_exact_at_every_token_count() -> None:
-    cache = PlanCache(MIXED, tiny_llama(HEADS, 1).config)
+@pytest.mark.parametrize("plan", MIXED)
+def test_bytes_are_exact_at_every_token_count(plan: Plan) -> None:
+    cache = PlanCache(plan, tiny_llama(HEADS, 1).config)
     step = random_states(1, HEADS, 1)
     for count in range(1, 400):
         cache.update(step, step, 0)
-        assert cache.nbytes == MIXED.nbytes([count])
+        assert cache.nbytes == plan.nbytes([count])
         if count % 9 == 0:
-            assert cache.nbytes == bytes_by_hand(MIXED, [count])
+            assert cache.nbytes == bytes_by_hand(plan, [count])
 
 
 class Contents:
     """What every head must read back as after any number of ``states`` [1, N, T, D]."""
 
-    def __init__(self, states: Tensor) -> None:
+    def __init__(self, states: Tensor, plan: Plan) -> None:
         self.heads = {
-            (side, head): oracles.StoredHead(states[0, head], fmt)
-            for side, formats in (("k", K_FORMATS), ("v", V_FORMATS))
-            for head, fmt in enumerate(formats)
+            (side, head): oracles.StoredHead(states[0, head], plan.layers[0].format(side))
+            for side in ("k", "v")
+            for head in range(HEADS)
         }
 
     def after(self, side: str, head: int, count: int) -> Tensor:
@@ -175,10 +176,11 @@ class Contents:
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 127, 128, 129, 300], list(range(40, 520, 37))], ids=["one", "few", "many"])
-def test_contents_depend_on_the_number_of_tokens_alone(cuts: list[int]) -> None:
+@pytest.mark.parametrize("plan", MIXED)
+def test_contents_depend_on_the_number_of_tokens_alone(cuts: list[int], plan: Plan) -> None:
     """A prompt at once, or in any chunks, leaves the pages that single steps would have left."""
     states = random_states(1, HEADS, 530, seed=2)
-    contents, cache = Contents(states), PlanCache(MIXED, tiny_llama(HEADS, 1).config)
+    contents, cache = Contents(states, plan), PlanCache(plan, tiny_llama(HEADS, 1).config)
     start = 0
     for stop in [*cuts, 500, *range(501, 530, 4)]:
         found = cache.update(states[:, :, start:stop], states[:, :, start:stop], 0)
@@ -203,25 +205,26 @@ def test_chunks_that_end_at_pages_are_single_steps(window: str) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_ragged_batch_are_rows_alone(side: str) -> None:
+    plan = MIXED[2]
     rows = [random_states(1, HEADS, length, seed=length)[0] for length in (400, 260, 5)]
     states, mask = padded(rows, 400, side, filling=9.0)
     more = random_states(3, HEADS, 40, seed=7)
     config = tiny_llama(HEADS, 1).config
-    cache = PlanCache(MIXED, config, attention_mask=mask)
+    cache = PlanCache(plan, config, attention_mask=mask)
     cache.update(states, states, 0)
     for column in range(39):
         cache.update(more[:, :, column : column + 1], more[:, :, column : column + 1], 0)
     assert_exact_bytes(cache, [439, 299, 44], 439)
     found = cache.update(more[:, :, 39:], more[:, :, 39:], 0)
     for number, row in enumerate(rows):
-        alone, length = PlanCache(MIXED, config), row.shape[1]
+        alone, length = PlanCache(plan, config), row.shape[1]
         alone.update(row[None], row[None], 0)
         alone.update(more[number : number + 1, :, :39], more[number : number + 1, :, :39], 0)
         expected = alone.update(more[number : number + 1, :, 39:], more[number : number + 1, :, 39:], 0)
         columns = torch.cat([mask[number].bool(), torch.ones(40, dtype=torch.bool)])
         for read, wanted in zip(found, expected, strict=True):
             assert torch.equal(read[number][:, columns], wanted[0])
-        assert alone.nbytes == MIXED.nbytes([length + 40])
+        assert alone.nbytes == plan.nbytes([length + 40])
 
 
 @pytest.mark.parametrize("window", ["paged", "clamped"])

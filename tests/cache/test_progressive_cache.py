@@ -42,7 +42,7 @@ def update_all(cache: PlanCache, states: torch.Tensor) -> None:
 
 
 def pages(cache: PlanCache, layer: int = 0) -> dict[str, torch.Tensor]:
-    return {side: cache.layers[layer].sides[side][0].pool.records for side in SIDES}
+    return {side: cache.layers[layer].sides[side].pool.records for side in SIDES}
 
 
 # The oracle: one page through its life, group by group, with Python numbers.
@@ -132,9 +132,9 @@ def test_bytes_are_predicted_and_within_the_budget_at_every_token_count(batch, d
     for count in range(1, context + 1):
         update_all(cache, step)
         assert cache.nbytes == plan.nbytes((count,) * batch) <= budget, count
-        seen.add(tuple(cache.layers[layer].sides[side][0].num_bits for layer in range(2) for side in SIDES))
+        seen.add(tuple(cache.layers[layer].sides[side].num_bits for layer in range(2) for side in SIDES))
     assert len(seen) >= 3 and max(max(bits) for bits in seen) == 16
-    assert all(paged.num_bits == paged.format.num_bits for layer in cache.layers for (paged,) in layer.sides.values())
+    assert all(paged.num_bits == paged.format.num_bits for layer in cache.layers for paged in layer.parts)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -225,7 +225,7 @@ def test_cropping_across_an_event_widens_and_growing_again_shrinks_to_the_same_c
         assert (new[:, :, :384] - kept).abs().max() <= 1e-5 * kept.abs().max()
     cache.crop(-10)
     assert_exact_bytes(cache, [389, 389])
-    assert cache.layers[0].sides["k"][0].num_bits == 8
+    assert cache.layers[0].sides["k"].num_bits == 8
     for start in range(389, 620, 21):
         update_all(cache, states[:, :, start : start + 21])
     assert_exact_bytes(cache, [620, 620])

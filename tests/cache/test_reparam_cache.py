@@ -20,7 +20,7 @@ from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.rereading import rereading
 from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import RAW, Format
+from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.stages.divergence import feed
 from kvcal.stages.reparam.search import page_segments, read_back, searched_heads, with_candidate
@@ -53,8 +53,7 @@ def test_rereading_is_what_the_cache_does(name, outliers):
     geometry = outliers.geometry if name == "outliers" else measured(name)
     layer = next(layer for layer in bare_layers(geometry) if layer.is_paged)
     index, heads = layer.geometry.index, layer.attention.num_kv_heads
-    formats = (PER_TOKEN, Format(4, "channel", 64, 3, 0))[:heads]
-    layer = replace(layer, k=formats)
+    layer = replace(layer, k=(PER_TOKEN,))
     generator = torch.Generator().manual_seed(0)
     lambda_ND = torch.rand(heads, layer.attention.k_head_dim, generator=generator) + 0.5
     offset_ND = torch.randn(heads, layer.attention.k_head_dim, generator=generator)
@@ -82,15 +81,15 @@ def test_rereading_is_what_the_cache_does(name, outliers):
     torch.testing.assert_close(found["read"], expected, rtol=0, atol=2e-3 * size)
 
 
-def test_segments_follow_every_head_and_16_bit_heads_have_no_pages():
+def test_segments_follow_pages():
     geometry = measured("phi3").layers[0]
-    layer = LayerPlan(geometry, (PER_TOKEN, RAW), (RAW,))
-    assert searched_heads(layer).tolist() == [True, False]
+    layer = LayerPlan(geometry, (PER_TOKEN,), (RAW,))
+    assert searched_heads(layer).tolist() == [True, True] and searched_heads(replace(layer, k=(RAW,))) is None
     segments = page_segments(layer, 290)
     assert [(s.start, s.stop, s.is_stored_NT.sum(1).tolist()) for s in segments] == [
         (0, 144, [0, 0]),
-        (144, 272, [127, 0]),
-        (272, 290, [255, 0]),
+        (144, 272, [127, 127]),
+        (272, 290, [255, 255]),
     ]
     assert segments[1].is_stored_NT[0].nonzero().flatten().tolist() == list(range(1, 128))
 

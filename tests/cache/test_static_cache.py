@@ -15,12 +15,12 @@ from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, 
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
+from kvcal.kernels.variants import VARIANTS, variant_of
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.state import Serving
 
-ALL = [*FORMATS, "per head", *TRANSFORMED]
+ALL = [*FORMATS, *TRANSFORMED]
 
 
 def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers: int = 1) -> PlanCache:
@@ -52,7 +52,7 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
 def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
     cache = static_cache(plan_for(name), 700)
     cache.allocate(2, "cpu")
-    (step,), layer = cache.paged_layers[0].store.steps, cache.plan.layers[0]
+    step, layer = cache.paged_layers[0].store.step, cache.plan.layers[0]
     for side, table in zip(SIDES, (step.place.k_read_at, step.place.v_read_at), strict=True):
         (fmt,) = layer.formats(side)
         assert [int((table <= n).sum()) for n in range(701)] == [fmt.pages_read(n) for n in range(701)]
@@ -116,7 +116,7 @@ def test_memory_stays_where_it_is(name: str) -> None:
         PlanCache(plan_for(name), tiny_llama(2, 1).config).allocate(2, "cpu")
 
 
-@pytest.mark.parametrize("name", ["kivi", "queries", "per head"])
+@pytest.mark.parametrize("name", ["kivi", "queries"])
 def test_reset_and_reuse(name: str) -> None:
     plan, ids = plan_for(name), random_ids(2, 280, seed=3)
     fresh, used = static_cache(plan, 300), static_cache(plan, 300)
@@ -150,7 +150,7 @@ def test_rows_change_places() -> None:
 
 
 @pytest.mark.parametrize("kept", [259, 256, 255, 140, 128, 127, 3])
-@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", "per head", *TRANSFORMED])
+@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", *TRANSFORMED])
 def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, kept: int) -> None:
     """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last bit."""
     plan, given, more = plan_for(name), random_qkv(2, 2, 260), random_qkv(2, 2, 150, seed=4)
@@ -315,14 +315,9 @@ def test_what_the_kernels_refuse() -> None:
 
 
 def test_a_variant_is_its_number() -> None:
-    plan = plan_for("per head", num_kv_heads=8)
-    pairs = head_ranges(plan.layers[0])
-    assert [pair.heads.start for pair in pairs] == list(range(8))
-    variants = [variant_of(plan.layers[0], pair, "bfloat16") for pair in pairs]
+    variants = [variant_of(plan_for(name).layers[0], "bfloat16") for name in ("kivi", "kitty", "random", "kivi")]
     assert [VARIANTS[variant.number] for variant in variants] == variants
-    assert variants[0] == variants[4] and len({variant.number for variant in variants}) == 4
-    random = plan_for("random", num_kv_heads=2).layers[0]
-    assert [variant_of(random, pair, "bfloat16").first_head for pair in head_ranges(random)] == [0]
+    assert variants[0] == variants[3] and len({variant.number for variant in variants}) == 3
 
 
 @pytest.mark.parametrize("name", ["queries", "clamped window", "transformed", "rotated", "16 bits"])
@@ -330,7 +325,7 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)
     served(cache, random_ids(2, 140))
-    (step,), error = cache.layers[0].store.steps, cache.static.error
+    step, error = cache.layers[0].store.step, cache.static.error
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
     queries = q if step.needs_queries else cache.static.nothing
     place, transform, variants = list(step.place), list(step.transform), list(step.variants)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cache_cases import KIVI_2, padded, plan_of
+from cache_cases import padded
 from gpu_cases import (
     PAIRS,
     logits_of,
@@ -23,8 +23,6 @@ from static_cases import TRANSFORMED, assert_same_pages
 
 from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.models.geometry import geometry_of
-from kvcal.plan.page_format import Format
 
 pytestmark = pytest.mark.gpu
 
@@ -60,18 +58,6 @@ def test_head_sizes_and_groups(head_dim: int, num_kv_heads: int) -> None:
         found, expected = (logits_of(model, cache, ids, 129) for cache in (static, dynamic))
         assert relative(found, expected).max() < 0.03
         assert assert_same_pages(static, dynamic) > 0
-
-
-def test_head_ranges_of_unlike_sizes_share_nothing_that_matters() -> None:
-    """The scratch of ranges of 7 heads and of one, in a batch large enough for its layout to differ."""
-    model = random_llama(num_kv_heads=8)
-    k, v = KIVI_2
-    plan = plan_of(geometry_of(model, cache_dtype="bfloat16"), (k,) * 7 + (Format(4, "channel", 64),), v)
-    ids = random_ids(40, 280)
-    static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (280, None))
-    found, expected = (logits_of(model, cache, ids, 200) for cache in (static, dynamic))
-    assert relative(found, expected).max() < 0.03
-    assert assert_same_pages(static, dynamic) > 0
 
 
 def test_steps_tell_check_what_they_met() -> None:

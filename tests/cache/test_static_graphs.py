@@ -134,7 +134,7 @@ def test_generate_compiles_the_step_by_itself(mode: str) -> None:
     from torch._dynamo.utils import counters
 
     model = random_llama(num_layers=2, dtype=torch.float32)
-    plan, ids = plan_for(model, "per head"), random_ids(2, 120)
+    plan, ids = plan_for(model, "kitty"), random_ids(2, 120)
     cache = PlanCache(plan, model.config, max_tokens=400)
     options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     torch.compiler.reset()

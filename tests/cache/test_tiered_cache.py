@@ -56,8 +56,10 @@ THREE_TIERS = boosted("range", Tier(16, 0.25, 2.0), Tier(4, 0.5, 0.9), recent_wi
 BASE_4 = boosted("variance", Tier(8, 0.375), num_bits=4, param_dtype="bfloat16")
 QUERY = boosted("query_range", Tier(16, 0.25, 1.5), Tier(4, 0.25, 0.5))
 V = Format(2, "token", 32, recent_window=33)
-# Boosted and plain heads side by side.
-PER_HEAD = llama_plan((THREE_TIERS, BASE_4, Format(2, "channel", 64), KITTY[0]), V, HEADS, num_layers=1)
+BOOSTED = {
+    name: llama_plan(fmt, V, HEADS, num_layers=1)
+    for name, fmt in {"three tiers": THREE_TIERS, "4 bits": BASE_4, "kitty": KITTY[0]}.items()
+}
 
 
 def plan_with(name: str, num_kv_heads: int = 2, cache_dtype: str = "float32", num_layers: int = 2) -> Plan:
@@ -150,7 +152,7 @@ def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
 
 
 class Contents:
-    """What keys [B, N, T, D] must be stored as under ``PER_HEAD``, page by page, by the oracle."""
+    """What keys [B, N, T, D] must be stored as under a plan of ``BOOSTED``, page by page, by the oracle."""
 
     def __init__(self, plan: Plan, keys: Tensor) -> None:
         self.plan, self.keys = plan, keys.to(CACHE_DTYPES[plan.cache_dtype])
@@ -158,7 +160,7 @@ class Contents:
 
     def page(self, row: int, head: int, number: int) -> OraclePage:
         if (row, head, number) not in self.pages:
-            fmt = self.plan.layers[0].head_formats("k")[head]
+            fmt = self.plan.layers[0].format("k")
             tokens = StoredHead(self.keys[row, head], fmt).page_tokens(number)
             score = "magnitude" if fmt.boost is None else fmt.boost.score
             tiers = () if fmt.boost is None else tiers_of(fmt)
@@ -170,8 +172,8 @@ class Contents:
 
     def after(self, num_tokens: int) -> Tensor:
         """[B, N, num_tokens, D] fp32."""
-        out = self.keys[:, :, :num_tokens].float()
-        for head, fmt in enumerate(self.plan.layers[0].head_formats("k")):
+        out, fmt = self.keys[:, :, :num_tokens].float(), self.plan.layers[0].format("k")
+        for head in range(HEADS):
             for number in range(pages_read(num_tokens, fmt.recent_window)):
                 start = max(fmt.num_sink_tokens, 128 * number)
                 for row in range(len(out)):
@@ -180,10 +182,11 @@ class Contents:
         return out
 
 
+@pytest.mark.parametrize("name", BOOSTED)
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
-def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype):
+def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype, name):
     """Sinks and ring are raw, and pages are what the oracle makes of their tokens; token by token where one fills."""
-    plan = replace(PER_HEAD, cache_dtype=cache_dtype)
+    plan = replace(BOOSTED[name], cache_dtype=cache_dtype)
     keys = random_states(2, HEADS, 300, seed=1)
     contents, cache = Contents(plan, keys), PlanCache(plan, tiny_llama(HEADS, 1).config)
     counts = [0, *range(126, 147), *range(158, 163), *range(254, 263), *range(270, 291, 4), 300]
@@ -191,20 +194,18 @@ def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype):
         found, _ = cache.update(keys[:, :, count:following], keys[:, :, count:following], 0)
         assert torch.equal(found[:, :, :count], contents.after(count)), count
     written = 0
-    for part in cache.layers[0].sides["k"]:
-        for row, pages in enumerate(pages_of(part, row, 300) for row in range(2)):
-            for number, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
-                if part.format.boost is not None:
-                    record = contents.page(row, part.heads.start + head, number).record
-                    assert pages[number, head].numpy().tobytes() == record
-                    written += 1
-    assert written == 2 * (2 + 2 + 2)
+    part = cache.layers[0].sides["k"]
+    for row, pages in enumerate(pages_of(part, row, 300) for row in range(2)):
+        for number, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
+            assert pages[number, head].numpy().tobytes() == contents.page(row, head, number).record
+            written += 1
+    assert written == 2 * 2 * HEADS
 
 
 @pytest.mark.parametrize("sizes", [(300,), (3, 127, 1, 169), (160, 140)])
 def test_chunks_write_the_pages_of_single_steps(sizes):
-    keys = random_states(2, HEADS, 300, seed=1)
-    contents, cache = Contents(PER_HEAD, keys), PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config)
+    plan, keys = BOOSTED["three tiers"], random_states(2, HEADS, 300, seed=1)
+    contents, cache = Contents(plan, keys), PlanCache(plan, tiny_llama(HEADS, 1).config)
     for part in keys.split(list(sizes), dim=2):
         cache.update(part, part, 0)
     found, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
@@ -253,16 +254,17 @@ def test_generate_keeps_bytes_exact_and_rows_apart(name, group):
 
 
 @pytest.mark.parametrize("kept", [299, 257, 256, 255, 160, 159, 128, 127, 100, 32, 1])
-def test_crop_keeps_what_was_read_or_was_there(kept):
+@pytest.mark.parametrize("plan", BOOSTED.values(), ids=BOOSTED)
+def test_crop_keeps_what_was_read_or_was_there(kept, plan):
     """Into the ring, into pages and into the sinks: what a page no longer serves is raw where the ring has it."""
-    cache, states = PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config), random_states(2, HEADS, 300)
+    cache, states = PlanCache(plan, tiny_llama(HEADS, 1).config), random_states(2, HEADS, 300)
     nothing = states[:, :, :0]
     cache.update(states, states, 0)
     before = cache.update(nothing, nothing, 0)
     cache.crop(kept - 300)
     assert_exact_bytes(cache, [kept, kept])
     for side, now, then in zip(SIDES, cache.update(nothing, nothing, 0), before, strict=True):
-        assert torch.equal(now, after_crop(PER_HEAD, side, then, states, kept))
+        assert torch.equal(now, after_crop(plan, side, then, states, kept))
     cache.update(states, states, 0)
     assert_exact_bytes(cache, [kept + 300] * 2)
 
@@ -271,7 +273,7 @@ def test_rows_are_selected_with_their_pages():
     lengths = (300, 170, 40)
     states, mask = padded([random_states(1, HEADS, n, seed=n)[0] for n in lengths], 300, "left")
     nothing = states[:, :, :0]
-    cache = PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config, attention_mask=mask)
+    cache = PlanCache(BOOSTED["4 bits"], tiny_llama(HEADS, 1).config, attention_mask=mask)
     cache.update(states, states, 0)
     before = cache.update(nothing, nothing, 0)
     rows = [2, 0, 0]
@@ -321,7 +323,7 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_al
     heard = {(0, 0): (0, 160), (0, 1): (160, 300), (1, 0): (7, 160), (1, 1): (160, 300)}
     if score == "running_query_range":
         heard |= {(0, 1): (0, 300), (1, 1): (7, 300)}
-    (part,) = layer.sides["k"]
+    part = layer.sides["k"]
     layout = fmt.layout("k", heads, HEAD_DIM, "float32", 2)
     chosen = set()
     for (row, number), (start, stop) in heard.items():
@@ -365,7 +367,7 @@ def test_chunks_cut_at_pages_equal_single_steps():
 
 
 def test_a_boosted_plan_survives_its_file(tmp_path: Path):
-    plan = llama_plan((THREE_TIERS, QUERY), V)
+    plan = llama_plan(QUERY, V)
     save_plan(plan, tmp_path / "plan.safetensors")
     loaded = load_plan(tmp_path / "plan.safetensors")
     assert loaded.layers == plan.layers and loaded.nbytes([999]) == plan.nbytes([999])

@@ -177,4 +177,4 @@ def test_a_budget_that_16_bits_fit_and_a_context_beyond_the_model_are_told(comma
 
 def test_the_help_names_every_granularity() -> None:
     text = " ".join(run_kvcal("allocate", "--help").out.replace("│", " ").split())
-    assert "granularity (layer, block: K and V alike, head)" in text and "--reserve" in text
+    assert "granularity (layer, or block: K and V alike)" in text and "--reserve" in text

@@ -135,14 +135,13 @@ def test_infeasible_budget_names_the_smallest(finished: Run, tmp_path: Path) -> 
 
 
 def test_an_infeasible_budget_is_refused_before_anything_is_measured(finished: Run, tmp_path: Path) -> None:
-    """With the allocate stage's own words; heads with bits of their own, and an engine's padding, too."""
+    """With the allocate stage's own words; an engine's padding, too."""
     model, recipe, out = finished
     copy = shutil.copytree(out, tmp_path / "out")
     for options in (
         ["--kv-budget", "20KB"],
         ["--budget", "1MB"],
         ["--bits", "4", "--for-engine", "vllm", "--set", "cache.num_sink_tokens=0"],
-        ["--bits", "4", "--set", "allocate.granularity=head", "--set", "allocate.objective=sensitivity"],
     ):
         early = run_kvcal("run", recipe, "--model", model, "--out", tmp_path / "new", *options)
         assert early.code == 3 and not any((tmp_path / "new").iterdir())
@@ -168,28 +167,6 @@ def test_budget_below_weights(finished: Run, tmp_path: Path) -> None:
     done = run_kvcal("allocate", copy, "--budget", "10KB")
     assert done.code == 3 and "weights" in done.err
     assert sha256(copy / "allocation.safetensors") == before
-
-
-def test_heads_and_bits(finished: Run, tmp_path: Path) -> None:
-    copy = shutil.copytree(finished[2], tmp_path / "out")
-    arguments = (
-        "allocate",
-        copy,
-        "--bits",
-        "6",
-        "--batch",
-        2,
-        "--context",
-        1024,
-        "--set",
-        "allocate.granularity=head",
-        "--json",
-    )
-    ran_well(*arguments)
-    ran_well("compile", copy, "-o", tmp_path / "heads.safetensors")
-    plan = load_plan(tmp_path / "heads.safetensors")
-    assert plan.bits_per_value() <= 6
-    assert all(len(layer.k) in (1, 2) for layer in plan.layers)
 
 
 def test_sweep(finished: Run, tmp_path: Path) -> None:

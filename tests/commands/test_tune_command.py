@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_cases import ran_well, run_kvcal, save_llama
 from evaluation_cases import as_loaded, make_plan, wordy_llama
+from form_cases import rotary_table
 from transformers import PreTrainedTokenizerBase
-from tune_cases import DATA, LIMITS, PAIR, RECIPE, SPEC, K
+from tune_cases import DATA, LIMITS, PAIR, RECIPE, SPEC
 
 from kvcal.data.pools import Purpose
 from kvcal.data.tasks import problems
@@ -247,11 +249,10 @@ def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
     loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     with pytest.raises(UsageError, match="no tier of the keys has a threshold"):
         tuned_bits(make_plan(loaded))
-    per_head = make_plan(loaded, PAIR)
-    layer = per_head.layers[0]
-    changed = type(layer)(layer.geometry, (K, K), layer.v)
-    with pytest.raises(UsageError, match="layer 0 has formats per head"):
-        tuned_bits(type(per_head)(per_head.model, per_head.cache_dtype, (changed,), per_head.workload, {}))
+    plan = make_plan(loaded, PAIR)
+    changed = replace(plan.layers[0], k_pages="pre")
+    with pytest.raises(UsageError, match="layer 0 has transforms of its keys"):
+        tuned_bits(replace(plan, layers=(changed,), tensors={"layers.0.rotary": rotary_table(changed.head_dim("k"))}))
 
 
 def test_run_tunes_and_fits_the_rooms(model: Path, recipe: Path, tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("compile {tmp}", 5, "does not exist hint: check the path, or make it first: kvcal allocate"),
     ("reparam {tmp} --model {model}", 5, "does not exist hint: check the path, or make it first: kvcal allocate"),
     ("allocate {run} --bits 3 --set allocate.granularity=neuron", 2, "neuron"),
-    ("allocate {run} --bits 3 --set allocate.granularity=head --set allocate.objective=kl", 2, "per layer"),
+    ("allocate {run} --bits 3 --set allocate.granularity=head", 2, "layer"),
     ("allocate {run} --set allocate.same_bytes_as=default", 2, "is no recipe of [formats] alone"),
     ("allocate {run} --bits 1e308", 2, "bits = 1e+308: Input should be less than or equal to 4096"),
     ("allocate {run} --bits 4.2 --context 256", 3, "raise the bits, or --context"),

@@ -112,14 +112,14 @@ def test_sliding_windows_take_rings_and_no_blocks() -> None:
 
 
 def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0) -> tuple[Plan, Split]:
-    """A plan of 12 layers with formats for each head, for 3 sequences of 1000 tokens in so many bytes."""
+    """A plan of 12 layers, for 3 sequences of 1000 tokens in so many bytes."""
     geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12)))
     spec = ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(64,), kl_samples=0)
     cache = CacheSpec(num_sink_tokens=num_sink_tokens, k_recent_window=0, v_recent_window=0)
     setup = ProfileSetup(IDENTITY, geometry, 10**6, 500, spec, cache, "f", "none", 1, 10, 9)
     heads_N1, bits_C = torch.arange(1.0, 5.0).double().unsqueeze(1), torch.tensor([2.0, 3.0, 4.0]).double()
     means = {f"sensitivity.{side}.{n}": Mean((n + 1) * heads_N1 * 4.0**-bits_C, 1) for n in range(12) for side in SIDES}
-    wanted = {"objective": "sensitivity", "granularity": "head", "kv_budget": f"{nbytes}B", "tp": tp, "engine": engine}
+    wanted = {"objective": "sensitivity", "kv_budget": f"{nbytes}B", "tp": tp, "engine": engine}
     wanted["drafts"] = drafts
     found = allocate(Profile(setup, means), AllocateSpec(batch=3, context=1000, **wanted), {})
     return Plan(IDENTITY, "bfloat16", found.layers, Workload(3, 1000), {}), found.split

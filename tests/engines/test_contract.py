@@ -15,12 +15,12 @@ from kvcal.engines.sglang import PLAN_VARIABLE, plugin
 from kvcal.errors import UnsupportedModel, UsageError
 
 OURS = "kvcal.engines.block"
-GOOD = Part(OURS, "BlockLayout.offset", ("pair", "side"))
+GOOD = Part(OURS, "BlockLayout.offset", ("side",))
 MISSING = {
     "module": (Part("kvcal.engines.nothing", "Attention"), "kvcal.engines.nothing.Attention (No module named"),
     "class": (Part(OURS, "Attention"), f"{OURS}.Attention (module"),
     "method": (Part(OURS, "BlockLayout.offsets"), f"{OURS}.BlockLayout.offsets (type object"),
-    "parameter": (Part(OURS, "BlockLayout.offset", ("pair", "row")), "BlockLayout.offset without the parameter row"),
+    "parameter": (Part(OURS, "BlockLayout.offset", ("side", "row")), "BlockLayout.offset without the parameter row"),
     "field": (Part(OURS, "BlockLayout", fields=("layer", "kind")), "BlockLayout without the field kind"),
 }
 

@@ -71,7 +71,7 @@ def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
-    "name", ["2 bits by channel", "keys of 16 bits", "three tiers", "per head", "sinks", "windows", "window rules"]
+    "name", ["2 bits by channel", "keys of 16 bits", "three tiers", "sinks", "windows", "window rules"]
 )
 def test_drafts_are_those_of_the_reference(name: str, dim: int) -> None:
     """Up to 7 drafts behind a token, of which any number is right, over the ends of pages; single tokens in between.

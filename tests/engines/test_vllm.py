@@ -45,7 +45,7 @@ FORMATS = [
     ((fmt(4),), (fmt(4, "token"),)),
     ((fmt(2, boost=Boost("magnitude", (Tier(4, 0.25),))),), (fmt(2, "token"),)),
     ((fmt(2, boost=Boost("query_magnitude", (Tier(8, 0.125),))),), (fmt(2, "token"),)),
-    ((fmt(4), fmt(2)), (fmt(3, "token"), fmt(2, "token"))),
+    ((fmt(4),), (fmt(3, "token"),)),
 ]
 
 
@@ -88,8 +88,7 @@ class Served:
         self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
 
     def with_copies(self) -> Plan:
-        """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for values, and
-        for single heads."""
+        """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for values."""
         more: list[tuple[dict[str, int], dict[str, int]]] = [
             ({"num_sink_tokens": 4}, {"num_sink_tokens": 4}), ({"recent_window": 128}, {"recent_window": 200}),
             ({"num_sink_tokens": 5, "recent_window": 64}, {}), ({}, {"recent_window": 32}),

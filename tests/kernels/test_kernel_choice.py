@@ -159,7 +159,7 @@ def test_what_is_refused_for_its_head_size() -> None:
 
 
 def test_every_reason_of_a_layer_is_told_once() -> None:
-    two = LayerPlan(AttentionGeometry(0, 8, 2, 80, 80), (K, K_SINKS), (V,))
+    two = LayerPlan(AttentionGeometry(0, 8, 2, 80, 80), (K_SINKS,), (V,))
     assert [reason.split(",")[0] for reason in slow_reasons(two, "bfloat16")] == [
         "head size 80",
         "4 sink tokens of keys and 0 of values",

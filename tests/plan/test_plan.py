@@ -20,8 +20,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
 
 
 def example() -> Plan:
-    """One layer of each kind; a format for all heads and one for each."""
-    k = (Format(2, "channel", 32, 4, 64), Format(3, "token", 64, param_dtype="bfloat16"))
+    """One layer of each kind."""
+    k = (Format(2, "channel", 32, 4, 64),)
     layers = (
         LayerPlan(StateGeometry(0, 640)),
         LayerPlan(AttentionGeometry(1, 4, 2, 64, 80), k, (RAW,)),
@@ -77,13 +77,12 @@ def test_same_bytes_in_two_fresh_processes():
 def test_predicted_bytes_worked_out_by_hand():
     """Two bytes a value; sequences of 4096 tokens; per head and sequence sinks, ring and pages."""
     state = 640
-    k_head_0 = (4 + 64 + 128) * 64 * 2 + 32 * (128 * 64 // 4 + 2 * 4 * 64 * 2)
-    k_head_1 = 128 * 64 * 2 + 32 * (128 * 64 * 3 // 8 + 2 * 128 * 2)
+    k_2 = (4 + 64 + 128) * 64 * 2 + 32 * (128 * 64 // 4 + 2 * 4 * 64 * 2)
     v_raw = 128 * 80 * 2 + 32 * 128 * 80 * 2
     sliding = 511 * 2 * (64 + 80) * 2
     k_raw = 128 * 64 * 2 + 32 * 128 * 64 * 2
     v_4 = (128 + 128) * 80 * 2 + 32 * (128 * 80 // 2 + 2 * 2 * 128 * 2)
-    total = 8 * (state + k_head_0 + k_head_1 + 2 * v_raw + sliding + 2 * k_raw + 2 * v_4)
+    total = 8 * (state + 2 * k_2 + 2 * v_raw + sliding + 2 * k_raw + 2 * v_4)
     assert example().predicted_bytes == body_of(example())["predicted_bytes"] == total
 
 

@@ -296,10 +296,9 @@ def test_keys_and_values_keep_their_own_formats() -> None:
         spec=ProfileSpec(num_bits=(2, 8), k_axes=("token",), group_sizes=(128,), kl_samples=0),
     )
     spec = AllocateSpec(bits=8.6, batch=BATCH, context=CONTEXT, objective="sensitivity")
-    for granularity in ("layer", "head"):
-        layers = allocate(found, replace(spec, granularity=granularity), {}).layers
-        assert {fmt.num_bits for layer in layers for fmt in layer.k} == {2}
-        assert all(fmt.num_bits >= 8 for layer in layers for fmt in layer.v)
+    layers = allocate(found, spec, {}).layers
+    assert {fmt.num_bits for layer in layers for fmt in layer.k} == {2}
+    assert all(fmt.num_bits >= 8 for layer in layers for fmt in layer.v)
 
 
 @pytest.mark.parametrize("budget", ["1TB", "1000000000000000000TB", "1" + "0" * 30])

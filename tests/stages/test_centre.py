@@ -67,13 +67,13 @@ def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
     assert {x.geometry.index for x in applied if x.k_offset} == {x.geometry.index for x in layers if x.is_paged}
     for layer in filter(lambda layer: layer.k_offset, applied):
         seen, index = keys_of(loaded)[layer.geometry.index], layer.geometry.index
-        total, heads = torch.zeros_like(seen.k_pre_BNTD[0, :, 0]).double(), layer.attention.num_kv_heads
+        total = torch.zeros_like(seen.k_pre_BNTD[0, :, 0]).double()
         for sequence in range(3):
             for position in range(FIRST, 300):
                 total += seen.k_pre_BNTD[sequence, :, position].double()
         mean_ND = total / (3 * (300 - FIRST))
         torch.testing.assert_close(tensors[f"layers.{index}.k_offset"].double(), mean_ND, rtol=1e-4, atol=1e-5)
-        codec = PageCodec.of_layer(layer, "k", LATTICE, slice(0, heads), "float32", tensors)
+        codec = PageCodec.of_layer(layer, "k", "float32", tensors)
         k_post, k_pre = seen.k_post_BNTD[0, :, :256], seen.k_pre_BNTD[0, :, :256].double()
         rest = (k_pre - mean_ND[:, None]).square().mean()
         assert (codec.read_back(k_post) - k_post).double().square().mean() < 0.02 * rest
@@ -157,7 +157,7 @@ def test_positions_are_those_of_pages() -> None:
     layers = layers_in(loaded, LATTICE)
     found = centring(loaded, layers, list(TOKENS), Notes())
     layer, tensors = found.apply(layers)[0], lattice_tensors(layers) | found.tensors()
-    codec = PageCodec.of_layer(layer, "k", LATTICE, slice(0, layer.attention.num_kv_heads), "float32", tensors)
+    codec = PageCodec.of_layer(layer, "k", "float32", tensors)
     mean_ND, page_index = found.stored["layers.0.k_offset"].double(), torch.tensor([5, 900])
     nothing = torch.zeros(2, len(mean_ND), 128, mean_ND.shape[1])
     turned = codec.restore(nothing, page_index)

@@ -177,7 +177,7 @@ def test_the_decoded_copy_after_reset() -> None:
 
 def test_verify_finds_a_page_that_changed() -> None:
     _, cache = run_both(KIVI_2, ragged_mask(300, 280), [300, 1, 1])
-    pages = cache.paged_layers[1].sides["v"][0].pool.records
+    pages = cache.paged_layers[1].sides["v"].pool.records
     pages[0, 0, 0] ^= 1
     with pytest.raises(ArtifactError, match="layer 1: the decoded v differ from the packed cache"):
         cache.verify_decoded()
@@ -191,7 +191,7 @@ def test_every_segment_compares_what_was_read_with_the_packed_cache(
 
     def flip(cache: PlanCache) -> None:
         counted(cache)
-        pages = cache.paged_layers[0].sides["k"][0].pool.records
+        pages = cache.paged_layers[0].sides["k"].pool.records
         assert len(pages)
         pages[0, 0, 0] ^= 1
 

@@ -262,7 +262,7 @@ def test_a_cache_packs_pages_with_feedback_and_errs_less(tmp_path, llama, k, v, 
         found = {"k": 0.0, "v": 0.0}
         for captured, layer in zip(seen, cache.paged_layers, strict=True):
             for side, exact in (("k", captured.k_post_BNTD), ("v", captured.v_BNTD)):
-                [part] = layer.store.sides[side]
+                part = layer.store.sides[side]
                 spans = [(0, 0, part.format.pages_read(190))]
                 read = part.decode(spans, torch.float32).transpose(0, 1).flatten(1, 2)
                 error = (read - exact[0, :, : read.shape[1]])[:, 2:].repeat_interleave(2, 0)
@@ -289,7 +289,7 @@ def test_sequences_of_a_batch_are_packed_as_alone(tmp_path, llama) -> None:
         with torch.no_grad():
             llama.model(input_ids=ids[row : row + 1], past_key_values=alone)
         for one, many in zip(alone.paged_layers, together.paged_layers, strict=True):
-            ours, theirs = one.store.sides["v"][0], many.store.sides["v"][0]
+            ours, theirs = one.store.sides["v"], many.store.sides["v"]
             slots = theirs.pool.slots([(row, 0, 1)])
             read = ours.codec.decode(ours.pool.records[ours.pool.slots([(0, 0, 1)])], 2)
             expected = theirs.codec.decode(theirs.pool.records[slots], 2)

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate import Allocation, Problem, allocate, pareto
+from kvcal.stages.allocate import Allocation, allocate, pareto
 from kvcal.stages.allocate.budget import resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import layer_bytes
 from kvcal.stages.checkpoint import Mean
@@ -49,12 +48,12 @@ def loss_of(profile: Profile, allocation: Allocation) -> float:
     total = 0.0
     for layer, side in itertools.product((layer for layer in allocation.layers if layer.is_paged), SIDES):
         losses = profile.losses("sensitivity", layer.geometry.index, side)
-        for head, fmt in enumerate(layer.head_formats(side)):
-            total += 0.0 if fmt == RAW else losses[Candidate(fmt.num_bits, fmt.axis, fmt.group_size)][head]
+        fmt = layer.format(side)
+        total += 0.0 if fmt == RAW else sum(losses[Candidate(fmt.num_bits, fmt.axis, fmt.group_size)])
     return total
 
 
-@pytest.mark.parametrize("granularity", ["layer", "head", "block"])
+@pytest.mark.parametrize("granularity", ["layer", "block"])
 def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None:
     """Keys per token, as values are: nothing but their losses tells them apart."""
     profile = profile_of(LOUD)
@@ -63,48 +62,6 @@ def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None
         assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
     found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), {})
     assert [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
-
-
-def sharded_profile(num_kv_heads: int, loud_heads: tuple[int, ...]) -> Profile:
-    """One layer of 8 query heads; ``loud_heads`` lose a hundred times as much as the others."""
-    layer = AttentionGeometry(0, 8, num_kv_heads, 32, 32)
-    subject = ProfileSetup(
-        IDENTITY, Geometry("llama", "bfloat16", (layer,)), 10**6, 500, PER_TOKEN, CACHE, "f", "none", 1, 10, 9
-    )
-    heads_N1 = torch.tensor([[100.0 if head in loud_heads else 1.0 + head / 64] for head in range(num_kv_heads)])
-    costs = Mean(heads_N1.double() * 4.0 ** -torch.tensor([2.0, 4.0], dtype=torch.float64), 1)
-    return Profile(subject, {f"sensitivity.{side}.0": costs for side in SIDES})
-
-
-@pytest.mark.parametrize(("num_kv_heads", "tp", "num_units"), [(8, 1, 16), (8, 2, 8), (8, 4, 4), (8, 8, 2), (4, 8, 2)])
-def test_every_rank_gets_the_same_bytes(num_kv_heads: int, tp: int, num_units: int) -> None:
-    """More ranks than heads hold copies: then all heads are alike."""
-    profile = sharded_profile(num_kv_heads, (1, 3))
-    for bits in (4.0, 5.0, 6.3, 8.0):
-        spec = AllocateSpec(bits=bits, granularity="head", tp=tp, **LENGTHS)
-        assert len(Problem(profile, spec).units) == num_units
-        found = allocate(profile, spec, {})
-        assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
-        for side in SIDES:
-            formats = found.layers[0].head_formats(side)
-            share = max(1, num_kv_heads // tp)
-            ranks = [sorted(fmt.num_bits for fmt in formats[n : n + share]) for n in range(0, num_kv_heads, share)]
-            assert ranks == ranks[:1] * len(ranks)
-
-
-def test_ranks_put_heads_that_lose_much_together() -> None:
-    """Heads 0 and 7 are the loudest of two ranks: they alone get more bits, as without ranks."""
-    profile = sharded_profile(8, (0, 7))
-    spec = AllocateSpec(bits=4.0, granularity="head", **LENGTHS)
-    alone = allocate(profile, spec, {})
-    bits = [fmt.num_bits for fmt in alone.layers[0].head_formats("k")]
-    assert bits[0] == bits[7] > min(bits) == max(bits[1:7])
-    assert allocate(profile, replace(spec, tp=2), {}).layers == alone.layers
-
-
-def test_heads_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="8 query heads and 8 KV heads, which 3 ranks cannot share equally"):
-        allocate(sharded_profile(8, ()), AllocateSpec(bits=4.0, granularity="head", tp=3, **LENGTHS), {})
 
 
 def test_one_rank_is_not_written_down() -> None:

@@ -110,7 +110,7 @@ def test_more_bits_are_nearer_to_16(name: str) -> None:
     assert 0 < rotated < kl[0] and raw == 0
 
 
-@pytest.mark.parametrize("granularity", ["layer", "block", "head"])
+@pytest.mark.parametrize("granularity", ["layer", "block"])
 def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
     measured_profile: profile.Profile, granularity: str
 ) -> None:

@@ -60,10 +60,6 @@ def changed(layers: tuple[LayerPlan, ...], index: int, **changes) -> tuple[Layer
     "changes, refused",
     [
         ({1: {"k": (RAW,), "v": (RAW,)}}, {(1, "k"): "16 bits", (1, "v"): "16 bits"}),
-        (
-            {1: {"k": (REST, replace(REST, num_bits=3))}},
-            {(1, "k"): "formats per head", (1, "v"): "one format", (2, "k"): "one format"},
-        ),
         ({1: {"k_rescale": True}}, {(1, "k"): "k_rescale"}),
         ({2: {"v": (replace(REST, recent_window=64),)}}, {}),
         (

@@ -188,7 +188,7 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [
-        *((name, "bfloat16") for name in (*FORMATS, *TRANSFORMED, "per head", "lattice") if name != "basis"),
+        *((name, "bfloat16") for name in (*FORMATS, *TRANSFORMED, "lattice") if name != "basis"),
         *((name, "float32") for name in ("kivi", "rotated, feedback", "lattice", "16 bits")),
     ],
 )

@@ -254,7 +254,7 @@ def test_error_feedback_ships_if_it_is_better(
     assert plan.provenance["calibration"]["search.feedback_data"]["purpose"] == "fit"
     for layer in plan.layers:  # what is reconstructed before it is read has no kernels for feedback
         for side in SIDES:
-            assert not layer.feedback(side) or not stored_form(layer, side, layer.formats(side)[0])
+            assert not layer.feedback(side) or not stored_form(layer, side)
     for purpose in ("select", "validate"):
         stored = artifact.read(tmp_path / f"search.{purpose}.safetensors", f"{KIND}-partial", 1)
         assert plan_digest(plan) in stored.tensors
@@ -301,13 +301,6 @@ def test_a_search_for_decoding_needs_no_fits_and_stores_what_attention_reads(
     assert all(f.lattice_dim is None for layer in record.layers for side in SIDES for f in layer.formats(side))
     assert any("left out: aqua-kv" in message for message in told.messages)
     assert any("at most" in message and "plans" in message for message in told.messages)
-
-
-def test_heads_of_their_own(loaded: LoadedModel, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, 4.2, ("context = 20000", 'context = 20000\ngranularity = "head"'))
-    record = built(recipe, loaded, tmp_path)
-    assert not record.report.units or any("heads 1" in unit.unit for unit in record.report.units)
-    verify_plan(load_plan(tmp_path / "plan.safetensors"), loaded, 400, Silent())
 
 
 def test_pools_that_meet_are_refused(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ CASES = {
     "several final bits": (
         *uniform(1, FOUR, TWO),
         LayerPlan(attention(1), (RAW,), (Format(3, "token", 64),)),
-        LayerPlan(attention(2), (Format(8, "channel", 32), TWO), (Format(1, "token", 32), RAW)),
+        LayerPlan(attention(2), (Format(8, "channel", 32),), (Format(1, "token", 32),)),
     ),
     "other layers": (
         LayerPlan(attention(0, window=150)),

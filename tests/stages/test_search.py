@@ -19,11 +19,9 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import check_layers, tensors_nbytes
 from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages.search import compose as search_module
-from kvcal.stages.search import problem as search_problem
 from kvcal.stages.search.compose import Candidate, Change, search
 from kvcal.stages.search.compositions import (
     OptionTensors,
-    Unit,
     choice_style,
     composed_layers,
     styles_of,
@@ -48,7 +46,6 @@ KINDS = ("prose", "code") * 6
 
 def wide_problem(
     spec: SearchSpec = SPEC,
-    per_head: bool = False,
     cache: CacheSpec = CACHE,
     predictors: PredictorSpec | None = None,
     geometry: Geometry = GEOMETRY,
@@ -57,7 +54,7 @@ def wide_problem(
     plans = system_plans(geometry, spec, predictors).values()
     styles = {side: styles_of(side, spec, cache, predictors, plans) for side in SIDES}
     speed = speed_of(spec.serve, geometry.cache_dtype, WORKLOAD)
-    return problem_of(geometry, styles, predictors, WORKLOAD, room, per_head, speed)
+    return problem_of(geometry, styles, predictors, WORKLOAD, room, speed)
 
 
 def problem(share: float = 0.5, **kwargs) -> Problem:
@@ -264,9 +261,8 @@ def test_the_same_search_measures_the_same_plans_and_no_more_than_planned() -> N
     most = planned(small, tiers_of(KINDS), 0, 2)
     assert len(set(runs[0])) - 1 <= most.plans and most.texts >= most.plans
     heads = Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 32, 8, 64, 64) for n in range(32)))
-    for per_head in (False, True):
-        wide = wide_problem(per_head=per_head, geometry=heads, spec=replace(SPEC, serve="decode"))
-        assert planned(wide, (5, 10, 20), 9, 2).plans <= 1300
+    wide = wide_problem(geometry=heads, spec=replace(SPEC, serve="decode"))
+    assert planned(wide, (5, 10, 20), 9, 2).plans <= 1300
 
 
 def test_every_composition_fits_the_budget_in_bytes() -> None:
@@ -321,13 +317,12 @@ def solved(which: Problem, seed: int) -> Choice:
     return choice
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-def test_rotated_pages_are_options_for_decoding(per_head: bool) -> None:
+def test_rotated_pages_are_options_for_decoding() -> None:
     lattice = {"quantizer": "rotated-lattice"}
     keys = (KeyChoice(2), KeyChoice(3, "token", quantizer="rotated"), KeyChoice(2, "token", **lattice))
     values = (ValueChoice(2, **lattice), ValueChoice(4, quantizer="rotated"), ValueChoice(4))
     spec = SearchSpec("decode", (), keys, values)
-    wide = wide_problem(spec, per_head)
+    wide = wide_problem(spec)
     assert [{o.format.quantizer for o in row} for row in wide.options] == [
         {"uniform", "rotated", "rotated-lattice"}
     ] * len(wide.units)
@@ -335,9 +330,7 @@ def test_rotated_pages_are_options_for_decoding(per_head: bool) -> None:
         choice = solved(wide, seed)
         layers, tensors = composed_layers(GEOMETRY, wide.chosen(choice), OptionTensors({}, {}))
         plan = Plan(IDENTITY, "bfloat16", layers, WORKLOAD, {}, tensors)
-        formats = [fmt for layer in layers for side in SIDES for fmt in layer.formats(side)]
-        signs = 64 * sum(fmt.quantizer != "uniform" for fmt in formats)
-        assert plan.predicted_bytes <= wide.size(choice) <= plan.predicted_bytes + signs * per_head
+        assert plan.predicted_bytes == wide.size(choice)
         assert wide.choice_of(layers) == choice
     large = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 256, 256) for index in range(2)))
     assert all(o.format.quantizer == "uniform" for row in wide_problem(spec, geometry=large).options for o in row)
@@ -357,8 +350,6 @@ def test_systems_are_plans_of_the_options() -> None:
     assert all(layer.k_rescale and not layer.k[0].shrink_at for layer in plans["pm-kvq-2"])
     rotated = tuple(replace(layer, k_pages="pre") for layer in plans["kivi-2"])
     assert wide.choice_of(rotated) is None
-    heads = wide_problem(spec, per_head=True, predictors=PredictorSpec())
-    assert heads.choice_of(plans["aqua-kv"]) is None and heads.choice_of(plans["kitty-pro"]) is not None
     assert "aqua-kv" not in system_plans(GEOMETRY, spec, None)
 
 
@@ -385,25 +376,8 @@ def test_sixteen_bits_are_an_option_everywhere_and_make_plans_beside_predictions
     assert with_raw >= 20
 
 
-def test_heads_have_units_in_groups_and_lambda_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = problem(0.5, per_head=True)
-    assert small.units[:4] == (Unit(0, "k", (0,)), Unit(0, "v", (0,)), Unit(0, "k", (1,)), Unit(0, "v", (1,)))
-    choice = [0] * len(small.units)
-    choice[2] = 2
-    layers, tensors = composed_layers(GEOMETRY, small.chosen(tuple(choice)), OptionTensors(LAMBDAS, {}))
-    assert [fmt.axis for fmt in layers[0].k] == ["channel", "token"]
-    [lambdas] = LAMBDAS.values()
-    assert torch.equal(tensors["layers.0.k_rescale"], torch.stack([torch.ones(64), lambdas[0][1]]))
-    outcome = run(small, pools(additive(small)))
-    assert outcome.champion.choice is not None and len({*outcome.champion.choice}) > 1
-    monkeypatch.setattr(search_problem, "MAX_UNITS", 8)
-    assert [unit.heads for unit in problem(0.5, per_head=True).units] == [(0, 1)] * 6
-    eight = Geometry("llama", "bfloat16", (AttentionGeometry(0, 8, 8, 64, 64),))
-    assert [u.heads for u in wide_problem(per_head=True, geometry=eight).units[::2]] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-
-
-def test_every_head_of_every_layer_has_its_own_lambda() -> None:
-    small = problem(0.5, per_head=True)
+def test_every_layer_has_its_own_lambda() -> None:
+    small = problem(0.5)
     choice = tuple(2 if unit.side == "k" else 0 for unit in small.units)
     _, tensors = composed_layers(GEOMETRY, small.chosen(choice), OptionTensors(LAMBDAS, {}))
     [lambdas] = LAMBDAS.values()

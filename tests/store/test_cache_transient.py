@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import KIVI_2, SINKS_3, llama_plan, padded, per_head, random_states, recipe_formats, tiny_llama
+from cache_cases import KINDS, KIVI_2, SINKS_3, llama_plan, padded, random_states, recipe_formats, tiny_llama
 from form_cases import with_tensors
 from progressive_cases import K_2, V_2, fixed, scheduled
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -88,7 +88,7 @@ LATTICE, TWO_LAYERS = (Format(2, lattice_dim=2),), llama_plan(RAW, RAW).layers
 PLANS = {
     "kivi": llama_plan(*KIVI_2),
     "sinks": llama_plan(*SINKS_3),
-    "per head": llama_plan(*per_head(2)),
+    "windows": llama_plan(*KINDS["windows"]),
     "raw": llama_plan(RAW, RAW),
     "kitty": llama_plan(*recipe_formats()["kitty"]),
     "lattice": with_tensors(llama_plan(RAW, RAW), [replace(layer, k=LATTICE, v=LATTICE) for layer in TWO_LAYERS], None),
@@ -108,7 +108,7 @@ def test_the_bound_holds_at_every_step(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["per head", "scheduled"])
+@pytest.mark.parametrize("name", ["windows", "scheduled"])
 def test_the_bound_holds_for_ragged_batches(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PLANS[name]
     states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (400, 270, 1)], 400, side)

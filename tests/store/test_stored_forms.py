@@ -34,7 +34,7 @@ from kvcal.kernels import variants
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import decode_defines
-from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
+from kvcal.kernels.variants import VARIANTS, variant_of
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
 from kvcal.pages.record_layout import noted_in
@@ -108,7 +108,7 @@ def test_scratch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compare(static_of(plan, 720, 2), dynamic_of(plan), (600, 640, *range(641, 660), 700), inputs) >= 36
 
 
-@pytest.mark.parametrize("name", ["lattice d=4", "linear", "before RoPE, heads apart"])
+@pytest.mark.parametrize("name", ["lattice d=4", "linear", "before RoPE"])
 def test_reset_and_rows_that_change_places(name: str) -> None:
     plan, inputs = form_plan(name), [states(layer, 3, 300) for layer in LAYERS]
     static = static_of(plan, 320, 3)
@@ -145,14 +145,7 @@ def test_bytes_are_the_plans_and_scratch_is_counted(name: str, max_tokens: int) 
     forms = static.static.forms
     page_bytes = 2 * 128 * HEAD_DIM * 2  # of two heads, in bf16
     most = {
-        side: max(
-            sum(
-                len(range(*heads.indices(2))) * num_pages(max_tokens)
-                for fmt, heads in layer.runs(side)
-                if fmt.lattice_dim or layer.predictor(side) or (side == "k" and layer.k_pages == "pre")
-            )
-            for layer in plan.layers
-        )
+        side: max(2 * num_pages(max_tokens) * bool(variants.stored_form(layer, side)) for layer in plan.layers)
         for side in ("k", "v")
     }
     kept = sum(tensor.nbytes for tensor in forms._slots)
@@ -275,9 +268,8 @@ def test_kernels_compile_for_reconstructed_sides(name: str, capability: tuple[in
     geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 128, 128) for index in LAYERS))
     layer = form_plan(name, geometry=geometry).layers[0]
     assert not list(refusals(layer, "bfloat16"))
-    (pair,) = head_ranges(layer)
-    variant, arch = variant_of(layer, pair, "bfloat16"), f"sm_{capability[0]}{capability[1]}"
-    reconstructed = [variants.stored_form(layer, side, pair.format(side)) is not None for side in SIDES]
+    variant, arch = variant_of(layer, "bfloat16"), f"sm_{capability[0]}{capability[1]}"
+    reconstructed = [variants.stored_form(layer, side) is not None for side in SIDES]
     assert [variant.num_bits(side) == 16 for side in SIDES] == reconstructed
     assert VARIANTS[variant.number] == variant
     defines = decode_defines(variant, "bfloat16", False, capability)

@@ -77,7 +77,6 @@ def plans() -> dict[str, Plan]:
         Format(2, "channel", 32, window_rule=WindowRule("paged", 0.2, 100)), Format(2, "token", 32, window_rule=RULE)
     )
     found["progressive, λ"] = transformed(staged_plan((140, 260, 300), (200, 300), num_layers=2))
-    found["heads apart"] = llama_plan((KIVI_2[0], Format(3, "token", 64, 4, 64)), KIVI_2[1])
     found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
     found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
     fed, rotated = llama_plan(KITTY, KIVI_2[1]), (Format(2, quantizer="rotated"),)

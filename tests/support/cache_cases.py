@@ -29,16 +29,13 @@ KIVI_2 = (Format(2, "channel", 32), Format(2, "token", 32, recent_window=128))
 SINKS_3 = (Format(3, "channel", 64, 4, 64), Format(3, "token", 64, 5, 33, "bfloat16"))
 
 
-def per_head(num_kv_heads: int) -> tuple[tuple[Format, ...], tuple[Format, ...]]:
-    """Every head another format: all bits, both K axes, sinks, windows and parameter dtypes."""
-    k = [
-        Format(3, "channel", 64, 4),
-        Format(2, "token", 32, 0, 128, "bfloat16"),
-        RAW,
-        Format(8, "channel", 128, 1, 17, "float32"),
-    ]
-    v = [Format(1, "token", 32, 5), Format(4, "token", 64, 0, 64), Format(4, "token", 64, 0, 64), RAW]
-    return tuple((k * 2)[:num_kv_heads]), tuple((v * 2)[:num_kv_heads])
+# All bits, both K axes, sinks, windows and parameter dtypes.
+KINDS = {
+    "sinks": (Format(3, "channel", 64, 4), Format(1, "token", 32, 5)),
+    "windows": (Format(2, "token", 32, 0, 128, "bfloat16"), Format(4, "token", 64, 0, 64)),
+    "raw keys": (RAW, Format(4, "token", 64, 0, 64)),
+    "raw values": (Format(8, "channel", 128, 1, 17, "float32"), RAW),
+}
 
 
 def recipe_formats() -> dict[str, tuple[Format, Format]]:
@@ -188,10 +185,9 @@ def after_crop(plan: Plan, side: Side, read: Tensor, raw: Tensor, kept: int) -> 
     """What ``kept`` tokens of layer 0 read back as once the others were removed: [B, N, kept, D], from ``read`` and
     ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no more, tokens are raw, if
     the ring still has them."""
-    expected, total = read[:, :, :kept].clone(), read.shape[2]
-    for head, fmt in enumerate(plan.layers[0].head_formats(side)):
-        first = max(total - fmt.ring_tokens, 128 * fmt.pages_read(kept), 0)
-        expected[:, head, first:] = raw[:, head, first:kept]
+    expected, fmt = read[:, :, :kept].clone(), plan.layers[0].format(side)
+    first = max(read.shape[2] - fmt.ring_tokens, 128 * fmt.pages_read(kept), 0)
+    expected[:, :, first:] = raw[:, :, first:kept]
     return expected
 
 

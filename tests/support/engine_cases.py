@@ -28,8 +28,8 @@ def boosted(score: str, *tiers: Tier) -> Format:
 
 BY_QUERIES = ("query_magnitude", "query_range")
 V2 = Format(2, "token", 32)
-# Every kind of format that an engine takes: formats of K and V, one for all heads or one for each.
-TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
+# Every kind of format that an engine takes: formats of K and V.
+TAKEN: dict[str, tuple[Format, Format]] = {
     **{f"{bits} bits by channel": (Format(bits, "channel", 64), Format(bits, "token", 32)) for bits in (1, 2, 3, 4, 8)},
     "keys by token": (Format(3, "token", 32, param_dtype="bfloat16"), Format(4, "token", 64, param_dtype="float32")),
     "16 bits": (RAW, RAW),
@@ -39,13 +39,9 @@ TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
     "three tiers": (boosted("magnitude", Tier(16, 0.125), Tier(8, 0.125, 0.5), Tier(4, 0.25)), V2),
     "rotated": (Format(4, "token", 64, quantizer="rotated"), Format(2, "token", 32, quantizer="rotated")),
     "rotated values": (boosted("magnitude"), Format(3, "token", 64, quantizer="rotated")),
-    "per head": (
-        [Format(4, "channel", 32), Format(4, "channel", 32), RAW, boosted("random")],
-        [Format(2, "token", 32), Format(8, "token", 64), Format(3, "token", 32), Format(3, "token", 32)],
-    ),
 }
 # With tokens at 16 bits beside the pages: engines take them where prefixes are not cached.
-UNSHARED: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
+UNSHARED: dict[str, tuple[Format, Format]] = {
     "sinks": (Format(2, "channel", 64, num_sink_tokens=4), Format(2, "token", 32, num_sink_tokens=130)),
     "windows": (Format(2, "channel", 32, recent_window=64), Format(2, "token", 32, recent_window=300)),
     "sinks and window": (
@@ -56,12 +52,8 @@ UNSHARED: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
         Format(4, "channel", 32, window_rule=WindowRule("paged", 0.6, 200)),
         Format(2, "token", 64, window_rule=WindowRule("clamped", 0.5, 200), num_sink_tokens=1),
     ),
-    "per head, with sinks": (
-        [Format(4, num_sink_tokens=3), RAW, boosted("random"), Format(2, "channel", 32, recent_window=7)],
-        [Format(2, "token", 32, recent_window=200), V2, RAW, Format(2, "token", 32, num_sink_tokens=40)],
-    ),
 }
-TRANSFORMED = ("2 bits by channel", "three tiers", "per head")
+TRANSFORMED = ("2 bits by channel", "three tiers", "random")
 
 
 def plan_for(name: str, num_kv_heads: int = 4, cache_dtype: str = "float32", num_layers: int = 1) -> Plan:
@@ -113,9 +105,8 @@ class Memory:
             self.random.shuffle(free)
 
     def pages(self, side: Side, blocks: list[int]) -> list[Tensor]:
-        """Of every head range, the records [P, n, record_bytes] in these blocks."""
-        layout = self.step.layout
-        return [layout.pages(self.blocks, pair, side)[blocks] for pair in layout.ranges]
+        """The records [P, N, record_bytes] in these blocks."""
+        return [self.step.layout.pages(self.blocks, side)[blocks]]
 
 
 class Sequence:
@@ -168,8 +159,8 @@ def decode(
 
 
 def cache_records(cache: PlanCache, side: Side) -> list[Tensor]:
-    """Of every head range of layer 0, its records [P, n, record_bytes] of a cache of one sequence."""
-    return [part.pool.records for part in cache.layers[0].sides[side]]
+    """The records [P, N, record_bytes] of layer 0 of a cache of one sequence."""
+    return [cache.layers[0].sides[side].pool.records]
 
 
 def random_tokens(tokens: int, num_kv_heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,9 +29,8 @@ ROTATED = Format(3, num_sink_tokens=4, quantizer="rotated")
 KITTY = Format(2, "channel", 64, 4, boost=Boost("magnitude", (Tier(4, 0.25),)))
 
 
-def _formats(k: Format | Sequence[Format], v: Format | Sequence[Format], **changes) -> Change:
-    sides = [tuple(side) if isinstance(side, Sequence) else (side,) for side in (k, v)]
-    return lambda layer: replace(layer, k=sides[0], v=sides[1], **changes)
+def _formats(k: Format, v: Format, **changes) -> Change:
+    return lambda layer: replace(layer, k=(k,), v=(v,), **changes)
 
 
 def _predicted(kind: str, k: Format, v: Format, source: int, **size) -> Change:
@@ -44,20 +43,15 @@ LAYERS: dict[str, list[Change]] = {
     "lattice d=2": [_formats(LATTICE_2, replace(LATTICE_2, num_bits=4, recent_window=17))],
     "lattice d=4": [_formats(LATTICE_4, LATTICE_4), _formats(LATTICE_2, V)],
     "lattice, keys with λ and offset": [_formats(LATTICE_2, V, k_rescale=True, k_offset=True)],
-    "lattice, heads of the other side apart": [
-        _formats((K, RAW), LATTICE_2),
-        _formats(LATTICE_4, (replace(V, num_bits=4), V)),
-    ],
     "lattice, queries choose channels of keys": [_formats(QUERY, replace(LATTICE_2, num_sink_tokens=5))],
     "lattice, windows that grow": [_formats(replace(LATTICE_2, window_rule=RULE), replace(V, window_rule=RULE))],
     "before RoPE": [_formats(K, V, k_pages="pre"), _formats(K, RAW, k_pages="pre")],
-    "before RoPE, heads apart": [_formats((RAW, replace(K, num_bits=3, recent_window=20)), (V, V), k_pages="pre")],
     "before RoPE, boosted": [_formats(KITTY, V, k_pages="pre")],
     "before RoPE, on a lattice": [_formats(LATTICE_2, LATTICE_4, k_pages="pre")],
     "rotated residuals": [_formats(K, V), _predicted("linear", ROTATED, ROTATED, 0), _predicted("linear", K, V, 1)],
     "before RoPE, less a constant": [
         _formats(LATTICE_2, V, k_pages="pre", k_offset=True),
-        _formats((RAW, ROTATED), V, k_pages="pre", k_offset=True),
+        _formats(ROTATED, V, k_pages="pre", k_offset=True),
     ],
     "linear, from keys before RoPE less a constant": [
         _formats(LATTICE_2, V, k_pages="pre", k_offset=True),
@@ -77,10 +71,6 @@ LAYERS: dict[str, list[Change]] = {
     "values alone, from keys that queries chose": [
         _formats(QUERY, replace(V, num_sink_tokens=5)),
         _formats(QUERY, replace(V, num_sink_tokens=5), v_predictor=Predictor("linear", 0)),
-    ],
-    "values alone, from a layer of two head ranges": [
-        _formats((K, RAW), V),
-        _formats(K, V, v_predictor=Predictor("linear", 0)),
     ],
     "predicted, sinks and windows of other sides": [
         _formats(RAW, replace(V, recent_window=40)),
@@ -175,9 +165,9 @@ def as_met(layer: PagedLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
     bits."""
     found = [keys.clone(), values.clone()]
     for form in layer.forms:
-        if form.tokens:
-            x = found[SIDES.index(form.codec.side)]
-            x[:, form.codec.heads] = x[:, form.codec.heads].bfloat16().float()
+        if form.tokens is not None:
+            number = SIDES.index(form.codec.side)
+            found[number] = found[number].bfloat16().float()
     return found
 
 

@@ -20,7 +20,7 @@ from kvcal.data.tasks import chain
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.feedback import factor_spec
-from kvcal.plan.page_format import RAW, SIDES, Format
+from kvcal.plan.page_format import SIDES
 
 VOCABULARY = 512
 RECIPES = recipe_formats()
@@ -29,10 +29,6 @@ PAIRS = {name: pair for name, pair in FORMATS.items() if name != "different sink
     "query magnitude": (FORMATS["query magnitude"][0], SINKS_5),
     "random": (FORMATS["random"][0], SINKS_5),
     "mixkvq": RECIPES["mixkvq-capped"],
-    "per head": (
-        (Format(3, "channel", 64, 4), RAW),
-        (Format(1, "token", 32, 4), Format(4, "token", 64, 0, 64)),
-    ),
 }
 
 
@@ -86,7 +82,7 @@ def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
 
 def mixed_plan(model: hf.PreTrainedModel) -> Plan:
     """Every layer another pair of formats."""
-    names = ("16 bits", "kitty", "per head", "mixkvq", "kivi", "clamped window", "uniform", "paged window", "queries")
+    names = ("16 bits", "kitty", "mixkvq", "kivi", "clamped window", "uniform", "paged window", "queries")
     layers = []
     for index, layer in enumerate(plan_for(model, "kivi").layers):
         other = plan_for(model, names[index % len(names)]).layers[index]

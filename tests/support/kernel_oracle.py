@@ -4,7 +4,7 @@ range that a plan can hold; and tokens that try the quantizer."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -84,7 +84,9 @@ class Case:
             f"layers.0.{self.side}_feedback": feedback_of(NUM_HEADS, self.dim),
             f"layers.0.{self.side}_signs": random_signs(self.dim, 2),
         }
-        return PageCodec.of_layer(plan, self.side, self.fmt, HEADS, self.cache, tensors)
+        codec = PageCodec.of_layer(plan, self.side, self.cache, tensors)
+        of_heads = {name: getattr(codec, name) for name in ("rescale", "offset", "feedback")}
+        return replace(codec, heads=HEADS, **{name: None if x is None else x[HEADS] for name, x in of_heads.items()})
 
     def tokens(self, *shape: int) -> Tensor:
         """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with outliers."""

@@ -11,7 +11,7 @@ from static_cases import assert_same_pages, listened
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Workload
 
 # Pages are packed with 128, 256 and 384 tokens.
@@ -49,10 +49,9 @@ def transformed(plan: Plan) -> Plan:
 
 
 def mixed_plan() -> Plan:
-    """Heads that shrink beside heads of 16 bits, with growing windows, and that hear queries."""
-    k = (Format(2, "channel", 32, 3, boost=Boost("query_range", (Tier(16, 0.25, 1.5), Tier(4, 0.25)))), RAW)
-    rule = WindowRule("clamped", 0.25, 60, 10)
-    v = (dataclasses.replace(fmt("v", (150, 270)), window_rule=rule), fmt("v", (140, 290, 300)))
+    """Values that shrink, with growing windows, beside keys that hear queries."""
+    k = Format(2, "channel", 32, 3, boost=Boost("query_range", (Tier(16, 0.25, 1.5), Tier(4, 0.25))))
+    v = dataclasses.replace(fmt("v", (140, 150, 290)), window_rule=WindowRule("clamped", 0.25, 60, 10))
     return dataclasses.replace(llama_plan(k, v, num_layers=1), workload=Workload(8, 2048))
 
 

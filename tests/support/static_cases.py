@@ -11,7 +11,6 @@ from cache_cases import (
     KIVI_2,
     SINKS_3,
     llama_plan,
-    per_head,
     random_ids,
     recipe_formats,
     tiny_llama,
@@ -60,13 +59,11 @@ TRANSFORMED = {
 
 
 def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype: str = "bfloat16") -> Plan:
-    """For ``tiny_llama(num_kv_heads, num_layers)``; "per head": every head another format; "transformed": λ and offset;
-    "feedback": with error feedback of both sides, too, and "rotated, feedback": the same of rotated pages.
+    """For ``tiny_llama(num_kv_heads, num_layers)``; "transformed": λ, offset; "feedback": with error feedback of both
+    sides, too, and "rotated, feedback": the same of rotated pages.
 
     With one layer, keys, values and queries depend on the tokens alone, so both caches store the very same bytes.
     """
-    if name == "per head":
-        return llama_plan(*per_head(num_kv_heads), num_kv_heads, cache_dtype, num_layers)
     if name not in TRANSFORMED:
         return llama_plan(*FORMATS[name], num_kv_heads, cache_dtype, num_layers)
     plan = llama_plan(*FORMATS[TRANSFORMED[name]], num_kv_heads, cache_dtype, num_layers)

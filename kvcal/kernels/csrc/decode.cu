@@ -1,4 +1,4 @@
-// Attention of the new tokens of each sequence, mostly one, over the packed cache of one head range: dequantization, Q K^T, online
+// Attention of the new tokens of each sequence, mostly one, over the packed cache of one layer: dequantization, Q K^T, online
 // softmax and P V in one pass, and the merge of the parts.
 //
 // The algebra is folded, so that a code costs no multiplication of its own: scales go to the operand that is not the

@@ -1,4 +1,4 @@
-// Attention of one new token per sequence over the packed cache of one head range, for every head size and every pair
+// Attention of one new token per sequence over the packed cache of one layer, for every head size and every pair
 // of formats: the same operator as decode.cu, without its tensor cores and without what they ask of sizes.
 //
 // A tile, the next 32 tokens of a row and head, is decoded to fp32 in shared memory, keys first; one product with all

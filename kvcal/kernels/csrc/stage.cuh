@@ -1,6 +1,6 @@
 // Pages that shrink on a schedule: where the pages of a region lie, stage by stage (kvcal/kernels/operands.py).
 //
-// A region is one side of one head range of a layer; all of them share one memory. A kernel that is compiled for the
+// A region is one side of a layer; all of them share one memory. A kernel that is compiled for the
 // bits of one stage is launched in every stage, with STAGED, and does nothing in the others.
 
 struct Region {

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvcal.engines.capacity import engine_bytes
-from kvcal.engines.shard import rank_heads
 from kvcal.engines.support import require_served
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import ModelIdentity
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
@@ -33,7 +32,6 @@ from kvcal.stages.allocate.record import (
     load,
     made_progressive,
     num_values,
-    one_or_each,
     save,
     unbudgeted,
 )
@@ -127,74 +125,46 @@ def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> list[dict[s
     return rows
 
 
-class _Cost(NamedTuple):
-    """A format of one layer's keys or values: the bytes of a KV head, and the loss of every head, or of all as one."""
-
-    format: Format
-    nbytes: int
-    losses: list[float]
-
-    def loss(self, heads: Sequence[int]) -> float:
-        return self.losses[0] if len(self.losses) == 1 else sum(self.losses[head] for head in heads)
-
-
 class Problem:
-    """``units`` of the integer program, with the formats behind every option."""
+    """``units`` of the integer program, with the formats of every option."""
 
     def __init__(self, profile: Profile, spec: AllocateSpec) -> None:
-        if spec.granularity == "head" and spec.objective != "sensitivity":
-            raise UsageError(
-                f"objective = {spec.objective!r} is measured per layer, and granularity = 'head' was asked for",
-                hint="use objective = 'sensitivity' for heads",
-            )
         self.workload = workload_of(spec)
         self.geometry = profile.geometry
         self.units: list[Unit] = []
-        self._formats: list[list[dict[tuple[int, Side, int], Format]]] = []  # of (cache index, side, head)
+        self._formats: list[list[dict[tuple[int, Side], Format]]] = []  # by cache index and side
         for layer in bare_layers(profile.geometry):
             if layer.is_paged:
                 costs = {side: self._costs(profile, spec, layer, side) for side in SIDES}
-                for share in self._shares(spec, layer, costs):
-                    self._add_unit(layer.geometry.index, share, costs)
+                is_block = spec.granularity == "block" and (spec.rotary or not layer.attention.is_latent)
+                for sides in [SIDES] if is_block else [(side,) for side in SIDES]:
+                    self._add_unit(layer.geometry.index, sides, costs)
 
-    @staticmethod
-    def _shares(
-        spec: AllocateSpec, layer: LayerPlan, costs: Mapping[Side, Mapping[str, _Cost]]
-    ) -> list[list[tuple[Side, tuple[int, ...]]]]:
-        """Parts of a layer that get one format together: sides, and heads of each."""
-        every = tuple(range(layer.attention.num_kv_heads))
-        if spec.granularity == "head":
-            return [[(side, heads)] for side in SIDES for heads in _alike(layer, costs[side], spec.tp)]
-        if spec.granularity == "block" and (spec.rotary or not layer.attention.is_latent):
-            return [[(side, every) for side in SIDES]]
-        return [[(side, every)] for side in SIDES]
-
-    def _costs(self, profile: Profile, spec: AllocateSpec, layer: LayerPlan, side: Side) -> dict[str, _Cost]:
-        """By name, equal for keys and values."""
+    def _costs(
+        self, profile: Profile, spec: AllocateSpec, layer: LayerPlan, side: Side
+    ) -> dict[str, tuple[Format, int, float]]:
+        """Formats of a layer's keys or values, their bytes, and their loss; by name, equal for keys and values."""
         is_fixed = side == "v" and layer.attention.is_latent and not spec.rotary
         losses = {} if is_fixed else profile.losses(spec.objective, layer.geometry.index, side)
-        costs = {profile.cache.format(side, *candidate): loss for candidate, loss in losses.items()}
-        costs[RAW] = [0.0] * layer.attention.num_kv_heads
-        dim, cache_dtype, lengths = layer.head_dim(side), self.geometry.cache_dtype, self.workload.lengths
+        costs = {profile.cache.format(side, *candidate): sum(loss) for candidate, loss in losses.items()}
+        costs[RAW] = 0.0
+        heads, dim, lengths = layer.attention.num_kv_heads, layer.head_dim(side), self.workload.lengths
         return {
-            option_name(fmt): _Cost(fmt, fmt.nbytes(side, 1, dim, cache_dtype, lengths), loss)
+            option_name(fmt): (fmt, fmt.nbytes(side, heads, dim, self.geometry.cache_dtype, lengths), loss)
             for fmt, loss in costs.items()
         }
 
     def _add_unit(
-        self, index: int, share: Sequence[tuple[Side, tuple[int, ...]]], costs: Mapping[Side, Mapping[str, _Cost]]
+        self, index: int, sides: Sequence[Side], costs: Mapping[Side, Mapping[str, tuple[Format, int, float]]]
     ) -> None:
-        """A unit for a share of a layer: sides, and heads of each; its options are in equal formats on all sides."""
+        """A unit for sides of a layer; its options are in equal formats on all of them."""
         options, formats = [], []
-        for name in costs[share[0][0]]:
-            if all(name in costs[side] for side, _ in share):
-                parts = [(side, heads, costs[side][name]) for side, heads in share]
-                nbytes = sum(len(heads) * cost.nbytes for _, heads, cost in parts)
-                loss = sum(cost.loss(heads) for _, heads, cost in parts)
-                options.append(Option(name, nbytes, loss))
-                formats.append({(index, side, head): cost.format for side, heads, cost in parts for head in heads})
-        names = ", ".join(f"{side} {'-'.join(map(str, heads))}" for side, heads in share)
-        self.units.append(Unit(f"layer {index} {names}", tuple(options)))
+        for name in costs[sides[0]]:
+            if all(name in costs[side] for side in sides):
+                parts = {(index, side): costs[side][name] for side in sides}
+                options.append(Option(name, sum(part[1] for part in parts.values()), sum(p[2] for p in parts.values())))
+                formats.append({place: part[0] for place, part in parts.items()})
+        self.units.append(Unit(f"layer {index} {', '.join(sides)}", tuple(options)))
         self._formats.append(formats)
 
     @property
@@ -211,37 +181,21 @@ class Problem:
         """Bytes of a choice."""
         return sum(unit.options[number].nbytes for unit, number in zip(self.units, choice, strict=True))
 
-    def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side, int], Format]]:
-        """Of every option of a unit: the format of each (cache index, side, head) in it."""
+    def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side], Format]]:
+        """Of every option of a unit: the format of each (cache index, side) in it."""
         return self._formats[position]
 
     def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
         """The layers that a choice (an option number per unit) stands for."""
-        chosen: dict[tuple[int, Side, int], Format] = {}
+        chosen: dict[tuple[int, Side], Format] = {}
         for formats, number in zip(self._formats, choice, strict=True):
             chosen |= formats[number]
-        layers = []
-        for layer in bare_layers(self.geometry):
-            if layer.is_paged:
-                index, heads = layer.geometry.index, range(layer.attention.num_kv_heads)
-                k, v = (one_or_each(tuple(chosen[index, side, head] for head in heads)) for side in SIDES)
-                layer = LayerPlan(layer.geometry, k, v)
-            layers.append(layer)
-        return tuple(layers)
-
-
-def _alike(layer: LayerPlan, costs: Mapping[str, _Cost], num_ranks: int) -> list[tuple[int, ...]]:
-    """The heads that get one format together. With several ranks of tensor parallelism, all of them then have blocks of
-    the same bytes: the heads that lose most in the smallest format, one of each rank, are together, and so on.
-
-    Raises:
-        UnsupportedModel: the ranks cannot share the heads equally.
-    """
-    smallest = min(costs.values(), key=lambda cost: cost.nbytes)
-    shared = (rank_heads(layer.attention, rank, num_ranks) for rank in range(num_ranks))
-    ranks = {heads.start: range(heads.start, heads.stop) for heads in shared}.values()
-    by_loss = [sorted(heads, key=lambda head: -smallest.losses[head]) for heads in ranks]
-    return sorted(tuple(sorted(heads)) for heads in zip(*by_loss, strict=True))
+        return tuple(
+            replace(layer, k=(chosen[layer.geometry.index, "k"],), v=(chosen[layer.geometry.index, "v"],))
+            if layer.is_paged
+            else layer
+            for layer in bare_layers(self.geometry)
+        )
 
 
 def option_name(fmt: Format) -> str:

@@ -161,11 +161,6 @@ def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
     return per_token * workload.batch * workload.context
 
 
-def one_or_each(formats: tuple[Format, ...]) -> tuple[Format, ...]:
-    """The formats of all heads as a LayerPlan states them: one where they are the same."""
-    return formats[:1] if len(set(formats)) == 1 else formats
-
-
 def layers_in(geometry: Geometry, k: Format, v: Format, k_pages: Pages = "post") -> tuple[LayerPlan, ...]:
     """All layers, the paged ones in the formats ``k`` and ``v``, rotary keys at 16 bits. UnsupportedModel as
     ``in_formats``."""

@@ -150,11 +150,11 @@ class Reconstruction:
     def _through(self, index: int, side: Side, raw: _RawPages, inputs: Sequence[Tensor]) -> Tensor:
         """Encode and decode one side, [tokens, N D]."""
         layer, fitted, prediction = self._by_index[index], self._predictor(index, side), None
-        (fmt,), heads = layer.formats(side), layer.attention.num_kv_heads
+        fmt, heads = layer.format(side), layer.attention.num_kv_heads
         if fitted is not None:
             predicted = fitted.apply(torch.cat(list(inputs), dim=-1))  # [P * 128, N D]
             prediction = predicted.unflatten(0, (-1, PAGE_TOKENS)).unflatten(-1, (heads, -1)).transpose(1, 2)
-        codec = PageCodec.of_layer(layer, side, fmt, slice(0, heads), self.cache_dtype, self.tensors)
+        codec = PageCodec.of_layer(layer, side, self.cache_dtype, self.tensors)
         pages, query_mean = raw.stored[side], raw.query_mean if fmt.needs_queries else None
         at_once = max(ENCODE_PAGES, values_at_once(pages.device) // pages[:1].numel())
         records = codec.encode(pages, raw.page_index, fmt.num_bits, query_mean, prediction, at_once)
@@ -271,10 +271,10 @@ def _raw_pages(
             sample = pages.numbers[int(pages.row[~is_finite_P][0])]
             name = "keys" if side == "k" else "values"
             raise NonFiniteActivations(f"sequence {sample}: the {name} of layer {index} hold NaN or infinity")
-        packed_BNTD = without_sinks(pages_BNPTD.flatten(2, 3), layer.formats(side)[0].num_sink_tokens)
+        packed_BNTD = without_sinks(pages_BNPTD.flatten(2, 3), layer.format(side).num_sink_tokens)
         sides[side] = pages.chosen(_in_pages(packed_BNTD, pages.most))
     k_pre = unrotate(sides["k"], table, page_positions(pages.index))
-    fmt, query_mean = layer.formats("k")[0], None
+    fmt, query_mean = layer.format("k"), None
     if fmt.needs_queries:
         query_mean = pages.chosen(_query_means(captured.q_post_BHTD, layer.attention.num_kv_heads, pages.most))
     return _RawPages(sides, pages.index, query_mean, {"k": _as_rows(k_pre), "v": _as_rows(sides["v"].float())})
@@ -295,11 +295,6 @@ def _query_means(q_post_BHTD: Tensor, num_heads: int, count: int) -> Tensor:
 def _as_rows(pages: Tensor) -> Tensor:
     """[P, N, 128, D] -> [P * 128, N D]."""
     return pages.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def single_sides(layer: LayerPlan, among: Sequence[Side] = SIDES) -> tuple[Side, ...]:
-    """Sides of which all KV heads have one format: those that can be predicted from."""
-    return tuple(side for side in among if len(layer.formats(side)) == 1)
 
 
 def split_sequences(data: TokenDataset, holdout_share: float) -> dict[int, str]:

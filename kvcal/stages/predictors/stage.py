@@ -35,6 +35,7 @@ from kvcal.errors import naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.plan.layer import LATENTS, LayerPlan
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
@@ -60,7 +61,6 @@ from kvcal.stages.predictors.reconstruct import (
     Start,
     Wanted,
     num_page_tokens,
-    single_sides,
     split_sequences,
 )
 from kvcal.stages.predictors.record import (
@@ -222,8 +222,8 @@ class _Fitting:
             last = max(target.index for target in targets)
             ways = [] if self.spec.inputs == "exact" else [self._way(self.findings)]
             # Of the layer before, the values are not needed yet, and are exact until their predictor is known.
-            wanted = [Wanted(layer, single_sides(layer)) for layer in self.paged[: number - 1]]
-            wanted.append(Wanted(self.paged[number - 1], single_sides(self.paged[number - 1], ("k",))))
+            wanted = [Wanted(layer, SIDES) for layer in self.paged[: number - 1]]
+            wanted.append(Wanted(self.paged[number - 1], ("k",)))
             wanted += [Wanted(layer, ()) for layer in self.paged[number : number + 1] if layer.geometry.index <= last]
             label = f"predictors: pass {number} of {len(self.paged)}"
             kept = self.paged[number - 1].geometry.index
@@ -255,7 +255,7 @@ class _Fitting:
         kept = [target for target, finding in zip(self.targets, findings, strict=True) if finding.is_kept]
         if kept:
             ways = [self._way(()), self._way(findings)]
-            wanted = [Wanted(layer, single_sides(layer)) for layer in self.paged]
+            wanted = [Wanted(layer, SIDES) for layer in self.paged]
             self._run_pass("predictors: errors", (HELD_OUT,), wanted, ways, partial(_sum_errors, kept))
         self.checkpoint.advance(State(self.checkpoint.state.means, {PASSES: len(self.paged) + 1, SEQUENCES: 0}))
 

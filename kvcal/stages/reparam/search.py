@@ -191,8 +191,7 @@ def searched_heads(layer: LayerPlan) -> Tensor | None:
     transforms of its keys, or caches latents."""
     if not layer.takes_transforms or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
         return None
-    heads = torch.tensor([is_searched(fmt) for fmt in layer.head_formats("k")])
-    return heads if bool(heads.any()) else None
+    return torch.ones(layer.attention.num_kv_heads, dtype=torch.bool) if is_searched(layer.format("k")) else None
 
 
 def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float, shared_heads: bool) -> Tensor:
@@ -224,34 +223,26 @@ def candidate_tensors(
 
 def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
     """The queries of a sequence, cut where pages are written. A token reads, as in decoding, the pages that the tokens
-    before it filled; sinks and recent tokens, its own included, it reads exactly. 16-bit heads have no pages here."""
-    formats = layer.head_formats("k")
-    written = [
-        tuple(0 if fmt.num_bits == RAW_BITS else fmt.pages_read(query) for fmt in formats)
-        for query in range(num_tokens)
-    ]
-    segments = []
+    before it filled; sinks and recent tokens, its own included, it reads exactly."""
+    fmt, heads, segments = layer.format("k"), layer.attention.num_kv_heads, []
     tokens = torch.arange(num_tokens)
-    for pages, queries in groupby(range(num_tokens), key=lambda query: written[query]):
+    for pages, queries in groupby(range(num_tokens), key=fmt.pages_read):
         start, *rest = queries
-        sinks = torch.tensor([fmt.num_sink_tokens for fmt in formats])[:, None]
-        stored_until = PAGE_TOKENS * torch.tensor(pages)[:, None]
-        segments.append(Segment(start, start + len(rest) + 1, (tokens >= sinks) & (tokens < stored_until)))
+        is_stored = (tokens >= fmt.num_sink_tokens) & (tokens < PAGE_TOKENS * pages)
+        segments.append(Segment(start, start + len(rest) + 1, is_stored.expand(heads, -1)))
     return tuple(segments)
 
 
 def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor], k_post_BNTD: Tensor) -> Tensor:
     """Keys [1, N, T, D] as a cache would read them back from the pages of T - 1 tokens (at their final bits), in
     k_post's dtype; what is in no page is as it was. Raises NonFiniteActivations: NaN or infinity in a page."""
-    found = k_post_BNTD.clone()
-    for fmt, heads in layer.runs("k"):
-        num_pages = fmt.pages_read(k_post_BNTD.shape[2] - 1)
-        if fmt.num_bits == RAW_BITS or not num_pages:
-            continue
-        codec = PageCodec.of_layer(layer, "k", fmt, heads, cache_dtype, tensors)
+    found, fmt = k_post_BNTD.clone(), layer.format("k")
+    num_pages = fmt.pages_read(k_post_BNTD.shape[2] - 1)
+    if fmt.num_bits != RAW_BITS and num_pages:
+        codec = PageCodec.of_layer(layer, "k", cache_dtype, tensors)
         sinks, stored = fmt.num_sink_tokens, PAGE_TOKENS * num_pages
-        cached = k_post_BNTD[0, heads, :stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is given
-        found[0, heads, sinks:stored] = codec.read_back(without_sinks(cached, sinks))[:, sinks:].to(found.dtype)
+        cached = k_post_BNTD[0, :, :stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is given
+        found[0, :, sinks:stored] = codec.read_back(without_sinks(cached, sinks))[:, sinks:].to(found.dtype)
     return found
 
 

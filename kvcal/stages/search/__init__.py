@@ -226,8 +226,8 @@ class Search:
     def problem(self) -> Problem:
         geometry, allocate = self.loaded.geometry, self.recipe.allocate
         assert allocate is not None
-        room, per_head = self.budget.for_cache - self.budget.fixed - self.reserved, allocate.granularity == "head"
-        return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, per_head, self.speed)
+        room = self.budget.for_cache - self.budget.fixed - self.reserved
+        return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, self.speed)
 
     @cached_property
     def brought(self) -> OptionTensors:
@@ -356,7 +356,7 @@ class Search:
             (layer.geometry.index, side)
             for layer in plan.layers
             for side in SIDES
-            if any(stored_form(layer, side, fmt) is not None for fmt in layer.formats(side))
+            if layer.is_paged and stored_form(layer, side) is not None
         }
         factors = {
             (index, side): factor

@@ -1,6 +1,6 @@
 """Compositions: all the ways to store a layer's keys or values that a search may choose from, and plans made of them.
 
-A unit is a layer's K or V, or some KV heads of it. Its options are the recipe's choices, the formats of the systems
+A unit is a layer's K or V. Its options are the recipe's choices, the formats of the systems
 that it names, and 16 bits, as far as a plan may have them (kvcal.stages.search.speed). Bytes of an option are exact and
 belong to it alone: records, sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary
 tables). The points of a lattice, which options share, are reserved for the whole plan.
@@ -9,10 +9,9 @@ tables). The points of a lattice, which options share, are reserved for the whol
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors
 from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, Recipe, SearchSpec, ValueChoice, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.importance import layer_format
-from kvcal.stages.allocate.record import layers_in, one_or_each
+from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.predictors.record import with_predictor
 from kvcal.stages.reparam.search import is_searched
 from kvcal.stages.search.speed import Speed
@@ -37,15 +36,13 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a layer that gets an option of its own. ``heads`` None: all KV heads of the layer."""
+    """The keys or the values of a layer, which get an option of their own."""
 
     index: int
     side: Side
-    heads: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        heads = "" if self.heads is None else f" heads {', '.join(map(str, self.heads))}"
-        return f"layer {self.index} {self.side.upper()}{heads}"
+        return f"layer {self.index} {self.side.upper()}"
 
 
 class Style(NamedTuple):
@@ -88,24 +85,10 @@ RAW_OPTION = Composition(Style(RAW))
 @dataclass(frozen=True, eq=False)
 class OptionTensors:
     """Tensors that options need beside their formats. ``lambdas``: for each format of keys with λ, λ [N, D] fp32 of
-    every layer; ``predictors``: tensors of fitted predictors, and rotary tables, by their names in a plan. ``rows``: λ
-    of layers whose heads have options of their own, made once."""
+    every layer; ``predictors``: tensors of fitted predictors, and rotary tables, by their names in a plan."""
 
     lambdas: Mapping[Format, Mapping[int, Tensor]]
     predictors: Mapping[str, Tensor]
-    rows: dict[object, Tensor] = field(default_factory=dict)
-
-    def rescale(self, index: int, options: Sequence[Composition], head_dim: int) -> Tensor:
-        """λ [N, D] of a layer; 1 for heads whose option takes none."""
-        key = index, tuple(options)
-        if key not in self.rows:
-            ones = torch.ones(head_dim)
-            rows = [
-                self.lambdas[option.format][index][head] if option.style.rescale else ones
-                for head, option in enumerate(options)
-            ]
-            self.rows[key] = torch.stack(rows)
-        return self.rows[key]
 
 
 def choice_style(choice: KeyChoice | ValueChoice, cache: CacheSpec) -> Style:
@@ -242,7 +225,7 @@ def fits_latent(style: Style, side: Side) -> bool:
 
 def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:
     """The layer with one side in ``option`` and the other at 16 bits."""
-    return with_options(layer, *([option], [RAW_OPTION]) if side == "k" else ([RAW_OPTION], [option]))
+    return with_options(layer, *((option, RAW_OPTION) if side == "k" else (RAW_OPTION, option)))
 
 
 def most_scratch(
@@ -259,7 +242,7 @@ def most_scratch(
                 )
                 for side in SIDES
             )
-            layer, source = replace(with_options(layer, [k], [v]), k_rescale=False), layer.geometry.index
+            layer, source = replace(with_options(layer, k, v), k_rescale=False), layer.geometry.index
         layers.append(layer)
     return tuple(layers)
 
@@ -271,40 +254,33 @@ def composed_layers(
     layers, tensors = [], {}
     for layer in bare_layers(geometry):
         if layer.is_paged:
-            index, heads = layer.geometry.index, range(layer.attention.num_kv_heads)
-            of_head = {
-                (unit.side, head): option
-                for unit, option in chosen.items()
-                if unit.index == index
-                for head in (heads if unit.heads is None else unit.heads)
-            }
-            k, v = ([of_head[side, head] for head in heads] for side in SIDES)
+            index = layer.geometry.index
+            k, v = (chosen[Unit(index, side)] for side in SIDES)
             layer = with_options(layer, k, v)
             if layer.k_rescale:
-                tensors[f"layers.{index}.k_rescale"] = brought.rescale(index, k, layer.attention.k_head_dim)
+                tensors[f"layers.{index}.k_rescale"] = brought.lambdas[k.format][index]
         layers.append(layer)
     needed = needed_tensors(layers, geometry.cache_dtype)
     tensors |= {name: tensor for name, tensor in brought.predictors.items() if name in needed}
     return tuple(layers), tensors | lattice_tensors(layers)
 
 
-def with_options(layer: LayerPlan, k: Sequence[Composition], v: Sequence[Composition]) -> LayerPlan:
-    """The layer in one option for all heads, or one for each. Predictions are of all heads."""
+def with_options(layer: LayerPlan, k: Composition, v: Composition) -> LayerPlan:
+    """The layer in these options."""
     return LayerPlan(
         layer.geometry,
-        one_or_each(tuple(option.format for option in k)),
-        one_or_each(tuple(option.format for option in v)),
-        k_rescale=any(option.style.rescale for option in k),
-        k_pages="post" if k[0].predictor is None else "pre",
-        k_predictor=k[0].predictor,
-        v_predictor=v[0].predictor,
+        (k.format,),
+        (v.format,),
+        k_rescale=k.style.rescale,
+        k_pages="post" if k.predictor is None else "pre",
+        k_predictor=k.predictor,
+        v_predictor=v.predictor,
     )
 
 
 def option_nbytes(unit: Unit, option: Composition, layer: LayerPlan, geometry: Geometry, workload: Workload) -> int:
-    """Bytes that the option takes at the workload, with the tensors that it alone brings (of λ a row for every head,
-    whichever of them take it)."""
-    heads = layer.attention.num_kv_heads if unit.heads is None else len(unit.heads)
+    """Bytes that the option takes at the workload, with the tensors that it alone brings."""
+    heads = layer.attention.num_kv_heads
     dim, cache_dtype = layer.head_dim(unit.side), geometry.cache_dtype
     alone = alone_in(layer, unit.side, option)
     layers = [alone if one.geometry.index == unit.index else one for one in bare_layers(geometry)]

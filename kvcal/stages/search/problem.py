@@ -1,13 +1,10 @@
 """The units of a search, their options, and the bytes that these may take together.
 
-Keys and values of a layer (of a group of KV heads) are a couple: some pairs of options do not go together, because the
+Keys and values of a layer are a couple: some pairs of options do not go together, because the
 pair would be decoded by the slower kernel. The solver chooses pairs. A choice has two constraints: its bytes, and a
 step's time no longer than at 16 bits (kvcal.stages.search.speed). The solver knows bytes alone; where its answer is too
 slow, time gets a price, by bisection the lowest at which the answer is fast enough. The choice lies between the two
 answers at either side of that price.
-
-KV heads of a layer form as many groups as leave no more than ``MAX_UNITS`` units in all, neighbours together: what each
-does to the KL is measured, and measurements are what a search pays for.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ Pairs = frozenset[tuple[int, int]]
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The options of every unit, their bytes, and the bytes they may take together. ``couples``: positions of the units
-    of keys and values of the same heads, with the pairs of options that go together; ``us``: of each couple, the time
+    of keys and values of a layer, with the pairs of options that go together; ``us``: of each couple, the time
     of every such pair and of 16 bits; ``most_us``: that all may take together."""
 
     units: tuple[Unit, ...]
@@ -92,12 +89,11 @@ class Problem:
         by_index, choice = {layer.geometry.index: layer for layer in layers}, []
         for unit, options in zip(self.units, self.options, strict=True):
             layer, side = by_index[unit.index], unit.side
-            formats = {layer.head_formats(side)[head] for head in unit.heads or range(layer.attention.num_kv_heads)}
             rescale = side == "k" and layer.k_rescale
             found = [
                 number
                 for number, option in enumerate(options)
-                if {option.format} == formats
+                if option.format == layer.format(side)
                 and (option.predictor, option.style.rescale) == (layer.predictor(side), rescale)
             ]
             if not found:
@@ -106,9 +102,8 @@ class Problem:
         of_unit = self.chosen(tuple(choice))
         for layer in layers:
             if layer.is_paged:
-                k, v = ([o for unit, o in of_unit.items() if (unit.index, unit.side) == (layer.geometry.index, side)]
-                        for side in SIDES)  # fmt: skip
-                if (with_options(layer, k[:1], v[:1]).k_pages, layer.k_offset) != (layer.k_pages, False):
+                k, v = (of_unit[Unit(layer.geometry.index, side)] for side in SIDES)
+                if (with_options(layer, k, v).k_pages, layer.k_offset) != (layer.k_pages, False):
                     return None
         return tuple(choice)
 
@@ -176,11 +171,10 @@ def problem_of(
     predictors: PredictorSpec | None,
     workload: Workload,
     paged_bytes: int,
-    per_head: bool,
     speed: Speed,
 ) -> Problem:
     """Units and options of a model: all that fit beside the smallest of all other units, and 16 bits. ``paged_bytes``:
-    what the paged layers and their tensors may take. A group of heads takes its share of a layer's time.
+    what the paged layers and their tensors may take.
 
     Raises:
         UsageError: a style that cannot be composed. InfeasibleBudget: not even the smallest options fit.
@@ -193,16 +187,14 @@ def problem_of(
     for layer in paged:
         index = layer.geometry.index
         offered = {side: options_of(layer, side, source, styles[side], predictors, speed) for side in SIDES}
-        for heads in _groups(layer.attention.num_kv_heads, len(paged)) if per_head else (None,):
-            first = len(units)
-            for side in SIDES:
-                units.append(Unit(index, side, heads))
-                options.append(tuple(o for o in offered[side] if heads is None or fits_one_head(o)))
-            share = 1.0 if heads is None else len(heads) / layer.attention.num_kv_heads
-            us = {p: share * time for p, time in _pairs(layer, options[first], options[first + 1], speed).items()}
-            couples.append((first, first + 1, frozenset(us)))
-            step_us.append(us)
-            most_us += us[options[first].index(RAW_OPTION), options[first + 1].index(RAW_OPTION)]
+        first = len(units)
+        for side in SIDES:
+            units.append(Unit(index, side))
+            options.append(tuple(offered[side]))
+        us = _pairs(layer, options[first], options[first + 1], speed)
+        couples.append((first, first + 1, frozenset(us)))
+        step_us.append(us)
+        most_us += us[options[first].index(RAW_OPTION), options[first + 1].index(RAW_OPTION)]
         source = index
     nbytes = tuple(
         tuple(option_nbytes(unit, option, layer_of[unit.index], geometry, workload) for option in row)
@@ -223,19 +215,12 @@ def problem_of(
     return _fitting(wide, capacity - smallest)
 
 
-def _groups(num_heads: int, num_layers: int) -> list[tuple[int, ...]]:
-    """Neighbouring heads, in as many groups of a layer as ``MAX_UNITS`` allows."""
-    count = max(1, min(num_heads, MAX_UNITS // (2 * num_layers)))
-    bounds = [round(number * num_heads / count) for number in range(count + 1)]
-    return [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
-
-
 def _pairs(
     layer: LayerPlan, k: Sequence[Composition], v: Sequence[Composition], speed: Speed
 ) -> dict[tuple[int, int], float]:
     """Numbers of the options that go together, and the layer's time with them in all heads."""
     every = itertools.product(range(len(k)), range(len(v)))
-    times = {(i, j): speed.us(with_options(layer, [k[i]], [v[j]])) for i, j in every}
+    times = {(i, j): speed.us(with_options(layer, k[i], v[j])) for i, j in every}
     return {pair: us for pair, us in times.items() if us is not None}
 
 
@@ -258,11 +243,6 @@ def _fitting(wide: Problem, room: int) -> Problem:
         couples.append((k, v, frozenset(moved[pair] for pair in fitting)))
         step_us.append({new: us[old] for old, new in moved.items()})
     return replace(wide, options=tuple(options), nbytes=tuple(nbytes), couples=tuple(couples), us=tuple(step_us))
-
-
-def fits_one_head(option: Composition) -> bool:
-    """Lattices and predictors take all heads of a layer in a row."""
-    return option.format.lattice_dim is None and option.predictor is None
 
 
 def side_choice(problem: Problem, side: Side, style: Style, room: int | None = None) -> Choice:

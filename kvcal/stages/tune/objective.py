@@ -54,10 +54,9 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
     hold other keys than the model's."""
     paged = [layer for layer in plan.layers if layer.is_paged]
     for layer in paged:
-        if len(layer.k) > 1 or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
+        if layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
             raise UsageError(
-                f"layer {layer.geometry.index} has formats per head or transforms of its keys; thresholds are searched "
-                "for one format of plain pages",
+                f"layer {layer.geometry.index} has transforms of its keys; thresholds are searched for plain pages",
                 hint="tune a recipe with [formats] alone",
             )
     boosts = [layer.k[0].boost for layer in paged if layer.k[0].boost is not None]
