@@ -8,11 +8,6 @@ order, the canonical JSON of [name, dtype, shape] and the tensor's bytes (little
 all that a reader gets, so a flipped bit is refused and never read as another plan. ``inputs`` says what the
 artifact was made from; a stage is skipped when they equal what it would use now.
 
-One sha256 is one thread's work, at 1 to 2 GB a second. So the tensors of LARGE_KINDS have a digest each: ``digest``
-is {"content", "tensors"}, where "tensors" has, by name, the sha256 over that JSON and those bytes of one tensor, and
-"content" is the sha256 over the canonical JSON of [the JSON without ``digest``, "tensors"]. Threads verify them one by
-one (``opened``), each before it is used.
-
 The finite check, the atomic rename and one error per way to be wrong follow safetensors' own rule of
 validating before use. Left out: compression.
 """
@@ -28,19 +23,18 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import safetensors
 
 from kvcal import distributed
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.stored_tensor import DTYPES, ITEM_BYTES, NAMES, StoredTensor, StoredTensors, stored
+from kvcal.stored_tensor import DTYPES, NAMES, StoredTensor, StoredTensors, stored
 
 
 def require_file(path: str | Path, error: type[KvcalError]) -> None:
@@ -85,7 +79,6 @@ COMMANDS = {
     "kv-quantization-plan": "kvcal compile",
     "prefix": "kvcal pack-prefix",
 }
-LARGE_KINDS = {"prefix"}
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 
@@ -137,7 +130,7 @@ def to_bytes(artifact: Artifact) -> bytes:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in artifact.tensors.items()
     }
-    return save(tensors, {METADATA_KEY: canonical_json(head | {"digest": _digests(head, parts)})})
+    return save(tensors, {METADATA_KEY: canonical_json(head | {"digest": _digest(head, parts)})})
 
 
 def write(path: str | Path, artifact: Artifact) -> None:
@@ -225,16 +218,9 @@ def require_parent(path: Path) -> None:
 
 def read_bytes(path: str | Path, kind: str) -> bytes:
     """The bytes of a regular file. ArtifactError when there is none, or the system refuses."""
-    with _reading(path, kind):
-        return Path(path).read_bytes()
-
-
-@contextmanager
-def _reading(path: str | Path, kind: str) -> Iterator[None]:
-    """The errors of ``read_bytes`` in place of the system's."""
     require_file(path, ArtifactError)
     try:
-        yield
+        return Path(path).read_bytes()
     except FileNotFoundError:
         command = COMMANDS.get(kind.removesuffix(" artifact"))
         hint = f"check the path, or make it first: {command}" if command else "check the path"
@@ -254,93 +240,24 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     path = Path(path)
     with _refused_as(path, kind):
         data = read_bytes(path, f"{kind} artifact")
-        with _container(path, len(data)):
+        try:
             parts = safetensors.deserialize(data)
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise ArtifactError(
+                f"{path} is truncated or is not a safetensors file ({len(data)} bytes): {error}",
+                hint=f"check the path; if it is the right one, {_MAKE_AGAIN}",
+            ) from error
         head = _read_head(path, data)
         _check_head(path, head, kind, schema)
         tensors = {name: _stored(path, name, about) for name, about in parts}
-        stated = head.pop("digest")
-        _require_digest(path, "its content", _digests(head, tensors), stated)
+        stated, found = head.pop("digest"), _digest(head, tensors)
+        if found != stated:
+            found, stated = (_shorten(canonical_json(digest), 0) for digest in (found, stated))
+            raise ArtifactError(
+                f"{path} is corrupt: its content has the digest {found}, expected {stated}", hint=_MAKE_AGAIN
+            )
         _check_finite(tensors, str(path))
     return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
-
-
-@dataclass(frozen=True)
-class UnreadTensor:
-    """A tensor of an open file: ``like``, but for its bytes, which begin at ``start``, and have this ``digest``.
-    ``fault``: of a tensor's values, as the end of a sentence, beyond NaN and infinity."""
-
-    path: Path
-    file: int
-    name: str
-    like: StoredTensor
-    start: int
-    digest: Any
-    fault: Callable[[StoredTensor], str | None] = lambda found: None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.like.dtype)
-        return dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.like.shape
-
-    @property
-    def nbytes(self) -> int:
-        return ITEM_BYTES[self.like.dtype] * math.prod(self.shape)
-
-    def read_into(self, memory: np.ndarray) -> None:
-        """Read and verify the tensor, in any thread. ``memory``: its bytes, uint8 [nbytes].
-
-        Raises:
-            ArtifactError: the system refuses, fewer or other bytes than the digest's, or values that are not allowed.
-        """
-        found, size = replace(self.like, data=memory.data), 0
-        try:
-            while size < found.nbytes and (count := os.preadv(self.file, [found.data[size:]], self.start + size)):
-                size += count
-        except OSError as error:
-            raise ArtifactError(
-                f"cannot read the tensor '{self.name}' of {self.path}: {error.strerror}", "check the disk"
-            ) from error
-        if size < found.nbytes:  # the memory may hold the missing bytes from an earlier read
-            raise ArtifactError(f"{self.path} is truncated: it ends within the tensor '{self.name}'", _MAKE_AGAIN)
-        _require_digest(self.path, f"the tensor '{self.name}'", _digest({}, {self.name: found}), self.digest)
-        _check_finite({self.name: found}, str(self.path))
-        fault = self.fault(found)
-        if fault is not None:
-            raise ArtifactError(f"{self.path}: the tensor '{self.name}' {fault}", _MAKE_AGAIN)
-
-
-@contextmanager
-def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str, Any], dict[str, UnreadTensor]]]:
-    """The body of an artifact of one of LARGE_KINDS, and its tensors, which may be read until the context ends.
-
-    ArtifactError as ``read``, but for what tensors hold, whose ``read_into`` raises it.
-    """
-    path = Path(path)
-    with _refused_as(path, kind):
-        with _reading(path, f"{kind} artifact"):
-            file = open(path, "rb")  # noqa: SIM115
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            with _reading(path, f"{kind} artifact"), _container(path, size):
-                with safetensors.safe_open(path, framework="numpy"):
-                    data = _header(file)  # a sound one, unless the file has just changed
-                head, parts = _read_head(path, data), json.loads(data[8:])
-            _check_head(path, head, kind, schema)
-            del parts["__metadata__"]
-            digest = head.pop("digest")
-            stated = digest.get("tensors") if isinstance(digest, dict) else None
-            each = {name: stated.get(name) for name in parts} if isinstance(stated, dict) else {}
-            _require_digest(path, "its content", _with_content(head, each), digest)
-            tensors = {}
-            for name, about in parts.items():
-                like, start = _stored(path, name, about), len(data) + about["data_offsets"][0]
-                tensors[name] = UnreadTensor(path, file.fileno(), name, like, start, each[name])
-            yield head["body"], tensors
 
 
 @contextmanager
@@ -355,27 +272,15 @@ def _refused_as(path: Path, kind: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _container(path: Path, size: int) -> Iterator[None]:
-    """ArtifactError in place of safetensors' own."""
-    try:
-        yield
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} is truncated or is not a safetensors file ({size} bytes): {error}",
-            hint=f"check the path; if it is the right one, {_MAKE_AGAIN}",
-        ) from error
-
-
 def _stored(path: Path, name: str, about: Mapping[str, Any]) -> StoredTensor:
-    """A tensor as safetensors has read it, or as a header states it, without its bytes."""
+    """A tensor as safetensors has read it."""
     dtype = NAMES.get(about["dtype"])
     if dtype is None:
         raise ArtifactError(
             f"{path}: the tensor '{name}' has the dtype {about['dtype']}; allowed: {', '.join(DTYPES)}",
             hint=_MAKE_AGAIN,
         )
-    return StoredTensor(dtype, tuple(about["shape"]), about.get("data", b""))
+    return StoredTensor(dtype, tuple(about["shape"]), about["data"])
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
@@ -426,27 +331,6 @@ def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | No
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hex sha256 over names, dtypes, shapes and bytes, in order of the names."""
     return _digest({}, stored(tensors))
-
-
-def _digests(head: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> Any:
-    """The JSON value of ``digest``. The tensors of LARGE_KINDS are shared by threads."""
-    if head["kind"] not in LARGE_KINDS:
-        return _digest(head, tensors)
-    from concurrent.futures import ThreadPoolExecutor  # which commands that only inspect a plan do without
-
-    with ThreadPoolExecutor() as threads:
-        each = threads.map(lambda name: _digest({}, {name: tensors[name]}), tensors)
-        return _with_content(head, dict(zip(tensors, each, strict=True)))
-
-
-def _with_content(head: dict[str, Any], each: dict[str, Any]) -> dict[str, Any]:
-    return {"content": sha256_json([head, each]), "tensors": each}
-
-
-def _require_digest(path: Path, what: str, found: Any, stated: Any) -> None:
-    if found != stated:
-        found, stated = (_shorten(canonical_json(digest), 0) for digest in (found, stated))
-        raise ArtifactError(f"{path} is corrupt: {what} has the digest {found}, expected {stated}", hint=_MAKE_AGAIN)
 
 
 def _digest(head: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> str:

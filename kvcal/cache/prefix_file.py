@@ -25,7 +25,7 @@ from kvcal.plan.plan import Plan
 from kvcal.strict import dump
 
 KIND = "prefix"
-SCHEMA = 5  # rings as they are
+SCHEMA = 6  # one digest
 AGAIN = "pack the prompt again with this plan and model: kvcal pack-prefix"
 
 

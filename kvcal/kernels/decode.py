@@ -190,11 +190,6 @@ def _launch(
     return Launch(compiled, num_sms, defines["WARPS"] * 32, defines["SHARED_BYTES"], passes, floats, follows=True)
 
 
-def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Launch:
-    """The launch of ``decode`` of a variant on a GPU, without softcap: for whoever reports it."""
-    return _launch(variant, q_dtype, False, False, False, device_index)
-
-
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
     """Scratch that :func:`launch_decode` needs for calls of at most this batch, whichever kernel serves them; zeroed
     before the first use. Counters are its end, where no smaller batch has its parts."""

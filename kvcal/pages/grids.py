@@ -91,18 +91,6 @@ def nearest_point(vectors: Tensor, grid: Tensor) -> Tensor:
     return torch.cat(codes)
 
 
-def mean_squared_error(grid: Tensor, num_samples: int, seed: int) -> float:
-    """Mean squared error per dimension of quantizing ``num_samples`` vectors of N(0, I), drawn by torch on the CPU."""
-    generator, dim = torch.Generator().manual_seed(seed), grid.shape[1]
-    total, left = 0.0, num_samples
-    while left:
-        vectors = torch.randn(min(left, 2**16), dim, generator=generator)
-        error = vectors - grid[nearest_point(vectors, grid).int()]
-        total += error.double().square().sum().item()
-        left -= len(vectors)
-    return total / (num_samples * dim)
-
-
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum over the first dimension of a * b, in order."""
     total = a[0] * b[0]

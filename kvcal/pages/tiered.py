@@ -211,11 +211,6 @@ class TieredLayout(Layout):
         source = torch.where(slot_of < stored.shape[-2], self.head_dim + slot_of, every)
         return _gather(torch.cat([values, stored.float().transpose(-1, -2)], dim=-1), source)
 
-    def channel_bits(self, records: Tensor) -> Tensor:
-        """Records [..., record_bytes] -> bits of every channel [..., head_dim] int64."""
-        *_, index, _ = self._split(records)
-        return self._bits(index.to(torch.int64))
-
     def _bits(self, index: Tensor) -> Tensor:
         """Slots of channels int64 -> their bits."""
         bits = index.new_full((NO_SLOT + 1,), self.num_bits)

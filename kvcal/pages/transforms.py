@@ -23,7 +23,7 @@ from kvcal.lazy_torch import Tensor, torch
 
 
 class Invertible(Protocol):
-    """One transform of pages [..., n, 128, D], in ``TRANSFORMS``; ``undo(apply(x))`` is x to the rounding of fp32."""
+    """One transform of pages [..., n, 128, D]; ``undo(apply(x))`` is x to the rounding of fp32."""
 
     def apply(self, x: Tensor) -> Tensor: ...
 
@@ -74,14 +74,6 @@ class Residual:
 
     def undo(self, x: Tensor) -> Tensor:
         return x.float() + self.prediction
-
-
-# In the order in which pages are encoded; the first two exclude each other.
-TRANSFORMS: dict[str, type[Invertible]] = {
-    "rescale and offset": Transform,
-    "before RoPE": BeforeRope,
-    "residual": Residual,
-}
 
 
 def rotate(x: Tensor, table: Tensor, positions_T: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tier_oracle import channel_bits
 from torch import Tensor
 
 from kvcal.geometry import AttentionGeometry
@@ -63,7 +64,7 @@ def test_lambda_does_not_change_which_channels_count() -> None:
     plain, divided = codec(False, {}), codec(True, {"layers.0.k_rescale": lambdas})
     layout = BOOSTED.layout("k", 2, 16, "float32", 2)
     assert isinstance(layout, TieredLayout)
-    bits = [layout.channel_bits(one.encode(keys, ordinals, 2, query_mean)) for one in (plain, divided)]
+    bits = [channel_bits(layout, one.encode(keys, ordinals, 2, query_mean)) for one in (plain, divided)]
     assert torch.equal(*bits) and set(bits[0].flatten().tolist()) == {2, 4}
-    alone = layout.channel_bits(plain.encode(keys / lambdas[:, None], ordinals, 2, query_mean))
+    alone = channel_bits(layout, plain.encode(keys / lambdas[:, None], ordinals, 2, query_mean))
     assert not torch.equal(alone, bits[0])

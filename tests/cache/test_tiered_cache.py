@@ -25,7 +25,7 @@ from cache_cases import (
 from oracles import ITEM_BYTES, StoredHead, pages_read
 from oracles import record_bytes as plain_record_bytes
 from static_cases import pages_of
-from tier_oracle import OraclePage, record_bytes
+from tier_oracle import OraclePage, channel_bits, record_bytes
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached, load_plan, save_plan
@@ -333,7 +333,7 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_al
         expected = layout.encode(tokens, channel_scores(score, tokens, mean))
         found = part.pool.records[part.pool.slots([(row, number, number + 1)])][0]
         assert torch.equal(found, expected)
-        bits = layout.channel_bits(found)
+        bits = channel_bits(layout, found)
         assert set(bits.flatten().tolist()) <= {2, 4, 16}
         chosen.add((row, tuple(bits[0].tolist())))
         without = layout.encode(tokens, channel_scores("range", tokens))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_pages import random_page
+from tier_oracle import channel_bits
 from torch import Tensor
 
 from kvcal.pages.feedback import factor_row, factor_spec, feedback_factor, round_with_feedback
@@ -165,10 +166,10 @@ def test_channels_with_more_bits_make_up_for_the_others() -> None:
     hessian = hessian_of(3, 80)
     factor, _ = feedback_factor(hessian, 0.01)
     plain, fed = layout.encode(x, scores), layout.encode(x, scores, factor)
-    assert torch.equal(layout.channel_bits(plain), layout.channel_bits(fed))
+    assert torch.equal(channel_bits(layout, plain), channel_bits(layout, fed))
     errors = [weighted_error(x, layout.decode(records), hessian) for records in (plain, fed)]
     assert errors[1] <= 0.7 * errors[0]
-    is_raw = (layout.channel_bits(fed) == 16).unsqueeze(-2).expand_as(x)
+    is_raw = (channel_bits(layout, fed) == 16).unsqueeze(-2).expand_as(x)
     moved = (layout.decode(fed) - x.bfloat16().float())[is_raw]
     assert float(moved.abs().max()) > 0.01  # 16-bit channels hold their targets, not their values
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from test_pages import random_page
-from tier_oracle import NO_SLOT, OraclePage, record_bytes
+from tier_oracle import NO_SLOT, OraclePage, channel_bits, record_bytes
 
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -54,7 +54,7 @@ def assert_stored_as_the_oracle_says(layout: TieredLayout, page: torch.Tensor, s
     assert bytes(record.tolist()) == oracle.record
     decoded = layout.decode(record)
     assert decoded.dtype == torch.float32 and torch.equal(decoded, oracle.decoded)
-    assert layout.channel_bits(record).tolist() == oracle.bits
+    assert channel_bits(layout, record).tolist() == oracle.bits
     return record
 
 
@@ -200,12 +200,12 @@ def test_pages_of_a_batch_are_encoded_independently(tiers):
     pages = torch.stack([random_page(80, seed) for seed in range(6)]).unflatten(0, (2, 3))
     scores = torch.stack([random_scores(80, seed) for seed in range(6)]).unflatten(0, (2, 3))
     records = layout.encode(pages, scores)
-    decoded, bits = layout.decode(records), layout.channel_bits(records)
+    decoded, bits = layout.decode(records), channel_bits(layout, records)
     for row, page in itertools.product(range(2), range(3)):
         alone = layout.encode(pages[row, page], scores[row, page])
         assert torch.equal(records[row, page], alone)
         assert torch.equal(decoded[row, page], layout.decode(alone))
-        assert torch.equal(bits[row, page], layout.channel_bits(alone))
+        assert torch.equal(bits[row, page], channel_bits(layout, alone))
     assert layout.decode(records[:, :0]).shape == (2, 0, PAGE_TOKENS, 80)
     assert layout.encode(pages[:, :0], scores[:, :0]).shape == (2, 0, layout.record_bytes)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cache_cases import tiny_llama
 from evaluation_cases import as_loaded, make_plan, text
-from tier_oracle import slots_by_tier
+from tier_oracle import channel_bits, slots_by_tier
 from torch import Tensor
 
 from kvcal import PlanCache, attached
@@ -189,7 +189,7 @@ def test_code_bits_are_those_of_stored_pages(tiers: tuple[Tier, ...]) -> None:
     rooms = tuple((tier.num_bits, tier.num_channels(8), tier.above) for tier in tiers)
     layout = TieredLayout(2, rooms, 32, 8, "float16", "float32")
     bits = [
-        layout.channel_bits(layout.encode(torch.zeros(*values.shape[:2], 128, 8), values)).flatten()
+        channel_bits(layout, layout.encode(torch.zeros(*values.shape[:2], 128, 8), values)).flatten()
         for values in scores.values()
     ]
     assert key_code_bits(plan, scores) == pytest.approx(float(torch.cat(bits).double().mean()), abs=1e-12)

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from kvcal.artifact import LARGE_KINDS, METADATA_KEY
+from kvcal.artifact import METADATA_KEY
 
 Place = tuple[Any, ...]
 MUTATIONS = (1, 2)  # of a file
@@ -198,11 +198,7 @@ def sealed(content: Content) -> bytes:
         f'{{"body":{content.body},{others}',
         {name: _described(name, tensors[name]) for name in sorted(tensors)},
     )
-    if content.head["kind"] in LARGE_KINDS:
-        each = canonical({name: _sha256(b"{}", described) for name, described in of_tensors.items()})
-        digest = f'{{"content":"{_sha256(f"[{head},{each}]".encode("ascii"))}","tensors":{each}}}'
-    else:
-        digest = f'"{_sha256(head.encode("ascii"), *of_tensors.values())}"'
+    digest = f'"{_sha256(head.encode("ascii"), *of_tensors.values())}"'
     text = f'{{"body":{content.body},"digest":{digest},{others}'
     return safetensors.torch.save(tensors, {METADATA_KEY: text})
 

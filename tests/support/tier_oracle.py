@@ -8,6 +8,8 @@ import oracles
 import torch
 from torch import Tensor
 
+from kvcal.pages.tiered import TieredLayout
+
 NO_SLOT = 255
 Tiers = tuple[tuple[int, int, float | None], ...]
 
@@ -125,3 +127,12 @@ def record_bytes(
         else:
             size += 128 * (-(-room // 4) * 4) * (bits - base_bits) // 8
     return -(-size // 16) * 16
+
+
+def channel_bits(layout: TieredLayout, records: torch.Tensor) -> torch.Tensor:
+    """Records [..., record_bytes] -> bits of every channel [..., head_dim] int64, by the index at their ends."""
+    start = sum(layout.plane_sizes) + sum(map(sum, layout.high_sizes)) + layout.raw_size + 2 * layout.param_size
+    bits = torch.full((NO_SLOT + 1,), layout.num_bits)
+    for (tier_bits, _, _), slots in zip(layout.tiers, layout.slots, strict=True):
+        bits[slots] = tier_bits
+    return bits[records[..., start : start + layout.head_dim].long()]

@@ -34,7 +34,6 @@ from kvcal.stages.search.compositions import (
 )
 from kvcal.stages.search.speed import TOLERANCE, Speed
 
-MAX_UNITS = 128
 PRICES = 24  # of time that are tried: a bracket by factors of four, then halves of it
 
 Choice = tuple[int, ...]  # an option number for every unit
