@@ -117,7 +117,7 @@ class ProfileSpec:
     kl_tokens: TextTokens = knob(512, "Tokens of each of these texts.")
     # Left out of JSON by default, as a format's quantizer.
     quantizers: Annotated[tuple[str, ...], Field(exclude_if=lambda names: names == (UNIFORM,))] = knob(
-        (UNIFORM,), "Page layouts of the candidates, of kvcal.pages.layouts.LAYOUTS."
+        (UNIFORM,), "How the candidates' values become codes: uniform, or rotated, per token."
     )
 
     def __post_init__(self) -> None:

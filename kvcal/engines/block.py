@@ -22,7 +22,6 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels.operands import QueryStatistic
-from kvcal.kernels.variants import page_layout
 from kvcal.pages.record_layout import aligned_size
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
@@ -60,7 +59,7 @@ class BlockLayout:
     def record_bytes(self, side: Side) -> int:
         """Bytes of a page of one KV head."""
         fmt = self.layer.format(side)
-        return page_layout(side, fmt, self.layer.head_dim(side), self.cache_dtype, fmt.num_bits).record_bytes
+        return fmt.layout(side, 1, self.layer.head_dim(side), self.cache_dtype, fmt.num_bits).record_bytes
 
     def pages(self, blocks: Tensor, side: Side) -> Tensor:
         """The records in blocks, uint8 [blocks, block_bytes or more] of any stride between blocks: a view uint8

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.lifts import key_lift
-from kvcal.kernels.variants import SCORES, Variant, page_layout, stored_form, variant_of
-from kvcal.pages.layouts import LAYOUTS
+from kvcal.kernels.variants import SCORES, Variant, stored_form, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
-from kvcal.pages.rotated import RotatedLayout
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Format, Side
+from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side
 
 FOLDED_HEAD_DIMS = (64, 128)
 # The fast kernel's passes of 8 query heads a tile (csrc/wide_keys.cuh) take more of them.
@@ -108,8 +106,6 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         fmt, form = plan.format(side), stored_form(plan, side)
         if plan.feedback(side) and form is not None:
             yield f"{side} pages {form}, and their codes are chosen with error feedback, which has no kernels there"
-        if not LAYOUTS[fmt.layout_name].has_kernels:
-            yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
         if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
             yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
         if fmt.shrink_at and form is not None:
@@ -121,7 +117,7 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
 def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterator[str]:
     """Where pages take more bytes once they have shrunk: with scales and zeros in fp32, heads far below 16 channels."""
     widths = [fmt.start_bits >> halvings for halvings in range(len(fmt.shrink_at) + 1)]
-    sizes = [page_layout(side, fmt, head_dim, cache_dtype, bits).record_bytes for bits in widths]
+    sizes = [fmt.layout(side, 1, head_dim, cache_dtype, bits).record_bytes for bits in widths]
     for wide, narrow, before, after in zip(widths, widths[1:], sizes, sizes[1:], strict=False):
         if after > before:
             yield f"{side} pages of {narrow} bits take {after} bytes, and those of {wide} that are to shrink {before}"
@@ -140,7 +136,7 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     if geometry.k_head_dim > MAX_STAGED_DIM:
         if plan.k_feedback or plan.v_feedback:
             yield f"head size {geometry.k_head_dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
-        if any(issubclass(LAYOUTS[fmt.layout_name], RotatedLayout) for fmt in (*plan.k, *plan.v)):
+        if any(fmt.quantizer != UNIFORM for fmt in (*plan.k, *plan.v)):
             yield f"head size {geometry.k_head_dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     yield from storage_refusals(plan, cache_dtype)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
-from kvcal.kernels.variants import Variant, page_layout
+from kvcal.kernels.variants import Variant
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
@@ -148,7 +148,7 @@ class Region:
     transform: int
 
     def record_bytes(self, num_bits: int) -> int:
-        return page_layout(self.side, self.format, self.head_dim, self.cache_dtype, num_bits).record_bytes
+        return self.format.layout(self.side, 1, self.head_dim, self.cache_dtype, num_bits).record_bytes
 
 
 class Stages(NamedTuple):

@@ -30,7 +30,7 @@ from kvcal.kernels.operands import (
     region_pages,
 )
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering, page_layout, record_defines
+from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
@@ -57,7 +57,7 @@ class Shrinking:
 
     def layouts(self) -> tuple[PageLayout, PageLayout]:
         """The records of one page of one head, before and after."""
-        narrow = page_layout(self.side, self.format, self.head_dim, self.cache_dtype, self.format.num_bits)
+        narrow = self.format.layout(self.side, 1, self.head_dim, self.cache_dtype, self.format.num_bits)
         assert isinstance(narrow, PageLayout)
         return dataclasses.replace(narrow, num_bits=self.wide_bits), narrow
 
@@ -80,7 +80,7 @@ class Shrinking:
             "HAS_OFFSET": int(self.offset),
         }
         for prefix, layout in zip(("FROM", "TO"), self.layouts(), strict=True):
-            found |= {f"{prefix}_{name}": value for name, value in record_defines(layout).items()}
+            found |= {f"{prefix}_{name}": value for name, value in layout.macros().items()}
         return found
 
 

@@ -14,7 +14,6 @@ which are reconstructed into pages of 16 bits before the kernels read them (``st
 from __future__ import annotations
 
 import functools
-import struct
 import threading
 from collections.abc import Hashable
 from dataclasses import fields
@@ -24,7 +23,6 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
-from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan
@@ -110,7 +108,9 @@ class Variant:
 
     def layout(self, side: Side) -> PageLayout | TieredLayout:
         """The record of one page of one KV head."""
-        return page_layout(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
+        layout = self.format(side).layout(side, 1, self.head_dim, self.cache_dtype, self.num_bits(side))
+        assert isinstance(layout, PageLayout | TieredLayout)
+        return layout
 
     @property
     def number(self) -> int:
@@ -176,24 +176,15 @@ def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: C
     )  # fmt: skip
 
 
-def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:
-    """The record of one page of one KV head, at ``num_bits``."""
-    if num_bits == RAW_BITS:  # whatever the format would quantize them with
-        fmt = RAW
-    layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
-    assert isinstance(layout, PageLayout | TieredLayout)
-    return layout
-
-
 def side_defines(
     side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int, has_feedback: bool = False
 ) -> Defines:
     """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
-    layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
-    found = _tier_defines(fmt, layout) if isinstance(layout, TieredLayout) else record_defines(layout) | {"TIERS": 0}
+    layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
+    found = {"TIERS": 0, "ROTATED": 0, "STEP": 0} | layout.macros(has_feedback)
+    if fmt.boost is not None and found["TIERS"]:
+        found["SCORE"] = SCORES[fmt.boost.score]
     found |= {
-        "ROTATED": int(isinstance(layout, RotatedLayout)),
-        "STEP": _double_bits(layout.gaussian_step(has_feedback)) if isinstance(layout, RotatedLayout) else 0,
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],
         "GROUP": fmt.group_size,
@@ -203,49 +194,3 @@ def side_defines(
         "RING": fmt.ring_tokens,
     }
     return {f"{side.upper()}_{name}": value for name, value in found.items()}
-
-
-def record_defines(layout: PageLayout) -> Defines:
-    """The macros of a record whose channels all have the same bits: where what lies in it."""
-    scale = 0 if layout.num_bits == RAW_BITS else sum(layout.plane_sizes)
-    zero = 0 if layout.num_bits == RAW_BITS else scale + layout.param_size
-    return {"BITS": layout.num_bits, "RECORD": layout.record_bytes, "SCALE": scale, "ZERO": zero}
-
-
-def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
-    assert fmt.boost is not None
-    offset = sum(layout.plane_sizes)
-    found = {
-        "BITS": layout.num_bits,
-        "RECORD": layout.record_bytes,
-        "TIERS": len(layout.tiers),
-        "SCORE": SCORES[fmt.boost.score],
-        "SLOTS": layout.num_slots,
-        "RAW_SLOTS": 0,
-    }
-    for number, ((bits, room, above), slots, sizes) in enumerate(
-        zip(layout.tiers, layout.slots, layout.high_sizes, strict=True)
-    ):
-        found |= {
-            f"TIER{number}_BITS": bits,
-            f"TIER{number}_ROOM": room,
-            f"TIER{number}_SLOT": slots.start,
-            f"TIER{number}_HIGH": offset,
-            f"TIER{number}_COLUMNS": 0 if bits == RAW_BITS else layout.padded_slots(bits, room),
-            f"TIER{number}_HAS_ABOVE": int(above is not None),
-            f"TIER{number}_ABOVE": _double_bits(above or 0.0),
-        }
-        if bits == RAW_BITS:
-            found["RAW_SLOTS"] = room
-        offset += sum(sizes)
-    return found | {
-        "RAW": offset,
-        "SCALE": offset + layout.raw_size,
-        "ZERO": offset + layout.raw_size + layout.param_size,
-        "INDEX": offset + layout.raw_size + 2 * layout.param_size,
-    }
-
-
-def _double_bits(value: float) -> int:
-    """An fp64 as the integer (int64) of its bits: what decides a byte is fp64, and decimals would not all be exact."""
-    return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal

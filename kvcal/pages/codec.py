@@ -166,10 +166,8 @@ class PageCodec:
         Raises:
             NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
         """
-        old, new = (
-            PageLayout.of(self.format, self.side, self.num_heads, self.head_dim, self.cache_dtype, bits)
-            for bits in (old_bits, new_bits)
-        )
+        old, new = (self._layout(bits) for bits in (old_bits, new_bits))
+        assert isinstance(old, PageLayout) and isinstance(new, PageLayout)
         return convert(records, old, new, self.format.shift, Transform(self.rescale, self.offset))
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:

@@ -18,9 +18,8 @@ gets the same bytes. Left out: a group size of its own (1,024 in the paper; here
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
@@ -30,7 +29,6 @@ from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
 from kvcal.pages.record_layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
-    Knobs,
     Layout,
     aligned_size,
     join_fields,
@@ -41,7 +39,7 @@ from kvcal.records import TensorSpec
 from kvcal.stored_tensor import ITEM_BYTES
 
 COLUMN_TILE = 8
-_ALLOWED_BITS = {dim: tuple((points.bit_length() - 1) // dim for of, points in GRIDS if of == dim) for dim, _ in GRIDS}
+ALLOWED_BITS = {dim: tuple((points.bit_length() - 1) // dim for of, points in GRIDS if of == dim) for dim, _ in GRIDS}
 _signs = functools.cache(random_signs)
 _grid = functools.cache(gaussian_grid)
 
@@ -58,30 +56,10 @@ class LatticeLayout(Layout):
     lattice_dim: int
     width: int
     param_dtype: str
-    has_kernels: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> LatticeLayout:
-        assert fmt.lattice_dim is not None
-        return cls(num_bits, fmt.lattice_dim, num_heads * head_dim, fmt.param_dtype)
-
-    @classmethod
-    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
-        assert fmt.lattice_dim is not None
-        allowed = _ALLOWED_BITS[fmt.lattice_dim]
-        if fmt.num_bits not in allowed or fmt.axis != "token" or fmt.group_size != 128 or fmt.shrink_at:
-            yield (
-                f"lattice_dim = {fmt.lattice_dim} takes {allowed} bits, axis 'token', no group_size and no "
-                f"shrink_at; found {fmt.num_bits}, {fmt.axis!r}, {fmt.group_size}, {list(fmt.shrink_at)}"
-            )
-
-    @classmethod
-    def label(cls, fmt: Knobs) -> str:
-        return f"lattice d{fmt.lattice_dim}"
 
     def __post_init__(self) -> None:
-        if self.num_bits not in _ALLOWED_BITS.get(self.lattice_dim, ()):
-            sizes = [(bits, dim) for dim, every in _ALLOWED_BITS.items() for bits in every]
+        if self.num_bits not in ALLOWED_BITS.get(self.lattice_dim, ()):
+            sizes = [(bits, dim) for dim, every in ALLOWED_BITS.items() for bits in every]
             allowed = ", ".join(f"{bits} bits in {dim} dimensions" for bits, dim in sizes)
             raise UsageError(
                 f"no lattice with num_bits = {self.num_bits} and lattice_dim = {self.lattice_dim}; allowed: {allowed}",

@@ -11,10 +11,11 @@ undefined, and whoever reads the flag later raises.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.lazy_torch import Dtypes, Tensor, torch
@@ -28,29 +29,8 @@ AXES = {"k": ("channel", "token"), "v": ("token",)}
 PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32")
 
 
-class Knobs(Protocol):
-    """The fields of a ``Format`` (kvcal.plan.page_format) that layouts read."""
-
-    @property
-    def quantizer(self) -> str: ...
-    @property
-    def num_bits(self) -> int: ...
-    @property
-    def axis(self) -> str: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def param_dtype(self) -> str: ...
-    @property
-    def lattice_dim(self) -> int | None: ...
-    @property
-    def shrink_at(self) -> tuple[int, ...]: ...
-    @property
-    def boost(self) -> Any: ...
-
-
 class Layout(Protocol):
-    """The record of one page: a class in kvcal.pages.layouts, a frozen dataclass that inherits from this one.
+    """The record of one page: a frozen dataclass that inherits from this one; ``Format.layout`` makes them.
 
     M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors that
     ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error feedback "feedback",
@@ -58,23 +38,6 @@ class Layout(Protocol):
     """
 
     num_bits: int
-    has_kernels: ClassVar[bool] = False  # without kernels, static caches refuse the format; dynamic ones run it
-    takes_feedback: ClassVar[bool] = False  # whether codes of pages can be chosen with error feedback
-
-    @classmethod
-    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        """The layout of pages of ``num_heads`` KV heads, at ``num_bits``."""
-        ...
-
-    @classmethod
-    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
-        """Why no page can be stored in this format, each the text of a ValueError; nothing if one can."""
-        yield from ()
-
-    @classmethod
-    def label(cls, fmt: Knobs) -> str:
-        """The format in a table's cell, behind its bits."""
-        return f"{fmt.quantizer} {fmt.axis} g{fmt.group_size}"
 
     @property
     def record_bytes(self) -> int:
@@ -84,6 +47,10 @@ class Layout(Protocol):
     def records_per_page(self, num_heads: int) -> int:
         """One record for each head, or one for all heads in a row."""
         return num_heads
+
+    def macros(self, has_feedback: bool = False) -> dict[str, int]:
+        """Macros of kernels that read these records (csrc/side.cuh): where what lies in one. Of a lattice none do."""
+        return {}
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
         """By the operand's name: the tensor's name in the plan, where ``prefix`` is layers.{i}.{side}, and its spec."""
@@ -132,6 +99,11 @@ def without_sinks(tokens: Tensor, num_sinks: int, first_page: int = 0) -> Tensor
 def aligned_size(size: int) -> int:
     """``size`` bytes rounded up to whole loads of 16 bytes."""
     return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+def double_bits(value: float) -> int:
+    """An fp64 as the integer (int64) of its bits: what decides a byte is fp64, and decimals would not all be exact."""
+    return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal
 
 
 def join_fields(fields: list[Tensor]) -> Tensor:

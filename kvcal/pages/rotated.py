@@ -19,7 +19,7 @@ head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.hadamard import random_signs, rotate, unrotate
-from kvcal.pages.record_layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite, sum_by_halves
+from kvcal.pages.record_layout import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
 from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 
@@ -45,15 +45,6 @@ class RotatedLayout(PageLayout):
 
     has_zeros: ClassVar[bool] = False
 
-    @classmethod
-    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
-        if fmt.num_bits == RAW_BITS or fmt.axis != "token":
-            yield f"rotated pages take fewer than 16 bits and axis 'token', found {fmt.num_bits} and {fmt.axis!r}"
-
-    @classmethod
-    def label(cls, fmt: Knobs) -> str:
-        return f"rotated g{fmt.group_size}"
-
     @property
     def levels(self) -> int:
         """The largest code."""
@@ -62,6 +53,9 @@ class RotatedLayout(PageLayout):
     def gaussian_step(self, has_feedback: bool) -> float:
         """Between neighbouring codes, in standard deviations."""
         return STEPS[self.num_bits] * (WIDER[self.num_bits] if has_feedback else 1.0)
+
+    def macros(self, has_feedback: bool = False) -> dict[str, int]:
+        return super().macros() | {"ROTATED": 1, "STEP": double_bits(self.gaussian_step(has_feedback))}
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
         return {"signs": (f"{prefix}_signs", TensorSpec("int8", (self.head_dim,), -1, 1))}

@@ -24,9 +24,8 @@ kernel multiplies uint8 slots and overflows. Left out: keys per token, whose gro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
@@ -38,9 +37,9 @@ from kvcal.pages.record_layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,
-    Knobs,
     Layout,
     aligned_size,
+    double_bits,
     join_fields,
     padded_channels,
     require_finite,
@@ -64,32 +63,6 @@ class TieredLayout(Layout):
     head_dim: int
     param_dtype: str
     cache_dtype: str
-    has_kernels: ClassVar[bool] = True
-    takes_feedback: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> TieredLayout:
-        tiers = tuple((tier.num_bits, tier.num_channels(head_dim), tier.above) for tier in fmt.boost.tiers)
-        return cls(num_bits, tiers, fmt.group_size, head_dim, fmt.param_dtype, cache_dtype)
-
-    @classmethod
-    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
-        lowest = fmt.boost.tiers[-1].num_bits
-        if fmt.num_bits not in BASE_BITS or fmt.axis != "channel" or lowest <= fmt.num_bits:
-            yield (
-                f"boost needs axis 'channel' and 2 or 4 bits below those of its tiers, found {fmt.axis!r} and "
-                f"{fmt.num_bits} against {lowest}"
-            )
-        if fmt.lattice_dim is not None or fmt.shrink_at:
-            yield "boost does not go with lattice_dim or shrink_at: its planes are of the uniform quantizer"
-
-    @classmethod
-    def label(cls, fmt: Knobs) -> str:
-        tiers = "".join(
-            f" +{100 * tier.share:g}%@{tier.num_bits}" + ("" if tier.above is None else f">{tier.above:g}")
-            for tier in fmt.boost.tiers
-        )
-        return f"{fmt.axis} g{fmt.group_size}{tiers} {fmt.boost.score}"
 
     def __post_init__(self) -> None:
         bits = [tier_bits for tier_bits, _, _ in self.tiers]
@@ -151,6 +124,27 @@ class TieredLayout(Layout):
         """Base planes, high planes of each tier, 16-bit values, scale, zero, index."""
         high = (sum(sizes) for sizes in self.high_sizes)
         return sum(self.plane_sizes), *high, self.raw_size, self.param_size, self.param_size, self.head_dim
+
+    def macros(self, has_feedback: bool = False) -> dict[str, int]:
+        offset, found = sum(self.plane_sizes), {"TIERS": len(self.tiers), "SLOTS": self.num_slots, "RAW_SLOTS": 0}
+        for number, ((bits, room, above), slots, sizes) in enumerate(
+            zip(self.tiers, self.slots, self.high_sizes, strict=True)
+        ):
+            found |= {
+                f"TIER{number}_BITS": bits,
+                f"TIER{number}_ROOM": room,
+                f"TIER{number}_SLOT": slots.start,
+                f"TIER{number}_HIGH": offset,
+                f"TIER{number}_COLUMNS": 0 if bits == RAW_BITS else self.padded_slots(bits, room),
+                f"TIER{number}_HAS_ABOVE": int(above is not None),
+                f"TIER{number}_ABOVE": double_bits(above or 0.0),
+            }
+            if bits == RAW_BITS:
+                found["RAW_SLOTS"] = room
+            offset += sum(sizes)
+        scale = offset + self.raw_size
+        ends = {"RAW": offset, "SCALE": scale, "ZERO": scale + self.param_size, "INDEX": scale + 2 * self.param_size}
+        return found | ends | {"BITS": self.num_bits, "RECORD": self.record_bytes}
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         return self.encode(x, operands["scores"], operands.get("feedback"))

@@ -31,7 +31,6 @@ from kvcal.pages.record_layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,
-    Knobs,
     Layout,
     aligned_size,
     join_fields,
@@ -115,17 +114,11 @@ class PageLayout(Layout):
     head_dim: int
     param_dtype: str
     cache_dtype: str
-    has_kernels: ClassVar[bool] = True
-    takes_feedback: ClassVar[bool] = True
     has_zeros: ClassVar[bool] = True  # or they follow from the scales, and a record has none
 
-    @classmethod
-    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout:
-        return cls(side, num_bits, fmt.axis, fmt.group_size, head_dim, fmt.param_dtype, cache_dtype)
-
-    @classmethod
-    def label(cls, fmt: Knobs) -> str:
-        return f"{fmt.axis} g{fmt.group_size}"
+    def macros(self, has_feedback: bool = False) -> dict[str, int]:
+        scale, size = (0, 0) if self.num_bits == RAW_BITS else (sum(self.plane_sizes), self.param_size)
+        return {"BITS": self.num_bits, "RECORD": self.record_bytes, "SCALE": scale, "ZERO": scale + size}
 
     @property
     def _plane_shape(self) -> tuple[int, int]:

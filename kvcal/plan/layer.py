@@ -11,7 +11,6 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
-from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
@@ -104,7 +103,7 @@ class LayerPlan:
         if self.k_pages == "pre" and any(fmt.needs_queries for fmt in self.k):
             found.append("has k_pages 'pre' and a query score: queries are known after RoPE")
         for side in SIDES:
-            if self.feedback(side) and not any(takes_feedback(fmt) for fmt in self.formats(side)):
+            if self.feedback(side) and not any(fmt.takes_feedback for fmt in self.formats(side)):
                 found.append(f"has {side}_feedback, and no {side} format whose codes can be chosen with it")
             if self.feedback(side) and any(fmt.shrink_at for fmt in self.formats(side)):
                 found.append(f"has {side}_feedback and {side} pages that shrink, which rounds their codes again")
@@ -197,11 +196,6 @@ def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_p
             hint="take a score of keys alone: magnitude, variance or range",
         )
     return LayerPlan(layer.geometry, (k,), (rotary,))
-
-
-def takes_feedback(fmt: Format) -> bool:
-    """Whether pages of this format have codes that can be chosen with error feedback."""
-    return fmt.num_bits != RAW_BITS and LAYOUTS[fmt.layout_name].takes_feedback
 
 
 def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:

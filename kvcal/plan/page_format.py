@@ -7,8 +7,7 @@ pages there are, and at how many bits, is a function of the number of tokens alo
 
 - ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
 - ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
-- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV), ``quantizer`` any other of
-  ``kvcal.pages.layouts.LAYOUTS``;
+- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV), ``quantizer`` a rotated one;
 - ``shrink_at`` lets pages begin with more bits and halve them at given token counts (PM-KVQ's progressive cache).
 """
 
@@ -24,9 +23,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.pages.layouts import LAYOUTS
+from kvcal.pages.lattice import ALLOWED_BITS, LatticeLayout
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout
+from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.scores import SCORES
+from kvcal.pages.tiered import BASE_BITS, TieredLayout
+from kvcal.pages.uniform import PageLayout
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
@@ -38,7 +40,8 @@ MAX_UNQUANTIZED = 2**20  # tokens of sinks, and of a window
 Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 
 
-UNIFORM, TIERED, LATTICE = "uniform", "tiered", "lattice"
+UNIFORM = "uniform"
+QUANTIZERS: dict[str, type[PageLayout]] = {UNIFORM: PageLayout, "rotated": RotatedLayout}
 # Left out of JSON where it is the uniform one: plans without the key stay the same bytes.
 Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
 
@@ -55,6 +58,10 @@ class Tier:
     def num_channels(self, head_dim: int) -> int:
         """Channels of a page that the tier has room for, at least one."""
         return max(1, int(self.share * head_dim + 0.5))
+
+    def __str__(self) -> str:
+        above = "" if self.above is None else f">{self.above:g}"
+        return f" +{100 * self.share:g}%@{self.num_bits}{above}"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -160,15 +167,30 @@ class Format:
         ]
         if self.num_bits == RAW_BITS and special:
             found.append(f"16-bit heads take no {' or '.join(special)}")
+        if self.quantizer not in QUANTIZERS:
+            return [*found, f"quantizer = {self.quantizer!r}, expected one of {list(QUANTIZERS)}"]
         if self.quantizer != UNIFORM:
-            named = [name for name in LAYOUTS if name not in (TIERED, LATTICE)]
-            if self.quantizer not in named:
-                found.append(f"quantizer = {self.quantizer!r}, expected one of {named}")
-                return found
             special += ["num_bits = 16"] if self.num_bits == RAW_BITS else []
             if clashing := [name for name in special if name != "window_rule"]:
                 found.append(f"quantizer = {self.quantizer!r} does not go with {' and '.join(clashing)}")
-        found += LAYOUTS[self.layout_name].conflicts(self)
+            if self.axis != "token":
+                found.append(f"rotated pages take fewer than 16 bits and axis 'token', found {self.axis!r}")
+        if self.boost is not None:
+            lowest = self.boost.tiers[-1].num_bits
+            if self.num_bits not in BASE_BITS or self.axis != "channel" or lowest <= self.num_bits:
+                found.append(
+                    f"boost needs axis 'channel' and 2 or 4 bits below those of its tiers, found {self.axis!r} and "
+                    f"{self.num_bits} against {lowest}"
+                )
+            if self.lattice_dim is not None or self.shrink_at:
+                found.append("boost does not go with lattice_dim or shrink_at: its planes are of the uniform quantizer")
+        elif self.lattice_dim is not None:
+            allowed = ALLOWED_BITS[self.lattice_dim]
+            if self.num_bits not in allowed or self.axis != "token" or self.group_size != 128 or self.shrink_at:
+                found.append(
+                    f"lattice_dim = {self.lattice_dim} takes {allowed} bits, axis 'token', no group_size and no "
+                    f"shrink_at; found {self.num_bits}, {self.axis!r}, {self.group_size}, {list(self.shrink_at)}"
+                )
         if self.shrink_at:
             ascending = list(self.shrink_at) == sorted(self.shrink_at) and self.shrink_at[0] >= 0
             if self.start_bits not in (4, 8, 16) or not ascending or self.param_dtype != "float32":
@@ -182,17 +204,22 @@ class Format:
         return found
 
     @property
-    def layout_name(self) -> str:
-        """The key of its pages' layout in ``kvcal.pages.layouts.LAYOUTS``."""
-        return TIERED if self.boost is not None else LATTICE if self.lattice_dim is not None else self.quantizer
-
-    @property
     def label(self) -> str:
         """For people: "3 channel g64", "16", "2 channel g128 +12.5%@4 magnitude", "16>8>4>2 token g128"."""
         if self.num_bits == RAW_BITS:
             return str(RAW_BITS)
         bits = ">".join(str(self.start_bits >> n) for n in range(len(self.shrink_at) + 1))
-        return f"{bits} {LAYOUTS[self.layout_name].label(self)}"
+        if self.lattice_dim is not None:
+            return f"{bits} lattice d{self.lattice_dim}"
+        if self.quantizer != UNIFORM:
+            return f"{bits} {self.quantizer} g{self.group_size}"
+        tiers = "" if self.boost is None else f"{''.join(map(str, self.boost.tiers))} {self.boost.score}"
+        return f"{bits} {self.axis} g{self.group_size}{tiers}"
+
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether its pages have codes that can be chosen with error feedback, one channel at a time."""
+        return self.num_bits != RAW_BITS and self.lattice_dim is None
 
     @property
     def start_bits(self) -> int:
@@ -256,8 +283,15 @@ class Format:
         return min(events)
 
     def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a row."""
-        return LAYOUTS[self.layout_name].of(self, side, num_heads, head_dim, cache_dtype, num_bits)
+        """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a row. At
+        16 bits a page holds tokens, whatever the format would quantize them with."""
+        if num_bits != RAW_BITS and self.boost is not None:
+            tiers = tuple((tier.num_bits, tier.num_channels(head_dim), tier.above) for tier in self.boost.tiers)
+            return TieredLayout(num_bits, tiers, self.group_size, head_dim, self.param_dtype, cache_dtype)
+        if num_bits != RAW_BITS and self.lattice_dim is not None:
+            return LatticeLayout(num_bits, self.lattice_dim, num_heads * head_dim, self.param_dtype)
+        kind = PageLayout if num_bits == RAW_BITS else QUANTIZERS[self.quantizer]
+        return kind(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
 
     def nbytes(
         self,

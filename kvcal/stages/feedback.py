@@ -42,7 +42,7 @@ from kvcal.pages.basis import Basis, basis_specs, fitted_basis, moved_hessian
 from kvcal.pages.feedback import factor_spec, feedback_factor
 from kvcal.pages.hadamard import rotate as rotate_channels
 from kvcal.pages.transforms import rotate as rotate_positions
-from kvcal.plan.layer import LATENTS, LayerPlan, Present, bare_layers, takes_feedback
+from kvcal.plan.layer import LATENTS, LayerPlan, Present, bare_layers
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
@@ -156,7 +156,7 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
         for side in SIDES
         if side in sides
         and layer.takes_transforms
-        and any(map(takes_feedback, layer.formats(side)))
+        and any(fmt.takes_feedback for fmt in layer.formats(side))
         and not any(fmt.shrink_at for fmt in layer.formats(side))
     ]
 

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import page_layout, stored_form
+from kvcal.kernels.variants import stored_form
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
@@ -194,7 +194,7 @@ def form_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype, batch: int
 
 def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> int:
     """Of a 16-bit page of one head."""
-    return page_layout(side, RAW, layer.head_dim(side), cache_dtype, RAW_BITS).record_bytes
+    return RAW.layout(side, 1, layer.head_dim(side), cache_dtype, RAW_BITS).record_bytes
 
 
 def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:

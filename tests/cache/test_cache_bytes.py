@@ -37,7 +37,7 @@ TOKENS = (1, 63, 127, 128, 129, 1000)
 RECIPES = {
     name: formats
     for name, formats in recipe_formats().items()
-    if all(fmt.boost is None and fmt.layout_name == "uniform" for fmt in formats)
+    if all(fmt.boost is None and fmt.lattice_dim is None and fmt.quantizer == "uniform" for fmt in formats)
 }
 PLANS = {name: llama_plan(*formats) for name, formats in RECIPES.items()}
 PLANS |= {f"{name}, bf16": llama_plan(*pair, cache_dtype="bfloat16") for name, pair in KINDS.items()}

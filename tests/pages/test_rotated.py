@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvcal.pages.hadamard import block_size, random_signs
 from kvcal.pages.rotated import STEPS, RotatedLayout
+from kvcal.plan.page_format import Format
+from kvcal.strict import dump
 
 SIZES = [("k", 2, 128, 128), ("v", 3, 32, 96), ("k", 4, 64, 80), ("v", 1, 128, 24), ("k", 8, 128, 8)]
 
@@ -66,3 +68,18 @@ def test_what_is_stored_is_what_16_bits_hold_of_the_rotated_token() -> None:
     read = [layout.decode(layout.encode_pages(x, {"signs": signs})).double() for layout in layouts]
     errors = [float((values - turned).square().mean() / turned.square().mean()) for values in read]
     assert errors[1] < errors[0] < 1.1 * errors[1] < 1.2e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_bits": 16}, "quantizer = 'rotated' does not go with num_bits = 16"),
+        ({"lattice_dim": 2}, "quantizer = 'rotated' does not go with lattice_dim"),
+        ({"shrink_at": (300,), "param_dtype": "float32"}, "quantizer = 'rotated' does not go with shrink_at"),
+        ({"quantizer": "lattice"}, "quantizer = 'lattice', expected one of"),
+    ],
+)
+def test_knobs_of_other_quantizers_are_refused(changes: dict, message: str) -> None:
+    assert "quantizer" not in dump(Format(2)) and dump(Format(2, quantizer="rotated"))["quantizer"] == "rotated"
+    with pytest.raises(ValueError, match=message):
+        Format(**{"num_bits": 2, "quantizer": "rotated", **changes})

@@ -40,7 +40,7 @@ NEVER = 1 << 40
 
 def can_shrink(fmt: Format) -> bool:
     """Whether pages of this format may begin with 16 bits."""
-    return fmt.num_bits in NARROWER_BITS and fmt.layout_name == UNIFORM
+    return fmt.num_bits in NARROWER_BITS and fmt.quantizer == UNIFORM and fmt.boost is None and fmt.lattice_dim is None
 
 
 def progressive_layers(

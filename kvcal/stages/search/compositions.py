@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvcal.errors import UsageError
 from kvcal.geometry import Geometry
-from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Workload
@@ -55,7 +54,7 @@ class Style(NamedTuple):
     def __str__(self) -> str:
         """Such as "2 channel g128 +12.5%@4 magnitude λ sinks 4"."""
         fmt = self.format
-        parts = ["16" if fmt == RAW else f"{fmt.num_bits} {LAYOUTS[fmt.layout_name].label(fmt)}"]
+        parts = [fmt.label]
         parts += ["λ"] * self.rescale + ["predicted"] * self.predicted
         parts += [f"sinks {fmt.num_sink_tokens}"] * bool(fmt.num_sink_tokens)
         parts += [f"window {fmt.max_window}"] * bool(fmt.max_window)
