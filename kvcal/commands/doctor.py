@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvcal.commands import options
-from kvcal.engines.contract import CONTRACTS, missing_parts, require_parts
+from kvcal.engines.versions import TESTED, refusal, require_version
 from kvcal.errors import KernelError, UsageError
 
 # Extras of kvcal, and what needs them.
@@ -55,7 +55,7 @@ def doctor(
     findings = [Finding("python", platform.python_version()), Finding("kvcal", version("kvcal"))]
     findings += [*_packages(), *_gpu(), *map(_optional, OPTIONAL), _cache_folder()]
     if engine is not None:
-        findings.append(_contract(engine))
+        findings.append(_served(engine))
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
     unusable = [one.name for one in findings if one.status == "unusable"]
     value = {"is_usable": not unusable, "findings": [asdict(one) for one in findings]}
@@ -63,7 +63,7 @@ def doctor(
     if unusable:
         raise UsageError(f"kvcal is not usable here: {', '.join(unusable)}", hint="pip install --upgrade kvcal")
     if engine is not None:
-        require_parts(engine)
+        require_version(engine)
 
 
 def _packages() -> Iterator[Finding]:
@@ -126,13 +126,13 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("NVRTC", "none", "refused" if has_gpu else "absent", f"{refused.message}; {refused.hint}")
 
 
-def _contract(engine: str) -> Finding:
+def _served(engine: str) -> Finding:
     """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in, or one
     that is not installed."""
-    missing, found, tried = missing_parts(engine), version(engine), CONTRACTS[engine].tried
-    if missing:
-        return Finding(f"plans in {engine}", found, "refused", f"lacks {'; '.join(missing)}")
-    note = "" if found.split("+")[0] in tried else f"all parts are there; tried versions: {', '.join(tried)}"
+    reason, found, tested = refusal(engine), version(engine), TESTED[engine]
+    if reason is not None:
+        return Finding(f"plans in {engine}", found, "refused", reason)
+    note = "" if found.split("+")[0] in tested else f"not tested; tested versions: {', '.join(tested)}"
     return Finding(f"plans in {engine}", found, note=note)
 
 

@@ -8,7 +8,7 @@ drafts.py             tokens and drafts of a batch, in rows of equal length
 step.py               storing tokens in an engine's memory, and attention to them
 window.py             the same of layers with a sliding window, which lie in the ring
 prefill.py            attention of a chunk to its past, in tiles
-contract.py           what of an engine's code is used, and whether the installed version has it
+versions.py           versions of the engines in which plans are served
 capacity.py           what of a plan fits into an engine's memory
 vllm/, sglang/        the plug-ins
 

@@ -15,11 +15,11 @@ from test_vllm import LENGTHS, SOAK_SECONDS, VOCABULARY, Served, assert_soaked, 
 from vllm_environment import Unavailable
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.engines.contract import CONTRACTS
+from kvcal.engines.versions import TESTED
 
 pytestmark = pytest.mark.engines
 
-VERSION = CONTRACTS["sglang"].tried[-1]
+VERSION = TESTED["sglang"][-1]
 TOKENS = 40
 
 

@@ -20,8 +20,8 @@ from vllm_environment import CHECKOUT, Unavailable, python_with_vllm, run_in, va
 from kvcal import Plan
 from kvcal.cache.attached import attached_for
 from kvcal.engines.capacity import capacity as capacity_of
-from kvcal.engines.contract import CONTRACTS
 from kvcal.engines.shard import HeadShard
+from kvcal.engines.versions import TESTED
 from kvcal.geometry import CacheDtype
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import identity_of
@@ -120,7 +120,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=CONTRACTS["vllm"].tried)
+@pytest.fixture(params=TESTED["vllm"])
 def version(request: pytest.FixtureRequest) -> str:
     try:
         python_with_vllm(request.param)
@@ -426,9 +426,9 @@ def sliding_plan(folder: Path) -> str:
     return str(path)
 
 
-def test_the_contract_is_what_the_installed_version_has(version: str, tmp_path: Path) -> None:
-    found = run_in(version, tmp_path, "contract_host.py")
+def test_tested_versions_are_not_refused(version: str, tmp_path: Path) -> None:
+    found = run_in(version, tmp_path, "versions_host.py")
     assert found == {
-        "missing": [],
+        "refusal": None,
         "doctor": {"name": "plans in vllm", "status": "ok", "found": f"{version}+cpu", "note": ""},
     }

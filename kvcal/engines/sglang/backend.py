@@ -16,11 +16,11 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from kvcal.engines.contract import require_parts
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.sglang.pool import PlanPool
 from kvcal.engines.step import PagedStep
+from kvcal.engines.versions import require_version
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 
@@ -43,7 +43,7 @@ class PlanAttentionBackend(AttentionBackend):
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, PlanPool):
-            require_parts("sglang")
+            require_version("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
         rows: Tensor = runner.req_to_token_pool.req_to_token
         self._pages = rows[:, ::PAGE_TOKENS]

@@ -16,11 +16,11 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
 
-from kvcal.engines.contract import require_parts
 from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import require_no_prefixes, require_served
+from kvcal.engines.versions import require_version
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -48,7 +48,7 @@ class Serving:
             UnsupportedModel: something about the plan, or about how SGLang was started, is not served.
             UsageError: an option of SGLang has to be another one.
         """
-        require_parts("sglang")
+        require_version("sglang")
         args = kvc.server_args
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)

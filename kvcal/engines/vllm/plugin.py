@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvcal.engines.contract import missing_parts
+from kvcal.engines.versions import refusal
 from kvcal.engines.vllm import BACKEND
 
 logger = logging.getLogger("vllm.kvcal")
@@ -21,9 +21,8 @@ BACKEND_PATH = "kvcal.engines.vllm.backend.PlanBackend"
 def register() -> None:
     """Make the backend known and wrap the attention layer. A version of vLLM without a part that is needed is left as
     it is, with a warning: a plan is refused there by vLLM, which does not know its backend."""
-    missing = missing_parts("vllm")
-    if missing:
-        logger.warning("kvcal cannot serve plans in this version of vLLM: %s", "; ".join(missing))
+    if (reason := refusal("vllm")) is not None:
+        logger.warning("kvcal cannot serve plans in vLLM: %s", reason)
         return
     from kvcal.engines.vllm.hooks import wrap_attention
 

@@ -19,12 +19,12 @@ from vllm.distributed import (
     get_world_group,
 )
 
-from kvcal.engines.contract import require_parts
 from kvcal.engines.prefill import torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import require_no_prefixes, require_served
+from kvcal.engines.versions import require_version
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.flash import flash_attention
 from kvcal.errors import UnsupportedModel, UsageError
@@ -48,7 +48,7 @@ class Serving:
             UnsupportedModel: something about the plan, or about how vLLM was started, is not served.
             UsageError: an option of vLLM has to be another one.
         """
-        require_parts("vllm")
+        require_version("vllm")
         self.config, self.path = config, path
         self.device = torch.device(config.device_config.device)
         plan, lookahead = load_plan(path), _lookahead(config)

@@ -1,4 +1,4 @@
-"""A program of vLLM's environment: what the installed version lacks of the contract, and what ``kvcal doctor`` says."""
+"""A program of vLLM's environment: whether plans can be served in it, and what ``kvcal doctor`` says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 
-from kvcal.engines.contract import missing_parts
+from kvcal.engines.versions import refusal
 
 done = subprocess.run(
     [sys.executable, "-m", "kvcal", "doctor", "--engine", "vllm", "--json"], capture_output=True, text=True
 )
 (doctor,) = [one for one in json.loads(done.stdout)["findings"] if one["name"] == "plans in vllm"]
-print("RESULT " + json.dumps({"missing": missing_parts("vllm"), "doctor": doctor}), flush=True)
+print("RESULT " + json.dumps({"refusal": refusal("vllm"), "doctor": doctor}), flush=True)
