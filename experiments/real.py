@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialogues import dialogue
 from shared import mean_and_error, print_table, ratio_and_error
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_mo
 from kvcal.artifact import write_text_atomic
 from kvcal.charts.figures import Point, Series, draw_quality
 from kvcal.console import TerminalReporter
-from kvcal.data.dialogues import dialogue
 from kvcal.data.pools import TokenDataset, require_unseen
 from kvcal.data.reading import readings
 from kvcal.data.sequences import DataSpec, load_sequences

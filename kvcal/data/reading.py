@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvcal.data.dialogues import word_problem
 from kvcal.data.pools import Purpose
 from kvcal.data.sources import Piece, read_source
+from kvcal.data.word_problems import word_problem
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
 
