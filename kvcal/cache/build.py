@@ -25,7 +25,7 @@ from kvcal.cache.paged_layer import ANOTHER_MODEL, DYNAMIC_HINT, Allocate, Paged
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.kernels.choice import draft_refusals, storage_refusals
+from kvcal.kernels.choice import draft_refusals, refusals
 from kvcal.models.geometry import sharing_layers
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.state import PlanState, StepState
@@ -172,7 +172,7 @@ def _static_layer(
 ) -> PagedLayer:
     index = plan.geometry.index
     window_reasons = () if plan.is_paged else window_refusals(config, index)
-    for reason in itertools.chain(storage_refusals(plan, state.plan.cache_dtype), window_reasons):
+    for reason in itertools.chain(refusals(plan, state.plan.cache_dtype, is_cuda=False), window_reasons):
         raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
     if not plan.is_paged:
         require_left_padding(state.padding.prompt)

@@ -27,7 +27,8 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcal.cache.decoded import DecodedCopy
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.choice import refusals, slow_reasons, step_refusals
+from kvcal.kernels.choice import draft_reasons, refusals, slow_reasons
+from kvcal.kernels.variants import variant_of
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
@@ -141,11 +142,9 @@ class PagedLayer(CacheLayerMixin):
         """
         self.padding.resolve(batch)
         if self.static is not None and device.type == "cuda":
-            refused = itertools.chain(
-                refusals(self.plan, self.state.plan.cache_dtype),
-                step_refusals(self.plan, self.state.plan.cache_dtype) if self.state.lookahead else (),
-            )
-            for reason in refused:
+            cache_dtype = self.state.plan.cache_dtype
+            drafts = draft_reasons(variant_of(self.plan, cache_dtype)) if self.state.lookahead else ()
+            for reason in itertools.chain(refusals(self.plan, cache_dtype), drafts):
                 raise UnsupportedModel(
                     f"the kernels cannot serve layer {self.plan.geometry.index}: {reason}", hint=DYNAMIC_HINT
                 )

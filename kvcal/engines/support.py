@@ -51,7 +51,7 @@ def refusals(
             yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     if lookahead:
         yield from choice.draft_refusals(layer, is_static=True)
-    yield from (choice.refusals if is_cuda else choice.storage_refusals)(layer, cache_dtype)
+    yield from choice.refusals(layer, cache_dtype, is_cuda)
 
 
 def unquantized_copies(plan: Plan) -> list[str]:

@@ -4,9 +4,8 @@ The folded kernel (``csrc/decode.cu``) is built around the tensor cores' operand
 lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a static cache warns of the
 layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both would do (``plain``): they must agree.
 
-``storage_refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason;
-``refusals`` adds what the kernels alone cannot do. ``draft_refusals`` and ``step_refusals`` are the same of steps with
-drafts.
+``refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason, and what
+the kernels alone cannot do. ``draft_refusals`` and ``draft_reasons`` are the same of steps with drafts.
 """
 
 from __future__ import annotations
@@ -88,12 +87,21 @@ def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
     return SlowPath(f"steps of some layers take longer than the fast kernels: {'; '.join(parts)}")
 
 
-def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
-    """Why a cache of fixed size cannot hold this layer, on any device; nothing if it can."""
-    geometry = plan.attention
+def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterator[str]:
+    """Why the kernels cannot serve this layer, or on a CPU why a cache of fixed size cannot hold it; nothing if it
+    can."""
+    geometry, dim = plan.attention, plan.attention.k_head_dim
     if geometry.is_latent:
         yield LATENTS
         return
+    if is_cuda and cache_dtype == "float32":
+        yield "the cache holds float32; the kernels take bfloat16 and float16"
+    if is_cuda and (dim % CHANNELS_AT_ONCE or dim > MAX_HEAD_DIM):
+        yield f"head size {dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
+    if is_cuda and dim > MAX_STAGED_DIM and (plan.k_feedback or plan.v_feedback):
+        yield f"head size {dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
+    if is_cuda and dim > MAX_STAGED_DIM and any(fmt.quantizer != UNIFORM for fmt in (*plan.k, *plan.v)):
+        yield f"head size {dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     if geometry.state_bytes:
         yield "it keeps a state beside its keys and values"
     if geometry.window == 1:
@@ -123,24 +131,6 @@ def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterat
             yield f"{side} pages of {narrow} bits take {after} bytes, and those of {wide} that are to shrink {before}"
 
 
-def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
-    """Why the kernels cannot serve this layer; nothing if they can."""
-    geometry = plan.attention
-    if geometry.is_latent:
-        yield LATENTS
-        return
-    if cache_dtype == "float32":
-        yield "the cache holds float32; the kernels take bfloat16 and float16"
-    if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
-        yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
-    if geometry.k_head_dim > MAX_STAGED_DIM:
-        if plan.k_feedback or plan.v_feedback:
-            yield f"head size {geometry.k_head_dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
-        if any(fmt.quantizer != UNIFORM for fmt in (*plan.k, *plan.v)):
-            yield f"head size {geometry.k_head_dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
-    yield from storage_refusals(plan, cache_dtype)
-
-
 def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
     """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any device;
     nothing if they leave none and it can."""
@@ -155,12 +145,6 @@ def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
         return
     forms = {side: stored_form(plan, side) for side in SIDES}
     yield from (f"{side} pages {form}" for side, form in forms.items() if form is not None)
-
-
-def step_refusals(plan: LayerPlan, cache_dtype: CacheDtype) -> Iterator[str]:
-    """Why the kernels cannot verify drafts in this layer; nothing if they can."""
-    if plan.is_paged:
-        yield from draft_reasons(variant_of(plan, cache_dtype))
 
 
 def draft_reasons(variant: Variant) -> Iterator[str]:
