@@ -38,13 +38,13 @@ from kvcal.plan.plan import Workload
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback, profile
-from kvcal.stages.allocate import allocate
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.batches import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room
 from kvcal.stages.predictors import stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
-from kvcal.stages.reparam import run_reparam
+from kvcal.stages.reparam.stage import run_reparam
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bf16
 FULL_SEQUENCES = 512

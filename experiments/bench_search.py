@@ -34,10 +34,11 @@ from kvcal.plan.page_format import SIDES
 from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import LOCKSTEP
-from kvcal.stages.search import Search, SearchData
 from kvcal.stages.search.compose import Candidate, _near, singles_of
 from kvcal.stages.search.compositions import OptionTensors
+from kvcal.stages.search.fits import SearchData
 from kvcal.stages.search.problem import shared_styles, side_choice
+from kvcal.stages.search.stage import Search
 
 GQA = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
 SHAPES = {

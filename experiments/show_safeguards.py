@@ -22,8 +22,8 @@ from show_search import measure, search_arguments, searched
 
 from kvcal.models.load import load
 from kvcal.plan.plan import load_plan
-from kvcal.stages import search
 from kvcal.stages.search import compose, judge
+from kvcal.stages.search import stage as search
 
 Patch = tuple[Any, str, Any]
 

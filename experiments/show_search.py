@@ -37,9 +37,10 @@ from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.run.formats import search_data
 from kvcal.stages.divergence import deviations, kl_texts, padded_texts, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
-from kvcal.stages.search import KL_BATCH, Search, compose, run_search
+from kvcal.stages.search import compose
 from kvcal.stages.search.compose import Candidate
 from kvcal.stages.search.kl_meter import plan_digest
+from kvcal.stages.search.stage import KL_BATCH, Search, run_search
 
 LIMITS = ("max_steps", "max_size", "max_hops", "max_digits")
 

@@ -69,7 +69,7 @@ def plan(
     from kvcal.plan.plan import KIND, save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
-    from kvcal.stages import allocate as allocation_stage
+    from kvcal.stages.allocate import record as allocation_record
     from kvcal.stages.damage import measure_damage
     from kvcal.stages.size import gain_of
     from kvcal.stages.verify import verify_plan
@@ -106,7 +106,7 @@ def plan(
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
         checks = verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
-        allocation = allocation_stage.load(folder.allocation)[0]
+        allocation = allocation_record.load(folder.allocation)[0]
         gain = gain_of(made, allocation.split, loaded.vocab_size)
         damage = measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan

@@ -14,7 +14,8 @@ from kvcal.models.attention import attention_modules
 from kvcal.models.load import weight_bytes
 from kvcal.plan.plan import Workload
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
-from kvcal.stages import allocate as allocation_stage
+from kvcal.stages.allocate import budget as allocation_budget
+from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
 
@@ -38,6 +39,6 @@ def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: 
     """Bytes that are kept free for what the recipe's transforms take."""
     is_counted = spec.budget is not None and spec.workspace == "auto"
     workload = Workload(spec.batch, spec.context) if is_counted else None
-    return allocation_stage.reserved_bytes(
+    return allocation_budget.reserved_bytes(
         geometry, cache, recipe.reparam, recipe.predictors, workload, recipe.feedback
     )

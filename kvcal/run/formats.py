@@ -35,15 +35,19 @@ from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.feasible import reserved_for
 from kvcal.run.transform import reparam_data, short_data
-from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import profile as profile_stage
-from kvcal.stages import search as search_stage
+from kvcal.stages.allocate import budget as allocation_budget
+from kvcal.stages.allocate import record as allocation_record
+from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.centre import DATA, centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
+from kvcal.stages.search import fits as search_fits
+from kvcal.stages.search import record as search_record
+from kvcal.stages.search import stage as search_stage
 from kvcal.stages.search.record import SearchRecord
 from kvcal.stages.tune.objective import HIGHEST_SHARE, TaskObjective, score_quantile
 from kvcal.stages.tune.study import Trial, Tuning, choose, tune
@@ -123,8 +127,8 @@ def allocate_folder(
         made_from = with_calibration({**provenance, **details}, calibration("profile", read_inputs(folder.profile)))
         allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:
-            allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
-        allocation_stage.save(allocation, inputs, path)
+            allocation = allocation_record.made_progressive(allocation, progressive, reserved)
+        allocation_record.save(allocation, inputs, path)
         reporter.say(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
             f"proven gap {allocation.gap:.2g}"
@@ -160,16 +164,16 @@ def fix_folder(job: Job) -> Allocation:
         if recipe.importance is not None:
             profile = profile_stage.load(folder.profile)
             provenance = with_calibration(provenance, calibration("profile", read_inputs(folder.profile)))
-            allocation = allocation_stage.important_allocation(profile, recipe.importance, workload, provenance)
+            allocation = allocation_record.important_allocation(profile, recipe.importance, workload, provenance)
         else:
             assert recipe.formats is not None
-            allocation = allocation_stage.fixed_allocation(
+            allocation = allocation_record.fixed_allocation(
                 recipe.formats, loaded.identity, loaded.geometry, workload, provenance
             )
         if recipe.progressive is not None:
-            reserved = allocation_stage.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
-            allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved)
-        allocation_stage.save(allocation, inputs, path)
+            reserved = allocation_budget.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
+            allocation = allocation_record.made_progressive(allocation, recipe.progressive, reserved)
+        allocation_record.save(allocation, inputs, path)
         return allocation
 
     return current_or("allocate", folder.allocation, _load_allocation, inputs, make, job.reporter)
@@ -197,20 +201,20 @@ def tune_folder(job: Job) -> Allocation:
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
         best = tune_plan(loaded, plan, recipe, folder.path, reporter).plan
         provenance = with_calibration(best.provenance, calibration("tune", inputs))
-        allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
-        allocation_stage.save(allocation, inputs, path)
+        allocation = allocation_record.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
+        allocation_record.save(allocation, inputs, path)
         return allocation
 
     return current_or("tune", folder.allocation, _load_allocation, inputs, make, job.reporter, data.description)
 
 
-def search_data(job: Job) -> search_stage.SearchData:
+def search_data(job: Job) -> search_fits.SearchData:
     """The sequences of a search, by purpose."""
     purposes: tuple[Purpose, ...] = ("fit", "select", "validate")
     fit, select, validate = (job_sequences(job, job.recipe.data, purpose) for purpose in purposes)
     spec = job.recipe.feedback
     feedback = None if spec is None else short_data(job, spec)
-    return search_stage.SearchData(fit, select, validate, reparam_data(job), feedback)
+    return search_fits.SearchData(fit, select, validate, reparam_data(job), feedback)
 
 
 def search_folder(job: Job) -> Allocation:
@@ -240,9 +244,9 @@ def search_folder(job: Job) -> Allocation:
         return search_stage.run_search(loaded, recipe, data, inputs, path, provenance, reporter)
 
     made_on = f"fits on {data.fit.description}; plans on {data.select.description} and {data.validate.description}"
-    allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
+    allocation = current_or("search", folder.search, search_record.load, inputs, make, job.reporter, made_on).allocation
     made_from = {**model_inputs(loaded), "search.sha256": sha256_file(folder.search)}
-    allocation_stage.save(allocation, made_from, folder.allocation)
+    allocation_record.save(allocation, made_from, folder.allocation)
     distributed.gather(None)  # until rank 0 has written the file
     tell_doubts(allocation, loaded.max_context, job.reporter)
     return allocation
@@ -260,7 +264,7 @@ def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> list[di
 def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
     """The plan of a recipe's [formats], before any stage but the means of keys."""
     assert recipe.formats is not None
-    allocation = allocation_stage.fixed_allocation(
+    allocation = allocation_record.fixed_allocation(
         recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
     )
     layers = allocation.layers
@@ -289,7 +293,7 @@ def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Rep
 
 
 def _load_allocation(path: Path) -> Allocation:
-    return allocation_stage.load(path)[0]
+    return allocation_record.load(path)[0]
 
 
 def _baseline_inputs(spec: AllocateSpec) -> dict[str, Any]:

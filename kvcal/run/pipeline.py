@@ -25,12 +25,12 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.feasible import require_feasible
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
 from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
-from kvcal.stages import allocate as allocation_stage
-from kvcal.stages import search as search_stage
+from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Evaluation, evaluate, evaluation_inputs, require_scheduled_texts, scheduled_batch
+from kvcal.stages.search import record as search_record
 
 
 class Stage(NamedTuple):
@@ -77,7 +77,7 @@ def run(
     and is reused by the next run."""
     plan = build_plan(loaded, folder, recipe, workload, reporter)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
-    return Result(allocation_stage.load(folder.allocation)[0], plan, evaluation)
+    return Result(allocation_record.load(folder.allocation)[0], plan, evaluation)
 
 
 def build_plan(
@@ -121,9 +121,9 @@ def compile_folder(
         ArtifactError: no allocation, a corrupt artifact, or a plan that cannot be written.
     """
     path = folder.plan if path is None else path
-    allocation, made_from = allocation_stage.load(folder.allocation)
+    allocation, made_from = allocation_record.load(folder.allocation)
     if "search.sha256" in made_from:
-        searched = search_stage.load(folder.search)
+        searched = search_record.load(folder.search)
         allocation = searched.allocation
         plan = compile_plan(allocation, searched.layers, searched.plan_tensors)
     else:

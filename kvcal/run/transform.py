@@ -26,10 +26,9 @@ from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
-from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
-from kvcal.stages import reparam as reparam_stage
+from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.centre import Centring, takes_mean
@@ -38,6 +37,8 @@ from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
+from kvcal.stages.reparam import record as reparam_record
+from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.stages.reparam.record import Reparam
 from kvcal.strict import dump, flat_records
 
@@ -105,7 +106,7 @@ class Transforms:
 
 # In order; the names are those of a folder's files.
 LOADS: dict[str, Callable[[Path], Record]] = {
-    "reparam": reparam_stage.load,
+    "reparam": reparam_record.load,
     "centre": centre_stage.load,
     "predictors": predictor_stage.load,
     "feedback": feedback_stage.load,
@@ -118,11 +119,11 @@ def reparam_folder(job: Job) -> Reparam:
     spec, loaded, folder, reporter = job.recipe.reparam, job.loaded, job.folder, job.reporter
     assert spec is not None
     data = reparam_data(job)
-    allocation = allocation_stage.load(folder.allocation)[0]
+    allocation = allocation_record.load(folder.allocation)[0]
     layers = allocation.layers
     inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
     make = partial(reparam_stage.run_reparam, loaded, layers, data, spec)
-    found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
+    found = current_or("reparam", folder.reparam, reparam_record.load, inputs, make, reporter, data.description)
     nbytes = tensors_nbytes(found.tensors())
     left = bytes_left(allocation, layers, nbytes)
     if left is not None and left < 0:
@@ -137,7 +138,7 @@ def centre_folder(job: Job) -> Centring | None:
     """The centre stage, on the layers as the reparam stage left them; nothing where no keys are scaled by token.
     Reads the recipe's text where another stage does."""
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
-    allocation = allocation_stage.load(folder.allocation)[0]
+    allocation = allocation_record.load(folder.allocation)[0]
     layers, _ = Transforms.of(folder, recipe, before="centre").apply(allocation.layers)
     # λ has an offset of its own, a basis a center.
     is_moved = recipe.reparam is not None or (recipe.feedback is not None and recipe.feedback.basis)
@@ -165,7 +166,7 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     spec = recipe.predictors
     assert spec is not None
     centre_folder(job)
-    allocation = allocation_stage.load(folder.allocation)[0]
+    allocation = allocation_record.load(folder.allocation)[0]
     layers, tensors = Transforms.of(folder, recipe, before="predictors").apply(allocation.layers)
     room = None if allocation.split.kind is None else Room(allocation, layers, spec)
     if room is not None:
@@ -192,7 +193,7 @@ def feedback_folder(job: Job) -> FeedbackRecord:
         layers = layers_in(loaded.geometry, k, v)
         tensors = lattice_tensors(layers)
     else:
-        allocation = allocation_stage.load(folder.allocation)[0]
+        allocation = allocation_record.load(folder.allocation)[0]
         layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
     layers = feedback_stage.fitted_layers(layers, spec)
     data = short_data(job, spec)
@@ -218,7 +219,7 @@ def fold_folder(
         UnsupportedModel, ArtifactError: λ cannot be folded into this model, or was found for another one.
     """
     folder.require_model(model_inputs(loaded))
-    allocation, made_from = allocation_stage.load(folder.allocation)
+    allocation, made_from = allocation_record.load(folder.allocation)
     is_searched = "search.sha256" in made_from
     found = Transforms() if is_searched else Transforms.made_for(folder, allocation.layers, reporter)
     layers, tensors = found.apply(allocation.layers)

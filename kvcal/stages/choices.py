@@ -16,9 +16,9 @@ from kvcal.folder import Folder
 from kvcal.plan.page_format import RAW, Side
 from kvcal.plan.plan import Plan
 from kvcal.recipe import AllocateSpec, Objective
-from kvcal.stages.allocate import Problem, option_name
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.allocate.record import load as load_allocation
+from kvcal.stages.allocate.stage import Problem, option_name
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search.record import SearchReport

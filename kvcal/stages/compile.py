@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvcal.plan.plan import LayerPlan, Plan
 from kvcal.records import refusing
-from kvcal.stages.allocate import Allocation
 from kvcal.stages.allocate.budget import require_budget
+from kvcal.stages.allocate.record import Allocation
 
 # The libraries that can change what a plan does or how it was measured.
 LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers")

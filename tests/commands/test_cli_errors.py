@@ -169,7 +169,7 @@ def test_interrupt_in_every_stage_and_resume(
         if stage == "profile":
             patched.setattr(profile_stage, "divergence_means", interrupt)
         elif stage == "allocate":
-            patched.setattr(formats.allocation_stage, "save", interrupt)
+            patched.setattr(formats.allocation_record, "save", interrupt)
         elif stage == "compile":
             patched.setattr(pipeline, "save_plan", interrupt)
         else:

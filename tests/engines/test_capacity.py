@@ -22,7 +22,8 @@ from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, Engine, ProfileSpec
 from kvcal.recipe_files import load_recipe, with_knobs
-from kvcal.stages.allocate import Split, allocate
+from kvcal.stages.allocate.record import Split
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
 

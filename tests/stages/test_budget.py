@@ -28,8 +28,9 @@ from kvcal.recipe import (
     SearchSpec,
     ValueChoice,
 )
-from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_progressive, reserved_bytes
-from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
+from kvcal.stages.allocate.budget import require_budget, reserved_bytes, transform_bytes, workspace_bytes
+from kvcal.stages.allocate.record import Allocation, fixed_allocation, made_progressive
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.search.compositions import most_scratch, options_of, styles_of
 from kvcal.stages.search.speed import Unbounded

@@ -19,7 +19,8 @@ from kvcal.plan.plan import Format, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages import profile
-from kvcal.stages.allocate import allocate, fixed_allocation
+from kvcal.stages.allocate.record import fixed_allocation
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.verify import verify_plan
 

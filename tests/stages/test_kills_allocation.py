@@ -15,9 +15,9 @@ from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate import Allocation, allocate, pareto
 from kvcal.stages.allocate.budget import resolve_budget, workspace_bytes
-from kvcal.stages.allocate.record import layer_bytes
+from kvcal.stages.allocate.record import Allocation, layer_bytes
+from kvcal.stages.allocate.stage import allocate, pareto
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
 from kvcal.stages.profile.sensitivity import Candidate

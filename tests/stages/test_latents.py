@@ -37,13 +37,14 @@ from kvcal.recipe import (
     SearchSpec,
     ValueChoice,
 )
-from kvcal.stages import feedback, profile, reparam
-from kvcal.stages.allocate import allocate
+from kvcal.stages import feedback, profile
 from kvcal.stages.allocate.budget import reserved_bytes
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile.observers import GradientPass
+from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.stages.search.compositions import options_of, styles_of, system_plans
 from kvcal.stages.search.speed import Unbounded
 from kvcal.store.workspace import step_workspace
@@ -166,7 +167,7 @@ def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None
     """Nothing is fitted, nothing is reserved, and the plan stays as it was."""
     loaded, layers, data = loaded_model("deepseek_v3"), layers_in("deepseek_v3", Format(2, "token", 32)), data_of(200)
     listener = Listener()
-    found = reparam.run_reparam(loaded, layers, data, ReparamSpec(), {}, tmp_path / "r", listener)
+    found = reparam_stage.run_reparam(loaded, layers, data, ReparamSpec(), {}, tmp_path / "r", listener)
     assert found.layers == () and found.apply(layers) == layers
     fed = feedback.run_feedback(loaded, layers, {}, data, FeedbackSpec(), {}, tmp_path / "f", listener)
     assert fed.sides == () and fed.apply(layers) == layers

@@ -26,7 +26,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence, profile
-from kvcal.stages.allocate import allocate
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 from kvcal.stages.estimate import graph_bytes, parameter_bytes
 from kvcal.stages.profile.observers import GradientPass

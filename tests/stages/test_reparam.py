@@ -25,7 +25,7 @@ from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import tap
 from kvcal.plan.page_format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module
-from kvcal.stages import reparam
+from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.reparam.search import KeyStatistics, key_statistics, lambda_of
 
 
@@ -35,7 +35,7 @@ def outliers() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, outliers) -> tuple[reparam.Reparam, Path]:
+def finished(tmp_path_factory, outliers) -> tuple[reparam_record.Reparam, Path]:
     folder = tmp_path_factory.mktemp("finished")
     return run(folder, outliers), folder / "reparam.safetensors"
 
@@ -157,7 +157,7 @@ def test_best_candidate_is_kept_and_lambda_pays_for_an_outlier(outliers, finishe
         assert torch.equal(lambda_ND[:, :8], lambda_ND[:, 8:])
         assert set(lambda_ND.argmax(1).tolist()) <= {5, 13}
         assert layer.k_bias_share is None and layer.warning is None
-    again = reparam.load(path)
+    again = reparam_record.load(path)
     assert again.layers == record.layers and again.subject == record.subject
     assert all(torch.equal(again.lambdas[i], record.lambdas[i]) for i in record.lambdas)
 
@@ -234,7 +234,7 @@ def test_only_layers_per_token_are_searched(tmp_path, outliers):
     (tmp_path / "none").mkdir()
     nothing = run(tmp_path / "none", outliers, layers_of(outliers, (RAW,)), listener)
     assert nothing.layers == () and nothing.tensors() == {} and "nothing to search" in listener.said[0]
-    assert reparam.load(tmp_path / "none" / "reparam.safetensors").layers == ()
+    assert reparam_record.load(tmp_path / "none" / "reparam.safetensors").layers == ()
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -297,7 +297,7 @@ def test_spoiled_records_are_refused(tmp_path, finished, what):
         record = replace(record, layers=(*record.layers, replace(record.layers[0], index=9)))
         record = replace(record, lambdas={**record.lambdas, 9: torch.ones(2, 16)})
         record = replace(record, offsets={**record.offsets, 9: torch.ones(2, 16)})
-    reparam.save(record, INPUTS, path)
+    reparam_record.save(record, INPUTS, path)
     reasons = {
         "lambda": "k_rescale' holds values from -",
         "shape": r"expected float32 \[2, 16\]",
@@ -305,4 +305,4 @@ def test_spoiled_records_are_refused(tmp_path, finished, what):
     }
     reasons |= {"offset": "k_offset' holds values from 1e", "alpha": "α = 0.3", "error": "error = 7", "twice": "twice"}
     with pytest.raises(ArtifactError, match=reasons.get(what, "layer 9 is given twice, or is no layer")):
-        reparam.load(path)
+        reparam_record.load(path)

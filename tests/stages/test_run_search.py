@@ -24,10 +24,10 @@ from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run import formats, pipeline
-from kvcal.stages import search as search_stage
 from kvcal.stages.divergence import STATISTICS, deviations, kl_texts, unquantized_plan
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.predictors.stage import run_fit_predictors
+from kvcal.stages.search import stage as search_stage
 from kvcal.stages.search.judge import Pool
 from kvcal.stages.search.kl_meter import KLMeter, plan_digest
 from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord

@@ -318,14 +318,11 @@ def solved(which: Problem, seed: int) -> Choice:
 
 
 def test_rotated_pages_are_options_for_decoding() -> None:
-    lattice = {"quantizer": "rotated-lattice"}
-    keys = (KeyChoice(2), KeyChoice(3, "token", quantizer="rotated"), KeyChoice(2, "token", **lattice))
-    values = (ValueChoice(2, **lattice), ValueChoice(4, quantizer="rotated"), ValueChoice(4))
+    keys = (KeyChoice(2), KeyChoice(3, "token", quantizer="rotated"), KeyChoice(2, "token", quantizer="rotated"))
+    values = (ValueChoice(2, quantizer="rotated"), ValueChoice(4, quantizer="rotated"), ValueChoice(4))
     spec = SearchSpec("decode", (), keys, values)
     wide = wide_problem(spec)
-    assert [{o.format.quantizer for o in row} for row in wide.options] == [
-        {"uniform", "rotated", "rotated-lattice"}
-    ] * len(wide.units)
+    assert [{o.format.quantizer for o in row} for row in wide.options] == [{"uniform", "rotated"}] * len(wide.units)
     for seed in range(4):
         choice = solved(wide, seed)
         layers, tensors = composed_layers(GEOMETRY, wide.chosen(choice), OptionTensors({}, {}))

@@ -29,8 +29,8 @@ from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, Rep
 from kvcal.records import write_json
 from kvcal.stages import compare as compare_stage
 from kvcal.stages import feedback as feedback_stage
-from kvcal.stages.allocate import allocate, pareto
 from kvcal.stages.allocate import record as allocation_record
+from kvcal.stages.allocate.stage import allocate, pareto
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
 from kvcal.stages.compile import compile_plan

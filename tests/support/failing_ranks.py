@@ -16,8 +16,8 @@ import sys
 from kvcal import __main__ as cli
 from kvcal import distributed
 from kvcal.errors import NonFiniteActivations
-from kvcal.stages import reparam
 from kvcal.stages.reparam import search
+from kvcal.stages.reparam import stage as reparam_stage
 
 how = sys.argv.pop(1)
 measure, calls = search.key_statistics, []
@@ -34,5 +34,5 @@ def failing(*args):
     return measure(*args)
 
 
-reparam.key_statistics = failing
+reparam_stage.key_statistics = failing
 cli.main()

@@ -37,7 +37,7 @@ from kvcal.geometry import StateGeometry
 from kvcal.models.load import load
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
-from kvcal.stages.allocate import allocate
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.profile import run_profile
 

@@ -18,13 +18,15 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import feedback, profile, reparam
+from kvcal.stages import feedback, profile
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import Text
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
+from kvcal.stages.reparam import search as reparam_search
+from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans
 
 DATA = sequences([200, 180, 190], 1)
@@ -42,7 +44,7 @@ def run_profile(target: Path) -> None:
 def run_reparam(target: Path) -> None:
     layers = aqua_layers(loaded_llama())
     spec = ReparamSpec(position_scale=1.0, num_steps=2, offset=True)
-    reparam.run_reparam(loaded_llama(), layers, DATA, spec, {}, target, Strict())
+    reparam_stage.run_reparam(loaded_llama(), layers, DATA, spec, {}, target, Strict())
     reparam_record.table_rows(reparam_record.load(target))
 
 
@@ -84,7 +86,7 @@ def checkpoint_hook() -> None:
 
 STAGES: dict[str, tuple[Callable[[Path], None], ModuleType | None]] = {
     "profile": (run_profile, profile),
-    "reparam": (run_reparam, reparam),
+    "reparam": (run_reparam, reparam_stage),
     "predictors": (run_predictors, fit_predictors),
     "feedback": (run_feedback, feedback),
     "search": (run_search, None),
@@ -117,9 +119,9 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 # What the stages ask of the model alone before they open a checkpoint. No file can change it.
 KNOWN = [
     (profile, "check_taps", once(profile.check_taps)),
-    (reparam, "check_taps", once(reparam.check_taps)),
-    (reparam, "rotary_pairs", once(reparam.rotary_pairs)),
-    (reparam, "fitting_scale", once(reparam.fitting_scale)),
+    (reparam_stage, "check_taps", once(reparam_stage.check_taps)),
+    (reparam_stage, "rotary_pairs", once(reparam_stage.rotary_pairs)),
+    (reparam_stage, "fitting_scale", once(reparam_search.fitting_scale)),
     (fit_predictors, "rotary_maps", once(fit_predictors.rotary_maps)),
 ]
 

@@ -24,9 +24,11 @@ from kvcal.plan.page_format import RAW, Format
 from kvcal.plan.plan import Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, ReparamSpec
-from kvcal.stages import feedback, reparam
+from kvcal.stages import feedback
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.predictors import stage as fit_predictors
+from kvcal.stages.reparam import record as reparam_record
+from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.strict import dump, flat
 
 Layers = tuple[LayerPlan, ...]
@@ -66,8 +68,8 @@ class Fits:
             layers = layers_in(self.loaded.geometry, fmt, RAW)
             path = self.beside(f"lambda-{sha256_json(dump(fmt))[:12]}")
             inputs = self._inputs(data, spec, layers, {})
-            fit = partial(reparam.run_reparam, self.loaded, layers, data, spec)
-            found[fmt] = dict(current_or("search, λ", path, reparam.load, inputs, fit, self.reporter).lambdas)
+            fit = partial(reparam_stage.run_reparam, self.loaded, layers, data, spec)
+            found[fmt] = dict(current_or("search, λ", path, reparam_record.load, inputs, fit, self.reporter).lambdas)
         return found
 
     def predictors(self, layers: Layers, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

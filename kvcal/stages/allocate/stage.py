@@ -1,0 +1,191 @@
+"""The allocate stage: which Format every layer's (or KV head's) K and V gets, within a byte budget (PM-KVQ Eq. 6-8).
+
+A unit of the integer program is one layer's K or V, or one head's, or a layer's K and V together; its options are the
+profile's candidates, each with its measured loss and with the bytes that ``Format.nbytes`` predicts for the runtime at
+the workload. What does not depend on the choice (bounded layers, states) is taken off the budget first. 16 bits is
+always an option, with loss 0, and the only one of rotary keys of latent attention, unless the recipe asks for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvcal.engines.capacity import engine_bytes
+from kvcal.engines.support import require_served
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import ModelIdentity
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
+from kvcal.plan.plan import Plan, Workload
+from kvcal.recipe import AllocateSpec
+from kvcal.stages.allocate.budget import infeasible, resolve_budget, workload_of
+from kvcal.stages.allocate.record import (
+    Allocation,
+    Split,
+    layer_bytes,
+    num_values,
+)
+from kvcal.stages.allocate.solver import Option, Unit, solve, sweep
+from kvcal.stages.profile.record import Profile
+
+
+def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], reserved: int = 0) -> Allocation:
+    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``).
+
+    Raises:
+        InfeasibleBudget: nothing fits; the message states the smallest budget of the same kind that would.
+        UsageError: an unreadable budget, or an objective that was not profiled.
+        UnsupportedModel: no layer of the model has pages.
+    """
+    problem = Problem(profile, spec)
+    split = _split(problem, profile, spec, reserved)
+    smallest = problem.nbytes(problem.smallest)
+    # Beyond the largest options' bytes nothing is left to spend a capacity on.
+    most = problem.nbytes(problem.largest)
+    setup, cache_dtype, workload = profile.setup, profile.geometry.cache_dtype, problem.workload
+    while True:  # what lies beside the pages follows from the choice
+        solution = solve(problem.units, max(smallest, min(_capacity(split), most)))
+        split = replace(split, engine=_beside_pages(problem, spec, setup.identity, solution.choice))
+        if solution.nbytes <= _capacity(split):
+            break
+    layers = problem.layers_of(solution.choice)
+    split = replace(split, paged=layer_bytes(layers, cache_dtype, workload)[1])
+    assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
+    proven = solution.loss, solution.bound, solution.gap, solution.proof
+    return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
+
+
+def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) -> None:
+    """Raises what ``allocate`` will, whatever was measured: the bytes of formats follow from ``profile.setup``."""
+    _split(Problem(profile, spec), profile, spec, reserved)
+
+
+def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> Split:
+    """The budget, with what an engine takes beside the smallest pages. Raises as ``allocate``."""
+    if not problem.units:
+        raise UnsupportedModel(
+            "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
+            hint="a recipe with [formats], such as kivi-2, compiles a plan without choices",
+        )
+    setup, layers = profile.setup, problem.layers_of(problem.largest)
+    sizes = setup.geometry.cache_dtype, setup.weight_bytes, setup.vocab_size
+    split = resolve_budget(spec, layers, *sizes, reserved)
+    split = replace(split, engine=_beside_pages(problem, spec, setup.identity, problem.smallest))
+    missing = problem.nbytes(problem.smallest) - _capacity(split)
+    if missing > 0:
+        taken = problem.nbytes(problem.smallest) + reserved + split.engine
+        raise infeasible(spec, split, split.budget + missing, 8 * taken / num_values(layers, problem.workload))
+    return split
+
+
+def _capacity(split: Split) -> int:
+    """Bytes that are left for pages."""
+    return split.for_cache - split.fixed - split.reserved
+
+
+def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, choice: Sequence[int]) -> int:
+    """Bytes that an engine takes beside the pages of a choice; 0 without one."""
+    if spec.engine is None:
+        return 0
+    layers, workload = problem.layers_of(choice), Workload(spec.batch, spec.context)
+    plan = Plan(model, problem.geometry.cache_dtype, layers, workload, {})
+    require_served(plan, is_cuda=False, engine=spec.engine, lookahead=spec.drafts)
+    return engine_bytes(spec.engine, plan, spec.tp, spec.drafts) - problem.nbytes(choice)
+
+
+def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
+    """A sweep over useful budgets: a row for each point: bytes of the whole cache, all-in bits per
+    value, loss, and the bits chosen per layer."""
+    problem = Problem(profile, spec)
+    rows = []
+    for point in sweep(problem.units, num_points):
+        layers = problem.layers_of(point.choice)
+        fixed, paged = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
+        per_value = 8 * paged / num_values(layers, problem.workload)
+        row: dict[str, Any] = {"cache_bytes": fixed + paged, "bits_per_value": per_value}
+        row |= {"loss": point.loss, "gap": point.gap}
+        for side in SIDES:
+            row[f"{side}_bits"] = [[fmt.num_bits for fmt in layer.formats(side)] for layer in layers if layer.is_paged]
+        rows.append(row)
+    return rows
+
+
+class Problem:
+    """``units`` of the integer program, with the formats of every option."""
+
+    def __init__(self, profile: Profile, spec: AllocateSpec) -> None:
+        self.workload = workload_of(spec)
+        self.geometry = profile.geometry
+        self.units: list[Unit] = []
+        self._formats: list[list[dict[tuple[int, Side], Format]]] = []  # by cache index and side
+        for layer in bare_layers(profile.geometry):
+            if layer.is_paged:
+                costs = {side: self._costs(profile, spec, layer, side) for side in SIDES}
+                is_block = spec.granularity == "block" and (spec.rotary or not layer.attention.is_latent)
+                for sides in [SIDES] if is_block else [(side,) for side in SIDES]:
+                    self._add_unit(layer.geometry.index, sides, costs)
+
+    def _costs(
+        self, profile: Profile, spec: AllocateSpec, layer: LayerPlan, side: Side
+    ) -> dict[str, tuple[Format, int, float]]:
+        """Formats of a layer's keys or values, their bytes, and their loss; by name, equal for keys and values."""
+        is_fixed = side == "v" and layer.attention.is_latent and not spec.rotary
+        losses = {} if is_fixed else profile.losses(spec.objective, layer.geometry.index, side)
+        costs = {profile.cache.format(side, *candidate): sum(loss) for candidate, loss in losses.items()}
+        costs[RAW] = 0.0
+        heads, dim, lengths = layer.attention.num_kv_heads, layer.head_dim(side), self.workload.lengths
+        return {
+            option_name(fmt): (fmt, fmt.nbytes(side, heads, dim, self.geometry.cache_dtype, lengths), loss)
+            for fmt, loss in costs.items()
+        }
+
+    def _add_unit(
+        self, index: int, sides: Sequence[Side], costs: Mapping[Side, Mapping[str, tuple[Format, int, float]]]
+    ) -> None:
+        """A unit for sides of a layer; its options are in equal formats on all of them."""
+        options, formats = [], []
+        for name in costs[sides[0]]:
+            if all(name in costs[side] for side in sides):
+                parts = {(index, side): costs[side][name] for side in sides}
+                options.append(Option(name, sum(part[1] for part in parts.values()), sum(p[2] for p in parts.values())))
+                formats.append({place: part[0] for place, part in parts.items()})
+        self.units.append(Unit(f"layer {index} {', '.join(sides)}", tuple(options)))
+        self._formats.append(formats)
+
+    @property
+    def smallest(self) -> list[int]:
+        """The choice of every unit's smallest option."""
+        return [min(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
+
+    @property
+    def largest(self) -> list[int]:
+        """The choice of every unit's largest option."""
+        return [max(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
+
+    def nbytes(self, choice: Sequence[int]) -> int:
+        """Bytes of a choice."""
+        return sum(unit.options[number].nbytes for unit, number in zip(self.units, choice, strict=True))
+
+    def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side], Format]]:
+        """Of every option of a unit: the format of each (cache index, side) in it."""
+        return self._formats[position]
+
+    def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
+        """The layers that a choice (an option number per unit) stands for."""
+        chosen: dict[tuple[int, Side], Format] = {}
+        for formats, number in zip(self._formats, choice, strict=True):
+            chosen |= formats[number]
+        return tuple(
+            replace(layer, k=(chosen[layer.geometry.index, "k"],), v=(chosen[layer.geometry.index, "v"],))
+            if layer.is_paged
+            else layer
+            for layer in bare_layers(self.geometry)
+        )
+
+
+def option_name(fmt: Format) -> str:
+    """The name of a format among a unit's options; of pages that shrink, that of their final bits."""
+    quantizer = "" if fmt.quantizer == UNIFORM else f"-{fmt.quantizer}"
+    return f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}{quantizer}"
