@@ -205,7 +205,7 @@ class Bench:
             self.loaded.identity, self.loaded.geometry, 1, self.given.vocab, spec, cache, "f", "random", 1, 1, 1
         )
         texts = profile.kl_texts(self.data, spec.kl_samples, min(spec.kl_tokens, self.given.seq_len), cache)
-        steps = profile._divergence_steps(setup, texts)
+        steps = profile._divergence_steps(setup, texts, len(texts))
         num_plans = sum(len(setup.kl_candidates(side)) for places, _ in steps for _, side in places)
         profile.divergence_means(self.loaded, setup, (steps[0][0][:1], texts), Room(LOCKSTEP))  # a warm-up
 

@@ -85,7 +85,6 @@ def plan(
             hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
         )
     chosen = given.change(base, budgets.knobs() | served.knobs(base))
-    assert chosen.allocate is not None
     if output is not None:
         require_output(output, KIND)
     if out is not None:
@@ -95,7 +94,7 @@ def plan(
         if recipe is None and not search and loaded.geometry.has_latents:
             reporter.say("plan: latent attention takes no basis: recipe default")
             chosen = given.change(load_recipe("default"), budgets.knobs() | served.knobs(base))
-            assert chosen.allocate is not None
+        assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = Folder.create(out)
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")

@@ -111,8 +111,8 @@ class FeedbackRecord:
         changed = []
         for layer in layers:
             k, v = ((layer.geometry.index, side) for side in SIDES)
-            flags = {"k_feedback": k in fed, "v_feedback": v in fed, "k_basis": k in based, "v_basis": v in based}
-            changed.append(replace(layer, **flags))
+            layer = replace(layer, k_feedback=k in fed, v_feedback=v in fed, k_basis=k in based, v_basis=v in based)
+            changed.append(layer)
         return tuple(changed)
 
     def changed(self, plan: Plan) -> Plan:
