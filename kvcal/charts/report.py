@@ -18,7 +18,7 @@ from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.plan.damage import load_damage
 from kvcal.plan.page_format import SIDES
-from kvcal.plan.plan import load_plan
+from kvcal.plan.plan import Plan, load_plan
 from kvcal.recipe import Objective
 from kvcal.stages.choices import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
@@ -53,7 +53,8 @@ def write_report(folder: Folder) -> Path:
     """
     from jinja2 import Environment
 
-    sections = [*_plan_sections(folder), *_measured_sections(folder)]
+    plan = load_plan(folder.plan) if folder.plan.is_file() else None
+    sections = [*(_plan_sections(folder, plan) if plan else ()), *_measured_sections(folder, plan)]
     if not sections:
         raise ArtifactError(
             f"{folder.path}: nothing to report: no plan, evaluation, comparison or study lies there",
@@ -61,24 +62,25 @@ def write_report(folder: Folder) -> Path:
         )
     template = Path(__file__).with_name("report.html").read_text()
     title = f"kvcal: {sections[0].tables[0][0]}"
+    if plan is not None:
+        title = f"{plan.model.id}: {plan.bits_per_value():.2f} bits per cached value"
+        facts = {"plan sha256": plan.sha256, **flat("", plan.provenance)}
+        rows = [(name, str(value)) for name, value in sorted(facts.items())]
+        sections.append(Section("Provenance", (("The plan was made from", ("", "value"), rows),)))
     page = Environment(autoescape=True).from_string(template).render(title=title, sections=sections)
     write_text_atomic(folder.report, page)
     return folder.report
 
 
-def _plan_sections(folder: Folder) -> Iterator[Section]:
+def _plan_sections(folder: Folder, plan: Plan) -> Iterator[Section]:
     """The plan, its budget, its bits with the profile's sensitivity, what each option costs, and its search."""
-    if not folder.plan.is_file():
-        return
-    plan = load_plan(folder.plan)
     shown = [tables.plan_table(plan, plan.workload, load_damage(folder.plan, plan))]
     try:
         allocation, inputs = allocation_of(plan, folder)
         shown.append(tables.budget_table(allocation))
     except ArtifactError:  # none, or of another plan: the plan by itself is left
         inputs = {}
-    provenance = [(name, str(value)) for name, value in sorted(flat("", plan.provenance).items())]
-    yield Section("Plan", (*shown, ("Made from", ("", "value"), [("plan sha256", plan.sha256), *provenance])))
+    yield Section("Plan", tuple(shown))
 
     sensitivity, choices, note = {}, [], ""
     try:
@@ -100,7 +102,7 @@ def _plan_sections(folder: Folder) -> Iterator[Section]:
         yield Section("Search", (tables.candidates_table(report), tables.pools_table(report)))
 
 
-def _measured_sections(folder: Folder) -> Iterator[Section]:
+def _measured_sections(folder: Folder, plan: Plan | None) -> Iterator[Section]:
     """A comparison, or an evaluation; and a study."""
     if (folder.path / COMPARISON).is_file():
         comparison = load_comparison(folder.path / COMPARISON)
@@ -112,7 +114,6 @@ def _measured_sections(folder: Folder) -> Iterator[Section]:
         yield Section("Evaluation", (tables.evaluation_table(evaluation),), folder.quality)
     if (folder.path / STUDY).is_file():
         tuning = load_tuning(folder.path)
-        plan = load_plan(folder.plan) if folder.plan.is_file() else None
         thresholds = None if plan is None else plan.provenance.get("thresholds")
         table = tables.tuned_table(tuning, thresholds, None if plan is None else plan.workload)
         is_drawn = not folder.evaluation.is_file()  # of a tuned plan that was evaluated, the evaluation is drawn

@@ -147,7 +147,7 @@ def test_equal_records_give_equal_bytes_that_stand_alone(name: str, tmp_path: Pa
 def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     found = report(tmp_path)
-    assert list(found.sections) == ["top", "plan", "bits", "evaluation"] and found.tags.count("img") == 2
+    assert list(found.sections) == ["top", "plan", "bits", "evaluation", "provenance"] and found.tags.count("img") == 2
     assert {path.name for path in tmp_path.glob("*.png")} == {"bits.png", "quality.png"}
     cells = {cells[0]: cells[1:] for cells in found.rows}
     assert cells["budget"][1] == str(plan.predicted_bytes + 7_000_000)
@@ -161,7 +161,7 @@ def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) ->
 def test_a_search_has_its_options_plans_and_pools(tmp_path: Path) -> None:
     searched(tmp_path)
     found = report(tmp_path)
-    assert list(found.sections) == ["top", "plan", "bits", "search"]
+    assert list(found.sections) == ["top", "plan", "bits", "search", "provenance"]
     for pool in ("select", "validate"):
         assert [pool, "prose", "3", "0.25 ± 0.01", "", "2", "0"] in found.rows
     assert ["layer 0 K", "2", "100 B", "0.4 ± 0.1", "", ""] in found.rows
