@@ -112,7 +112,7 @@ def allocate_folder(
         reserved = reserved_for(recipe, spec, profile.geometry, profile.cache)
     elif not reserved and folder.basis.exists():
         basis = feedback_stage.load(folder.basis).subject.spec
-        reserved = allocation_stage.reserved_bytes(profile.geometry, profile.cache, None, feedback=basis)
+        reserved = allocation_budget.reserved_bytes(profile.geometry, profile.cache, None, feedback=basis)
     inputs = {
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.cache, progressive=progressive),
