@@ -183,6 +183,7 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
     def measure(
         loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object, purpose: Purpose
     ) -> tuple[TaskResult, ...]:
+        assert purpose == "select"
         measured.append(plan)
         return measure_tasks(loaded, plan, spec, reporter, purpose)
 
