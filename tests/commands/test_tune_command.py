@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from cli_cases import ran_well, run_kvcal, save_llama
 from evaluation_cases import as_loaded, make_plan, wordy_llama
-from form_cases import rotary_table
 from transformers import PreTrainedTokenizerBase
 from tune_cases import DATA, LIMITS, PAIR, RECIPE, SPEC
 
@@ -251,9 +251,12 @@ def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
     with pytest.raises(UsageError, match="no tier of the keys has a threshold"):
         tuned_bits(make_plan(loaded))
     plan = make_plan(loaded, PAIR)
-    changed = replace(plan.layers[0], k_pages="pre")
+    changed, shape = (
+        replace(plan.layers[0], k_rescale=True),
+        (plan.layers[0].attention.num_kv_heads, plan.layers[0].head_dim("k")),
+    )
     with pytest.raises(UsageError, match="layer 0 has transforms of its keys"):
-        tuned_bits(replace(plan, layers=(changed,), tensors={"layers.0.rotary": rotary_table(changed.head_dim("k"))}))
+        tuned_bits(replace(plan, layers=(changed,), tensors={"layers.0.k_rescale": torch.ones(shape)}))
 
 
 def test_run_tunes_and_fits_the_rooms(model: Path, recipe: Path, tmp_path: Path) -> None:
