@@ -16,9 +16,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   $(addprefix tests/models/test_,fold.py models_contract.py models_load.py models_projections.py rotary.py) \
   $(addprefix tests/run/test_recipe_runs.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq]) \
-  $(addprefix tests/stages/test_,evaluate*.py kl_meter.py latents.py observers.py profile*.py reparam*.py \
-  *predict*.py feedback*.py) $(addprefix tests/stages/test_run_search.py::test_,an_interrupted_search_writes_the_same_bytes \
-  a_larger_budget_starts_from_what_is_known_and_is_never_worse the_plan_that_ships_is_the_plan_that_was_measured)
+  $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py reparam*.py \
+  *predict*.py feedback*.py) $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
+  the_plan_that_ships_is_the_plan_that_was_measured)
 # Beside them: bytes, errors, what NVRTC makes, how much memory is taken; and two caches of one layer, or without a
 # model, that are fed the same chunks: their bytes depend on no product.
 NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/test_cache_refusals.py \

@@ -25,16 +25,16 @@ from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.geometry import Geometry
 from kvcal.models.load import load
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import CacheSpec, EvaluateSpec, SearchSpec
+from kvcal.recipe import CacheSpec, EvaluateSpec, fixed_layers
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.divergence import STATISTICS, deviations, kl_texts, padded_texts, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
-from kvcal.stages.search.compositions import system_plans
 
-WITHOUT_FITS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "higgs-2")
+WITHOUT_FITS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "higgs-2")
 
 
 def main() -> None:
@@ -108,7 +108,8 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 def layers_of(geometry: Geometry) -> dict[str, tuple[LayerPlan, ...]]:
     """Of the systems that need no fits, and of plain formats."""
-    layers = system_plans(geometry, SearchSpec(systems=WITHOUT_FITS), None)
+    fixed = {name: load_recipe(name).formats for name in WITHOUT_FITS}
+    layers = {name: fixed_layers(one, bare_layers(geometry)) for name, one in fixed.items() if one is not None}
     for k, v in product((2, 3, 4), (2, 3, 4)):
         layers[f"K {k} V {v}"] = layers_in(geometry, Format(k, "channel", 128, 4), Format(v, "token", 128, 4))
     return layers

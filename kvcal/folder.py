@@ -21,11 +21,12 @@ from kvcal.models.geometry import num_embeddings
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
-from kvcal.recipe import FeedbackSpec, ProfileSpec, Recipe
+from kvcal.recipe import FeedbackSpec, ProfileSpec, Recipe, SearchSpec
 
 Made = TypeVar("Made")
-# Texts of users' models on a CPU, and tokens of each, at most: of those that KL is measured on, and of a basis.
-CPU_KL, CPU_BASIS = (2, 512), (6, 1024)
+# Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole plans is
+# measured on, and of a basis.
+CPU_KL, CPU_PLANS, CPU_BASIS = (2, 512), (6, 1024), (6, 1024)
 
 
 class _File:
@@ -88,6 +89,13 @@ class Folder:
         if not re.fullmatch(r"[\w+-][\w.+-]*", name):
             raise UsageError(f"--name {name!r}; allowed: letters, digits and . _ + -, no . first")
         return Folder(self.path / name, self.path)
+
+    def of_system(self, name: str) -> Folder:
+        """Of the artifacts of a search's system; not made yet. Where this folder is a named allocation's, the system's
+        profile is that of all of them."""
+        safe = re.sub(r"^\.+|[^\w.+-]", "_", name)
+        above = None if self.profiled is None else self.profiled / "systems" / safe
+        return Folder(self.path / "systems" / safe, above)
 
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
@@ -226,6 +234,17 @@ def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
     return replace(
         spec, kl_measured="lowest", kl_samples=min(samples, spec.kl_samples), kl_tokens=min(tokens, spec.kl_tokens)
     )
+
+
+def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:
+    """The recipe's [search], on a CPU with fewer and shorter texts, unless --thorough."""
+    spec = recipe.search
+    assert spec is not None
+    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
+    if is_whole or loaded.model.device.type != "cpu":
+        return spec
+    samples, tokens = CPU_PLANS
+    return replace(spec, kl_samples=min(samples, spec.kl_samples), kl_tokens=min(tokens, spec.kl_tokens))
 
 
 def feedback_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:

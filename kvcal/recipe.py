@@ -24,7 +24,7 @@ from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.pages.record_layout import AXES, PAGE_TOKENS
 from kvcal.plan.layer import in_formats
 from kvcal.plan.page_format import UNIFORM
-from kvcal.plan.plan import RAW, Boost, Format, LayerPlan, Side
+from kvcal.plan.plan import RAW, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, MAX_SEED, parse_bytes
 from kvcal.strict import MAX_COUNT, STRICT, Seed, Share, Size, SizeOrNone, Tokens, dump, knob
 
@@ -245,60 +245,24 @@ class ImportanceSpec:
             raise ValueError(f"expected min_window = {self.min_window} <= max_window = {self.max_window}")
 
 
-@dataclass(frozen=True, config=STRICT)
-class KeyChoice:
-    """[[search.keys]]: one way to store a layer's keys."""
-
-    num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
-    axis: Axis = knob("channel", "What a group shares its scale along.")
-    group_size: GroupSize = knob(128, "Values that share a scale.")
-    boost: Boost | None = knob(None, "Channels with more bits.")
-    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated, per token.")
-    lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
-    rescale: bool = knob(False, "With the layer's λ.")
-    predicted: bool = knob(False, "As the residual of a prediction.")
-    num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
-    recent_window: SizeOrNone | None = knob(None, "Most recent tokens kept at 16 bits; default: [cache]'s.")
-
-
-@dataclass(frozen=True, config=STRICT)
-class ValueChoice:
-    """[[search.values]]: one way to store a layer's values."""
-
-    num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
-    group_size: GroupSize = knob(128, "Values that share a scale.")
-    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated, per token.")
-    lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
-    predicted: bool = knob(False, "As the residual of a prediction.")
-    num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
-    recent_window: SizeOrNone | None = knob(None, "Most recent tokens kept at 16 bits; default: [cache]'s.")
-
-
-SYSTEMS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "pm-kvq-2", "higgs-2", "aqua-kv")
+SYSTEMS = ("basis", "default", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "kivi-2", "higgs-2", "aqua-kv")
 
 
 @dataclass(frozen=True, config=STRICT)
 class SearchSpec:
-    """[search]: compositions of formats, compared with each other and with the plans of ``systems`` by their KL to the
-    16-bit cache. ``keys``, ``values``, the formats of the systems and 16 bits are the options of every layer."""
+    """[search]: the plan of every system within the budget of [allocate]; the one of least KL to the 16-bit cache is
+    kept. [data] limits the systems' calibration texts."""
 
     serve: Literal["decode", "storage"] = knob(
         "decode", "What the plan is for: fast decoding, or few bytes on disk or a network (`--for`)."
     )
-    systems: tuple[str, ...] = knob(
-        SYSTEMS, "Recipes with [formats] or [importance], whose plans and formats are tried."
-    )
-    keys: tuple[KeyChoice, ...] = knob((KeyChoice(2), KeyChoice(3), KeyChoice(4)), "Ways to store a layer's keys.")
-    values: tuple[ValueChoice, ...] = knob(
-        (ValueChoice(2), ValueChoice(3), ValueChoice(4)), "Ways to store a layer's values."
-    )
-    kl_samples: Size = knob(12, "Texts at most of each pool, select and validate, that KL is measured on.")
-    kl_tokens: TextTokens = knob(768, "Tokens of each of these texts.")
-    refine_rounds: SizeOrNone = knob(2, "Rounds of composing at most; 0 compares whole plans alone.")
+    systems: tuple[str, ...] = knob(SYSTEMS, "Recipes with [formats], [importance] or [allocate].")
+    kl_samples: Size = knob(16, "Texts at most of each pool, select and validate, that KL is measured on.")
+    kl_tokens: TextTokens = knob(2048, "Tokens of each of these texts.")
 
     def __post_init__(self) -> None:
-        if not self.keys or not self.values:
-            raise ValueError("keys and values need one choice or more each")
+        if not self.systems or len(set(self.systems)) < len(self.systems):
+            raise ValueError(f"systems = {list(self.systems)}, expected one or more, each once")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -476,8 +440,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         given = [name for name in ("formats", "importance", "allocate") if getattr(self, name) is not None]
-        if self.search is not None and given != ["allocate"]:
-            raise ValueError("[search] needs the budget of [allocate], and none of [formats] and [importance]")
+        if self.search is not None:
+            transforms = ("progressive", "reparam", "predictors", "feedback")
+            given += [name for name in transforms if getattr(self, name) is not None]
+            if given != ["allocate"]:
+                raise ValueError(
+                    f"[search] and {[name for name in given if name != 'allocate']}: expected [allocate], whose budget "
+                    "it takes, and nothing else: each system has its own formats and transforms"
+                )
         if self.search is not None and self.allocate is not None and self.allocate.tp > 1:
             raise ValueError(f"allocate.tp = {self.allocate.tp}: [search] does not give ranks equal bytes; expected 1")
         if self.allocate is not None and self.allocate.engine is not None:

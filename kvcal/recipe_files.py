@@ -63,16 +63,20 @@ def _read(name: str) -> Recipe:
 
 
 def _require_named(recipe: Recipe, place: str) -> None:
-    """UsageError unless the recipes that ``recipe`` names have [formats], or, as systems of a search, [importance]."""
+    """UsageError unless the recipes that ``recipe`` names have [formats], or, as systems of a search, one of
+    [formats], [importance] and [allocate] alone."""
     require_baselines(recipe.evaluate.against, f"{place}evaluate.against")
     same = None if recipe.allocate is None else recipe.allocate.same_bytes_as
     require_baselines(() if same is None else (same,), f"{place}allocate.same_bytes_as")
+    names = set()
     for name in () if recipe.search is None else recipe.search.systems:
-        if (system := _read(name)).formats is None and system.importance is None:
-            raise UsageError(
-                f"{place}search.systems: recipe {name!r} has neither [formats] nor [importance]",
-                hint="name recipes such as kitty or kvmix, or give their formats in search.keys and search.values",
-            )
+        system = _read(name)
+        others = [part for part in ("search", "tune") if getattr(system, part) is not None]
+        if others or system.name in names:
+            fault = f"has [{others[0]}]" if others else f"is the second one named {system.name!r}"
+            hint = "name recipes such as basis, kitty or kvmix, each once"
+            raise UsageError(f"{place}search.systems: recipe {name!r} {fault}", hint=hint)
+        names.add(system.name)
 
 
 def require_baselines(names: Iterable[str], place: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcal.stages.choices import Choices
     from kvcal.stages.compare import Comparison
     from kvcal.stages.estimate import Estimate
-    from kvcal.stages.evaluate import Evaluation, Row
+    from kvcal.stages.evaluate import Evaluation
     from kvcal.stages.evaluate.gates import GateResult
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
@@ -72,43 +72,20 @@ def _window(fmt: Format) -> str:
 
 
 def search_table(report: SearchReport) -> View:
-    """The choice for every layer's side, and what other options would have changed in the last round's background."""
+    """The plans of all systems: KL to the 16-bit cache on both pools, the paired difference from the plan that ships,
+    and why a system has no plan."""
     rows = []
-    for unit in report.units:
-        options = sorted(unit.options, key=lambda option: option.nbytes)
-        changes = "  ".join(f"{o.name}: {o.estimate:+.2g} ({o.change:+.2g} ± {o.error:.1g})" for o in options)
-        rows.append((unit.unit, unit.chosen, format_bytes(unit.nbytes), changes))
-    correlation = report.proxy_correlation
-    proxy = "" if correlation is None else f"; rank correlation of estimates {correlation:.2f}"
-    title = f"Search for {report.serve}: {report.shipped} ships; {report.num_plans} plans measured{proxy}"
-    return title, ("unit", "chosen", "bytes", "change of the score, shrunk (measured)"), rows
-
-
-def candidates_table(report: SearchReport) -> View:
-    """The plans that saw all texts of the selection. Scores are KL over that of plain 2 bits; errors are those of the
-    paired difference from the plan that ships."""
-    rows = []
-    for one in sorted(report.candidates, key=lambda candidate: candidate.select):
-        validate = "-" if one.validate is None else f"{one.validate:.4f} ± {one.validate_error or 0:.4f}"
+    for one in report.systems:
+        figures = (
+            (one.select, one.select_error),
+            (one.validate, one.validate_error),
+            (one.difference, one.difference_error),
+        )
+        kls = ["" if kl is None else format_measured(kl, error or 0.0) for kl, error in figures]
         name = f"{one.name} (ships)" if one.name == report.shipped else one.name
-        select = f"{one.select:.4f} ± {one.select_error:.4f}"
-        rows.append((name, str(one.complexity), format_bytes(one.nbytes), select, validate))
-    return "Plans by score (1 is plain 2 bits)", ("plan", "ways", "bytes", "select", "validate"), rows
-
-
-def pools_table(report: SearchReport, measured: Row | None = None) -> View:
-    """KL of the plan that ships on each pool: what it was chosen by, what confirmed it and, where it was ``measured``,
-    what neither saw."""
-    rows = []
-    for name, pool in (("select", report.select), ("validate", report.validate)):
-        rows.append((name, "all", "", format_measured(pool.kl, pool.kl_error), f"{pool.score:.4f}", "", ""))
-        for kind in pool.kinds:
-            kl, tail, flips = format_measured(kind.kl, kind.kl_error), f"{kind.tail:.3g}", f"{100 * kind.flips:.3g}"
-            rows.append((name, kind.kind, str(kind.num_texts), kl, "", tail, flips))
-    if measured is not None:
-        rows.append(("report", "all", "", format_measured(measured.text.kl, measured.text.kl_se or 0.0), "", "", ""))
-    headers = ("pool", "kind of text", "texts", "KL to 16 bits", "score", "99th percentile", "sure tokens flipped %")
-    return "The plan that ships, by pool", headers, rows
+        rows.append((name, "" if one.bits is None else f"{one.bits:.3f}", *kls, one.left_out or ""))
+    title = f"Plans for {report.serve}, KL on {report.num_select} texts of select, {report.num_validate} of validate"
+    return title, ("system", "bits", "select", "validate", "difference", "left out"), rows
 
 
 def estimates_table(estimates: Sequence[Estimate]) -> View:
@@ -296,7 +273,7 @@ def choices_table(found: Choices) -> View:
     rows = [
         (
             one.place, f"{one.option}{' (chosen)' if one.is_chosen else ''}", format_bytes(one.nbytes),
-            format_measured(one.loss, one.error, 4, 1), "" if one.kl is None else f"{one.kl:.3g}",
+            f"{one.loss:.4g}", "" if one.kl is None else f"{one.kl:.3g}",
             "" if one.sensitivity is None else f"{one.sensitivity:.3g}",
         )
         for one in found.options

@@ -98,8 +98,7 @@ def _plan_sections(folder: Folder, plan: Plan) -> Iterator[Section]:
     layers = tables.layer_table(plan.layers, plan.cache_dtype, plan.workload)
     yield Section("Bits", (layers, *choices), folder.bits, note)
     if "search.sha256" in inputs and folder.search.is_file():
-        report = load_search(folder.search).report
-        yield Section("Search", (tables.candidates_table(report), tables.pools_table(report)))
+        yield Section("Search", (tables.search_table(load_search(folder.search).report),))
 
 
 def _measured_sections(folder: Folder, plan: Plan | None) -> Iterator[Section]:

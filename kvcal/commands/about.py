@@ -136,7 +136,7 @@ def recipes(
 def chooses_by(recipe: Recipe) -> str:
     """The stage that decides a recipe's formats, and those that then work on them."""
     if recipe.search is not None:
-        choice = "measured KL, compositions"
+        choice = "measured KL of all systems"
     elif recipe.tune is not None:
         choice = "task accuracy, thresholds"
     elif recipe.importance is not None:

@@ -127,10 +127,11 @@ class OutputOptions:
 
     def show_estimates(self, job: Job) -> None:
         """The sizes of the stages that take long, instead of running them (--dry-run)."""
-        from kvcal.run.formats import estimate_stages
+        from kvcal.run.formats import estimate_profile
+        from kvcal.run.search import estimate_search
         from kvcal.tables import estimates_table
 
-        estimates = estimate_stages(job)
+        estimates = estimate_profile(job) if job.recipe.search is None else [estimate_search(job)]
         self.show({"stages": [estimate._asdict() for estimate in estimates]}, estimates_table(estimates))
 
 

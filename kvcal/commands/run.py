@@ -36,7 +36,7 @@ def plan(
         ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Choose among compositions of all systems, on measured KL: hours.")
+        bool, typer.Option("--search", help="Choose among the plans of all systems, on measured KL.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the results; default: artifacts/ and the model's name.")
@@ -203,8 +203,7 @@ def run(
         write_report(folder)
     shown = [tables.budget_table(result.allocation), tables.evaluation_table(result.evaluation)]
     if chosen.search is not None:
-        report, row = load_search(folder.search).report, result.evaluation.rows[-1]
-        shown += [tables.candidates_table(report), tables.pools_table(report, row)]
+        shown.append(tables.search_table(load_search(folder.search).report))
     value = {
         "allocation": dump(result.allocation),
         "evaluation": dump(result.evaluation),
@@ -227,9 +226,9 @@ def search(
     dry_run: options.DryRun = False,
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Compare the systems' plans and compose all their formats, layer by layer, on measured KL, and write the plan. The
-    recipe needs [search]. Resumes after the last group of plans if interrupted; another budget in the same folder
-    measures only what is new.
+    """Build the plan of every system within the budget, measure the KL of all of them, and write the best one. The
+    recipe needs [search]. Resumes after the last finished stage if interrupted; profiles serve another budget in the
+    same folder, too.
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
 
@@ -261,9 +260,7 @@ def search(
     searched = load_search(folder.search)
     value = {"report": dump(searched.report), "plan": tables.plan_json(plan, None)}
     value["damage"] = None if damage is None else dump(damage)
-    report = searched.report
-    shown = (tables.search_table(report), tables.candidates_table(report), tables.pools_table(report))
-    given.show(value, *shown, tables.budget_table(searched.allocation))
+    given.show(value, tables.search_table(searched.report), tables.budget_table(searched.allocation))
     reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
     require_undamaged(damage, allow_damage)
 

@@ -1,5 +1,5 @@
-"""The stages that choose a folder's formats: profile, then search, tune, allocate, or formats that a recipe fixes or
-assigns by importance.
+"""The stages that choose a folder's formats: profile, then tune, allocate, or formats that a recipe fixes or assigns by
+importance.
 
 Each leaves one artifact, and reuses it as long as it was made from the same inputs (``folder.current_or``).
 """
@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvcal import artifact, distributed
+from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_file, sha256_json
-from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, with_calibration
+from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.folder import (
     Folder,
     Job,
@@ -34,7 +34,6 @@ from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.feasible import reserved_for
-from kvcal.run.transform import reparam_data, short_data
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages.allocate import budget as allocation_budget
@@ -45,10 +44,6 @@ from kvcal.stages.centre import DATA, centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
-from kvcal.stages.search import fits as search_fits
-from kvcal.stages.search import record as search_record
-from kvcal.stages.search import stage as search_stage
-from kvcal.stages.search.record import SearchRecord
 from kvcal.stages.tune.objective import HIGHEST_SHARE, TaskObjective, score_quantile
 from kvcal.stages.tune.study import Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
@@ -79,11 +74,8 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
     return current_or("profile", folder.profile, profile_stage.load, inputs, make, reporter, made_on)
 
 
-def estimate_stages(job: Job) -> list[Estimate]:
-    """The sizes of the stages that take long: the search, where the recipe has one, or the profile. Raises as they
-    do."""
-    if job.recipe.search is not None:
-        return [search_stage.dry_run(job.loaded, job.recipe, search_data(job), job.folder.search, job.reporter)]
+def estimate_profile(job: Job) -> list[Estimate]:
+    """The size of the profile. Raises as it does."""
     data = sequences(job.recipe.data, job.loaded, "fit", job.folder)
     return profile_stage.dry_run(job.loaded, data, profile_spec(job.recipe.profile, job.loaded), job.recipe.cache)
 
@@ -119,7 +111,7 @@ def allocate_folder(
         "reserved_bytes": reserved,
         "profile.sha256": sha256_file(folder.profile),
         "provenance": sha256_json(provenance),
-        **_baseline_inputs(spec),
+        **baseline_inputs(spec),
     }
 
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
@@ -208,50 +200,6 @@ def tune_folder(job: Job) -> Allocation:
     return current_or("tune", folder.allocation, _load_allocation, inputs, make, job.reporter, data.description)
 
 
-def search_data(job: Job) -> search_fits.SearchData:
-    """The sequences of a search, by purpose."""
-    purposes: tuple[Purpose, ...] = ("fit", "select", "validate")
-    fit, select, validate = (job_sequences(job, job.recipe.data, purpose) for purpose in purposes)
-    spec = job.recipe.feedback
-    feedback = None if spec is None else short_data(job, spec)
-    return search_fits.SearchData(fit, select, validate, reparam_data(job), feedback)
-
-
-def search_folder(job: Job) -> Allocation:
-    """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
-    recipe, loaded, folder = job.recipe, job.loaded, job.folder
-    data = search_data(job)
-    assert recipe.allocate is not None and recipe.search is not None
-    pools = {"fit_data": data.fit, "select_data": data.select, "validate_data": data.validate}
-    pools |= {"reparam_data": data.reparam} | ({} if data.feedback is None else {"feedback_data": data.feedback})
-    systems = [load_recipe(name).sha256 for name in recipe.search.systems]
-    inputs = {
-        **model_inputs(loaded),
-        "search": sha256_json(dump(recipe.search)),
-        **flat_records(allocate=recipe.allocate, cache=recipe.cache, reparam=recipe.reparam),
-        **flat_records(predictors=recipe.predictors, feedback=recipe.feedback),
-        **{key: value for name, pool in pools.items() for key, value in data_inputs(pool, name).items()},
-        "search.systems.sha256": sha256_json(systems),
-        "provenance": sha256_json(provenance_of(recipe)),
-        **compute_dtype(loaded),
-        **_baseline_inputs(recipe.allocate),
-    }
-
-    def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> SearchRecord:
-        provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
-        for pool in pools.values():
-            require_unseen(provenance, pool)
-        return search_stage.run_search(loaded, recipe, data, inputs, path, provenance, reporter)
-
-    made_on = f"fits on {data.fit.description}; plans on {data.select.description} and {data.validate.description}"
-    allocation = current_or("search", folder.search, search_record.load, inputs, make, job.reporter, made_on).allocation
-    made_from = {**model_inputs(loaded), "search.sha256": sha256_file(folder.search)}
-    allocation_record.save(allocation, made_from, folder.allocation)
-    distributed.gather(None)  # until rank 0 has written the file
-    tell_doubts(allocation, loaded.max_context, job.reporter)
-    return allocation
-
-
 def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
     """The Pareto front of the folder's profile, a row per point, also kept as sweep.json."""
     profile = profile_stage.load(folder.profile)
@@ -296,7 +244,7 @@ def _load_allocation(path: Path) -> Allocation:
     return allocation_record.load(path)[0]
 
 
-def _baseline_inputs(spec: AllocateSpec) -> dict[str, Any]:
+def baseline_inputs(spec: AllocateSpec) -> dict[str, Any]:
     """The content of the recipe whose bytes are the budget."""
     if spec.same_bytes_as is None:
         return {}

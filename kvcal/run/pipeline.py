@@ -23,7 +23,8 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run.feasible import require_feasible
-from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
+from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, tune_folder
+from kvcal.run.search import search_folder
 from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import transform_bytes
@@ -42,7 +43,7 @@ class Stage(NamedTuple):
 
 
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
-# fits λ, predictors and error feedback itself.
+# takes every system through its own stages.
 STAGES = (
     Stage("basis", lambda r: r.chooses_in_a_basis, feedback_folder),
     Stage(
@@ -50,14 +51,14 @@ STAGES = (
         lambda r: bool(r.importance or (r.allocate and not r.search)),
         lambda job: profile_folder(job.loaded, job.folder, job.recipe, job.reporter),
     ),
-    Stage("search", lambda r: bool(r.search), search_folder),
+    Stage("search", lambda r: bool(r.search), lambda job: search_folder(job, build_plan)),
     Stage("tune", lambda r: bool(r.tune), tune_folder),
     Stage("allocate", lambda r: bool(r.allocate and not r.search), allocate_recipe),
     Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
-    Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
+    Stage("reparam", lambda r: bool(r.reparam), reparam_folder),
     Stage("centre", lambda r: not (r.predictors or r.search), centre_folder),
-    Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
-    Stage("feedback", lambda r: bool(r.feedback and not r.search) and not r.chooses_in_a_basis, feedback_folder),
+    Stage("predictors", lambda r: bool(r.predictors), fit_predictors_folder),
+    Stage("feedback", lambda r: bool(r.feedback) and not r.chooses_in_a_basis, feedback_folder),
 )
 
 

@@ -136,8 +136,8 @@ def require_steps(done: Mapping[str, int], most: Mapping[str, int]) -> None:
 
 
 class Checkpoint:
-    """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it,
-    by success removes the file, unless it ``is_kept`` for runs to come."""
+    """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it, by success removes the
+    file."""
 
     def __init__(
         self,
@@ -147,11 +147,9 @@ class Checkpoint:
         start: State,
         declare: Declare,
         reporter: Reporter,
-        is_kept: bool = False,
     ) -> None:
         """``start``: the first state, unless an earlier run for the same ``target`` left one that is as declared."""
-        self.path = target if is_kept else partial_path(target)
-        self._is_kept = is_kept
+        self.path = partial_path(target)
         self._kind = f"{kind}-partial"
         self._inputs = inputs
         self._declare = declare
@@ -203,7 +201,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and not self._is_kept:
+        if kind is None:
             self.path.unlink(missing_ok=True)
         elif self.state is not self._saved and not (kind and issubclass(kind, ArtifactError)):  # such as a full disk
             self._save()

@@ -1,13 +1,14 @@
 """What every option of a layer costs, from the artifacts that a plan was made from: ``kvcal inspect --why``.
 
-After a profile, ``loss`` is what the solver minimised, of the layer's keys or values alone. After a search, it is the
-change of the score that the last round estimated when this place alone takes the option. Nothing is measured anew.
+``loss`` is what the solver minimised, of the layer's keys or values alone: after a search, the solver of the system
+that ships. Nothing is measured anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvcal.artifact import sha256_file
@@ -21,21 +22,19 @@ from kvcal.stages.allocate.record import load as load_allocation
 from kvcal.stages.allocate.stage import Problem, option_name
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
-from kvcal.stages.search.record import SearchReport
 from kvcal.stages.search.record import load as load_search
 from kvcal.strict import parse
 
 
 @dataclass(frozen=True)
 class OptionCost:
-    """An option of a ``place`` ("layer 0 K"). ``error``: standard error of ``loss`` after a search. ``kl`` (nats per
-    token) and ``sensitivity`` (PM-KVQ, Eq. 5): of the place alone; None where they were not measured."""
+    """An option of a ``place`` ("layer 0 K"). ``kl`` (nats per token) and ``sensitivity`` (PM-KVQ, Eq. 5): of the place
+    alone; None where they were not measured."""
 
     place: str
     option: str
     nbytes: int
     loss: float
-    error: float | None
     kl: float | None
     sensitivity: float | None
     is_chosen: bool
@@ -57,22 +56,21 @@ def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
             files. UsageError: nothing was chosen for ``layer``.
     """
     allocation, inputs = allocation_of(plan, folder)
-    if allocation.loss is None and "search.sha256" not in inputs:
+    if "search.sha256" in inputs:
+        _require_input(folder.search, inputs)
+        shipped = load_search(folder.search).report.shipped
+        systems = [Folder(folder.path, above).of_system(shipped) for above in (None, folder.path.absolute().parent)]
+        return choices_of(plan, next((one for one in systems if one.profile.is_file()), systems[0]), layer)
+    if allocation.loss is None:
         raise ArtifactError(
             f"{folder.allocation}: nothing was chosen: the recipe fixes the formats, or assigns them by a rule",
-            hint="recipes with [allocate], such as default, or [search], such as best, choose by costs",
+            hint="recipes with [allocate], such as default, choose by costs",
         )
-    source = folder.search if "search.sha256" in inputs else folder.profile
-    if not source.is_file() or inputs.get(f"{source.stem}.sha256") != sha256_file(source):
-        what = "not the one that the plan was made from" if source.is_file() else "missing: the plan was made from it"
-        raise ArtifactError(f"{source} is {what}", "make the plan again in this folder")
-    if source == folder.search:
-        measure, options = "change of the score", [*_searched(load_search(source).report)]
-    else:
-        names = AllocateSpec.__dataclass_fields__
-        asked = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
-        spec = parse(AllocateSpec, asked, "the allocation's inputs", ArtifactError)
-        measure, options = f"{spec.objective} loss", [*_profiled(allocation, spec, load_profile(source))]
+    _require_input(folder.profile, inputs)
+    names = AllocateSpec.__dataclass_fields__
+    asked = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
+    spec = parse(AllocateSpec, asked, "the allocation's inputs", ArtifactError)
+    measure, options = f"{spec.objective} loss", [*_profiled(allocation, spec, load_profile(folder.profile))]
     shown = [one for one in options if layer is None or one.place.startswith(f"layer {layer} ")]
     if layer is not None and not shown:
         places = dict.fromkeys(one.place.split()[1] for one in options)
@@ -107,7 +105,7 @@ def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> I
             sensitivity = _alone(profile, "sensitivity", places, str(option.key))
             name = f"layer {index} {' and '.join(side.upper() for _, side in places)}"
             label, is_chosen = next(iter(parts.values())).label, option.key == chosen
-            yield OptionCost(name, label, option.nbytes, option.loss, None, kl, sensitivity, is_chosen)
+            yield OptionCost(name, label, option.nbytes, option.loss, kl, sensitivity, is_chosen)
 
 
 def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]], key: str) -> float | None:
@@ -124,12 +122,7 @@ def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]],
     return total
 
 
-def _searched(report: SearchReport) -> Iterator[OptionCost]:
-    """The options that the last round tried; the chosen one has no change where the plan began with it."""
-    for unit in report.units:
-        tried: list[tuple[str, int, float, float | None]] = []
-        tried += [(o.name, o.nbytes, o.estimate, o.error) for o in unit.options]
-        if unit.chosen not in [name for name, *_ in tried]:
-            tried.append((unit.chosen, unit.nbytes, 0.0, None))
-        for name, nbytes, loss, error in sorted(tried, key=lambda one: one[1]):
-            yield OptionCost(unit.unit, name, nbytes, loss, error, None, None, name == unit.chosen)
+def _require_input(path: Path, inputs: Mapping[str, Any]) -> None:
+    if not path.is_file() or inputs.get(f"{path.stem}.sha256") != sha256_file(path):
+        what = "not the one that the plan was made from" if path.is_file() else "missing: the plan was made from it"
+        raise ArtifactError(f"{path} is {what}", "make the plan again in this folder")

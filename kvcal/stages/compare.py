@@ -11,7 +11,6 @@ does not depend on the budget: the plans of one recipe share it.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as record
 
-from kvcal.artifact import write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import gather
 from kvcal.errors import KvcalError, RankFailed, UsageError
@@ -183,14 +181,11 @@ def compare(
     path = folder.path / FILE
     if path.exists():
         require_model(path, model_inputs(loaded), load_comparison(path).inputs)
-    entries, plans, smaller = dict[str, Entry](), dict[str, Plan](), dict[str, Folder]()
+    entries, plans = dict[str, Entry](), dict[str, Plan]()
     for number, point in enumerate(points):
         reporter.say(f"compare: {point.name} ({number + 1} of {len(points)})")
         recipe, into = point.recipe, point.folder(folder.path / "plans")
         Folder.create(into.path)
-        if recipe.search is not None and recipe.name in smaller:
-            _copy_search(smaller[recipe.name], into)
-        gather(None)  # until rank 0 has copied
         refusal = None
         try:
             plans[point.name] = build(loaded, into, recipe, workload, reporter)
@@ -199,7 +194,6 @@ def compare(
                 raise
             refusal = Refusal("build", error.message, error.hint, error.exit_code)
             reporter.say(f"compare: {point.name} is refused: {error.message}")
-        smaller[recipe.name] = into
         entries[point.name] = Entry(point.name, recipe.name, recipe.sha256, point.bits, point.is_baseline, refusal)
     spec = scheduled_batch(spec, plans.items(), reporter)
     inputs = evaluation_inputs(loaded, spec, data)
@@ -211,17 +205,6 @@ def compare(
     )
     write_json(path, KIND, SCHEMA, comparison)
     return comparison
-
-
-def _copy_search(source: Folder, target: Folder) -> None:
-    """Copy what the search of the same recipe at a smaller budget measured and shipped: this one starts from there."""
-    if target.search.exists():
-        return
-    for path in source.path.glob(f"{target.search.stem}*{target.search.suffix}"):
-        content, name = path.read_bytes(), path.name
-        if path == source.search:
-            name = f"{path.stem}.earlier-{hashlib.sha256(content).hexdigest()[:12]}{path.suffix}"
-        write_bytes_atomic(target.path / name, content)
 
 
 def _measure(

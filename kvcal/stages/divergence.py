@@ -15,7 +15,7 @@ Of a streamed model the caches' forwards of a chunk run side by side, so that a 
 The 16-bit reference is fed anew for every group of plans, which costs one plan's time a group, and needs neither a
 limit nor a second way for models whose hidden states and log-probabilities would not fit.
 
-``deviations`` is one measurement, ``kl_texts`` are the texts of one. A search makes many: ``stages.search.kl_meter``.
+``deviations`` is one measurement, ``kl_texts`` are the texts of one.
 """
 
 from __future__ import annotations

@@ -158,14 +158,13 @@ def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) ->
     assert "allocation.safetensors: nothing was chosen" in found.sections["bits"]
 
 
-def test_a_search_has_its_options_plans_and_pools(tmp_path: Path) -> None:
+def test_a_search_has_the_plans_of_all_systems(tmp_path: Path) -> None:
     searched(tmp_path)
     found = report(tmp_path)
     assert list(found.sections) == ["top", "plan", "bits", "search", "provenance"]
-    for pool in ("select", "validate"):
-        assert [pool, "prose", "3", "0.25 ± 0.01", "", "2", "0"] in found.rows
-    assert ["layer 0 K", "2", "100 B", "0.4 ± 0.1", "", ""] in found.rows
-    assert ["kitty (ships)", "2", "1000 B", "0.5000 ± 0.0000", "0.6000 ± 0.1000"] in found.rows
+    assert ["kitty (ships)", "2.500", "0.2 ± 0.01", "0.25 ± 0.02", "0 ± 0", ""] in found.rows
+    assert ["kivi-2", "3.100", "0.4 ± 0.03", "", "", ""] in found.rows
+    assert ["b", "", "", "", "", "too slow"] in found.rows
 
 
 def test_a_comparison_stands_for_its_evaluation(tmp_path: Path) -> None:

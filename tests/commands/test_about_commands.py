@@ -157,7 +157,7 @@ def test_every_recipe_is_listed_with_what_it_chooses_by() -> None:
     assert tuple(one["name"] for one in listed) == recipe_names()
     chosen = {one["name"]: one["chooses_by"] for one in listed}
     assert chosen["default"] == "integer program, combined"
-    assert chosen["best"] == "measured KL, compositions; λ, predictors, feedback"
+    assert chosen["best"] == "measured KL of all systems"
     assert chosen["mixkvq"] == "task accuracy, thresholds" and chosen["kvmix"] == "gradient norms"
     assert chosen["kivi-2"] == "fixed formats" and chosen["pm-kvq-2"] == "fixed formats; progressive, λ"
     assert all(one["description"] for one in listed)

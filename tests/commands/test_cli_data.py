@@ -77,10 +77,9 @@ def test_options_change_what_was_given_and_nothing_else() -> None:
     assert changed.evaluate.data == DataSpec("a.jsonl", evaluate.num_samples, 64, evaluate.seed, ("q", "a"))
     assert RecipeOptions(data=["a.jsonl"]).change(base).evaluate.data.min_len == 0 < evaluate.min_len
     assert RecipeOptions(seq_len=64).change(base).evaluate.data.min_len == 64
-    best = load_recipe("best")  # whose λ has 1,024 tokens and whose Hessians have 2,048
-    shorter = RecipeOptions(seq_len=1500).change(best)
-    assert (shorter.reparam.seq_len, shorter.feedback.seq_len) == (1024, 1500)
-    assert RecipeOptions(seq_len=1500, sets=["feedback.seq_len=1800"]).change(best).feedback.seq_len == 1800
+    basis = load_recipe("basis")  # whose Hessians have 2,048 tokens
+    assert RecipeOptions(seq_len=1500).change(basis).feedback.seq_len == 1500
+    assert RecipeOptions(seq_len=1500, sets=["feedback.seq_len=1800"]).change(basis).feedback.seq_len == 1800
     other = replace(given, sets=[*columns, "evaluate.data.source=b.txt"]).change(base)
     assert (other.evaluate.data.source, other.evaluate.data.columns) == ("b.txt", ())
     hub = RecipeOptions(data=["owner/name"], sets=["data.split=test", "data.config=en"]).change(base)
@@ -157,7 +156,7 @@ def test_every_knob_is_listed_with_a_line_of_documentation() -> None:
     assert listed["evaluate.data.seed"].default == 1 and listed["data.seed"].default == 0
     assert listed["formats.k"].default is ... and listed["formats.k.num_bits"].section == "formats.k"
     assert listed["reparam.num_steps"].type == "integer, at least 1, at most 1000"
-    assert listed["search.keys[].axis"].type == "channel | token" and listed["search"].type == "table"
+    assert listed["formats.k.boost.tiers[].share"].section.endswith("[]") and listed["search"].type == "table"
     elsewhere = [knob.name for knob in listed.values() if "boost." in knob.name or knob.name.startswith("formats.")]
     assert not [knob.name for knob in listed.values() if not knob.doc and knob.name not in elsewhere]
 

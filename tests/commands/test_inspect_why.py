@@ -18,15 +18,9 @@ from kvcal.stages.search.record import load as load_search
 
 SIZES = ("--batch", 2, "--context", 4096)
 SEARCH = """[search]
-keys = [{ num_bits = 2 }, { num_bits = 4 }]
-values = [{ num_bits = 2 }, { num_bits = 4 }]
 kl_samples = 2
 kl_tokens = 256
-refine_rounds = 1
-systems = ["kivi-2"]
-[reparam]
-num_samples = 1
-seq_len = 256
+systems = ["{}"]
 """
 
 
@@ -36,7 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     folder = tmp_path_factory.mktemp("why")
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE.replace("batch = 2\n", 'batch = 2\nobjective = "sensitivity"\n'))
-    (folder / "searched.toml").write_text(RECIPE.replace('same_bytes_as = "kivi-2"', "bits = 5.0") + SEARCH)
+    search = SEARCH.format(folder / "small.toml")
+    (folder / "searched.toml").write_text(RECIPE.replace('same_bytes_as = "kivi-2"', "bits = 5.0") + search)
     small = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--name", "a", "--bits", 4.5)
     ran_well("plan", model, *small, *SIZES, "--quiet")
     ran_well("search", folder / "searched.toml", "--model", model, "--out", folder / "searched", *SIZES, "--quiet")
@@ -68,16 +63,12 @@ def test_options_of_a_profile_have_its_figures(made: Path) -> None:
     assert "layer 1 V" in shown and "layer 0" not in shown and "(chosen)" in shown
 
 
-def test_options_of_a_search_are_its_estimates(made: Path) -> None:
+def test_options_of_a_search_are_those_of_the_system_that_ships(made: Path) -> None:
     folder = Folder(made / "searched")
-    units = load_search(folder.search).report.units
-    assert units
-    for unit in units:
-        found = why(folder.plan, int(unit.unit.split()[1]))["options"]
-        by_name = {option["option"]: option for option in found if option["place"] == unit.unit}
-        assert by_name[unit.chosen]["is_chosen"] and by_name[unit.chosen]["nbytes"] == unit.nbytes
-        for option in unit.options:
-            assert by_name[option.name]["loss"] == option.estimate and by_name[option.name]["error"] == option.error
+    assert load_search(folder.search).report.shipped == "small"
+    for layer in (0, 1):
+        assert why(folder.plan, layer) == why(folder.path / "systems" / "small" / "plan.safetensors", layer)
+    assert "(chosen)" in ran_well("inspect", folder.plan, "--why", 0).out
 
 
 def test_without_its_artifacts_a_plan_has_no_reasons(made: Path, tmp_path: Path) -> None:

@@ -85,12 +85,9 @@ def test_a_budget_of_the_device_counts_weights(made: Path) -> None:
 
 def test_a_searched_plan(made: Path, tmp_path: Path) -> None:
     search = """[search]
-keys = [{ num_bits = 2 }, { num_bits = 4 }]
-values = [{ num_bits = 2 }, { num_bits = 4 }]
 systems = ["kivi-2"]
 kl_samples = 1
 kl_tokens = 256
-refine_rounds = 1
 """
     (tmp_path / "searched.toml").write_text(RECIPE + search)
     done = ran_well("plan", made / "model", "--recipe", tmp_path / "searched.toml", "--search", "--bits", 5,

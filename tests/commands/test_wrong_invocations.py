@@ -146,9 +146,9 @@ BUDGET = 'same_bytes_as = "kivi-2"'
 AGAINST = 'against = ["16-bit", "kivi-2"]'
 EVALUATED = "num_samples = 2, seq_len = 224"
 KEYS = """
-[search]
-values = [{{ num_bits = 2 }}]
-keys = [{{ num_bits = 2, boost = {{ score = "magnitude", tiers = [{{ {} }}] }} }}]
+[formats]
+v = {{ num_bits = 2 }}
+k = {{ num_bits = 2, boost = {{ score = "magnitude", tiers = [{{ {} }}] }} }}
 [cache]
 """
 RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
@@ -185,9 +185,10 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     (AGAINST, 'against = ["best"]', "evaluate.against: recipe 'best' has no [formats]"),
     (AGAINST, 'against = ["/dev/zero"]', "/dev/zero is a device or a socket; expected a regular file"),
     ("[allocate]", "[search]\nkl_tokens = 50\n[allocate]", "search.kl_tokens = 50: the sinks"),
-    ("[allocate]", "[search]\nrefine_rounds = -3\n[allocate]", "search.refine_rounds = -3"),
     ("[allocate]", "[search]\nserve = 'both'\n[allocate]", "search.serve = 'both'"),
-    ("[allocate]", "[search]\nsystems = ['pm-kvq']\n[allocate]", "neither [formats] nor [importance]"),
+    ("[allocate]", "[search]\nsystems = ['best']\n[allocate]", "search.systems: recipe 'best' has [search]"),
+    ("[allocate]", "[search]\nsystems = []\n[allocate]", "systems = [], expected one or more, each once"),
+    ("[allocate]", "[search]\n[reparam]\n[allocate]", "[search] and ['reparam']: expected [allocate], whose budget"),
     ("[allocate]", "[search]\nkl_samples = 0\n[allocate]", "search.kl_samples = 0"),
     ("[allocate]", '[tune]\ntasks = ["zap"]\n[allocate]', "tasks ['zap'] unknown"),
     ("[allocate]", "[tune]\nlow = 3.0\n[allocate]", "expected low = 3.0 < high = 2.0"),
@@ -212,9 +213,9 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     (EVALUATED, "num_sampels = 2", "unknown key 'evaluate.data.num_sampels' (allowed: sou"),
     (EVALUATED, "num_sampels = 2", "hint: did you mean 'num_samples'?"),
     ("[cache]", "[tune]\nobjectve = 1\n[cache]", "unknown key 'tune.objectve' (allowed: tasks, "),
-    ("[cache]", KEYS.format("bits = 4"), "'search.keys.0.boost.tiers.0.bits' (allowed: num_bits, share, above)"),
+    ("[cache]", KEYS.format("bits = 4"), "'formats.k.boost.tiers.0.bits' (allowed: num_bits, share, above)"),
     ("[cache]", KEYS.format("bits = 4"), "hint: did you mean 'num_bits'?"),
-    ("[cache]", KEYS.format("x = 1"), "unknown key 'search.keys.0.boost.tiers.0.x' (allowed: num_bits, sh"),
+    ("[cache]", KEYS.format("x = 1"), "unknown key 'formats.k.boost.tiers.0.x' (allowed: num_bits, sh"),
     ("batch = 2", "batch = 0", "allocate.batch = 0: Input should be greater than or equal to 1"),
     (BUDGET, "", "exactly one of"),
     ("max_size = 20", "max_size = 12", "max_size = 12 is out of range: choose 20 to 5000"),
@@ -366,7 +367,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--set profile.kl_samples=1.5", 2, "profile.kl_samples = 1.5: Input should be a valid integer"),
     (PROFILE + "--set profile.num_bits=[5]", 2, "profile.num_bits.0 = 5: Input should be 1, 2, 3, 4 or 8"),
     (PROFILE + "--set profile=3", 2, "profile = 3: Input should be an object"),
-    (PROFILE + "--set search.keys.axis=x", 2, "unknown section or key 'search.keys.axis'"),
+    (PROFILE + "--set search.keys=x", 2, "unknown key 'keys' of [search]"),
     (PROFILE + "--set cache.param_dtype=int8", 2, "cache.param_dtype = 'int8': Input should be 'float16'"),
     (PROFILE + "--set formats.k.num_bits=2", 2, "formats.v"),
     # allocate, compile, reparam, fit-predictors
@@ -420,7 +421,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (TUNE + "--out {tmp}/deep", 5, "study.log is corrupt, no study of"),
     ("tune default --model {model}", 2, "has no [formats]"),
     ("search best --bits 1e308", 2, "allocate.bits = 1e+308"),
-    ("search best --set search.refine_rounds=99999999999", 2, "search.refine_rounds = 99999999999"),
+    ("search best --set search.kl_samples=99999999999", 2, "search.kl_samples = 99999999999"),
     ("search best --bits 2 --budget 1GB", 2, "budget and bits given"),
     ("search kivi-2", 2, "has no [search]"),
     ("search best --for both", 2, "search.serve = 'both'"),

@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SMALL = "--texts 1 --tokens 256"
-HELD_OUT = "--held-out 1 --held-out-tokens 256"
 SCRIPTS = {
     "show_allocation": "--quick",
     "show_aqua_kv": "--quick",
@@ -66,8 +65,3 @@ def run(
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_runs_to_its_end(script: str, run: Callable[[str, str], Any]) -> None:
     assert run(script, SCRIPTS[script])
-
-
-def test_a_search_is_shown_and_its_plan_kept(run: Callable[[str, str], Any]) -> None:
-    assert run("show_search", f"--data tasks --bits 4 --work search {SMALL} {HELD_OUT}")
-    assert next(Path("search").rglob("*.plan"))

@@ -48,7 +48,7 @@ min_len = 800
 """
 
 
-# A search of two systems and a few options, for plans that hold no more than a page.
+# A search of three systems, of which one is profiled, in plans that hold no more than a page.
 SEARCH = """
 [data]
 source = "tasks:times"
@@ -59,17 +59,13 @@ num_sink_tokens = 2
 k_recent_window = 0
 v_recent_window = 0
 [allocate]
-bits = 4.0
+bits = 6.0
 batch = 4
 context = 20000
 [search]
-serve = "storage"
-systems = ["kitty"]
-keys = [{ num_bits = 2 }, { num_bits = 4 }]
-values = [{ num_bits = 2, group_size = 32 }, { num_bits = 4 }]
-kl_samples = 2
+systems = ["kitty", "kivi-2", "kvmix"]
+kl_samples = 5
 kl_tokens = 300
-refine_rounds = 1
 """
 
 
@@ -199,6 +195,12 @@ def test_every_command_that_measures_runs_on_two_ranks(
     assert json.loads(both.stdout) and digests(tmp_path / "two")
     again = ran_well(*arguments, tmp_path / "two")  # by one process: nothing is left to do
     assert json.loads(both.stdout).keys() == again.json.keys()
+    if command == "search":  # and what one process finds
+        one, two = ran_well(*arguments, tmp_path / "one").json["report"], json.loads(both.stdout)["report"]
+        assert one["shipped"] == two["shipped"]
+        for mine, theirs in zip(one["systems"], two["systems"], strict=True):
+            assert mine["name"] == theirs["name"] and mine["bits"] == theirs["bits"]
+            assert mine["select"] == pytest.approx(theirs["select"], rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import COARSE, SMALL, Notes, make_plan, spec, text, tiny
+from evaluation_cases import SMALL, Notes, make_plan, spec, tiny
 from report_cases import UNIFORM, row
 from transformers import PreTrainedTokenizerBase
 
@@ -24,17 +24,14 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, ProgressiveSpec, Recipe
+from kvcal.recipe import ProgressiveSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run import formats, pipeline
 from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
-from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
-from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """
@@ -177,22 +174,6 @@ def test_verify_finds_bytes_that_were_not_predicted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(PlanCache, "nbytes", wrong)
     with pytest.raises(ArtifactError, match=r"sequences of \[.* bytes of cache, the plan predicts \d+"):
         verify_plan(plan, small, 400, Silent())
-
-
-def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: Path) -> None:
-    small, data = tiny(), text(300, 260, 280)
-    texts = kl_texts(data, 3, 290, CacheSpec(0, 0, 0))
-    plans = [make_plan(small, pair) for pair in (KIVI_2, COARSE)]
-    start = State({}, {PHASE: 0})
-    with Checkpoint(tmp_path / "x.safetensors", "test", {}, start, declare_plans(3), Silent()) as checkpoint:
-        meter = KLMeter(small, texts, (3,), 2, checkpoint, Silent())
-        found = meter.measure([*plans, plans[0]], 3, "plans")[..., 0].mean(1).tolist()
-        assert len(checkpoint.state.means) == 2
-    reference = unquantized_plan(small.identity, small.geometry)
-    for plan, kl in zip([*plans, plans[0]], found, strict=True):
-        each = [deviations(small.model, reference, [plan], t.tokens_T[None], t.loss_mask_T[None]).kl_Pn for t in texts]
-        assert kl == pytest.approx(sum(float(kl_n.mean()) for kl_n in each) / 3, rel=1e-4)
-    assert found[0] == found[2] != found[1]
 
 
 def test_the_error_of_a_mean_over_tasks() -> None:

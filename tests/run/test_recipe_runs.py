@@ -53,8 +53,9 @@ def shortened(recipe: Recipe) -> Recipe:
     if recipe.feedback is not None:
         found = replace(found, feedback=replace(recipe.feedback, num_samples=2, seq_len=320))
     if recipe.search is not None:
-        search = replace(recipe.search, kl_samples=2, kl_tokens=320, refine_rounds=1)
-        found = replace(found, search=replace(search, keys=search.keys[:2], values=search.values[:2]))
+        systems = ("kivi-2", "kitty", "kvmix", "higgs-2")  # those that solve have runs of their own
+        search = replace(recipe.search, kl_samples=2, kl_tokens=320, systems=systems)
+        found = replace(found, search=search, allocate=replace(found.allocate, bits=4.0))
     if recipe.tune is not None:
         found = replace(found, tune=replace(recipe.tune, num_trials=2, num_problems=2))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from allocation_cases import IDENTITY, VOCABULARY, WEIGHTS, geometry, profile
 from form_cases import NAMES, form_plan, static_of, with_tensors
 
 from kvcal.errors import InfeasibleBudget
-from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
@@ -20,20 +19,15 @@ from kvcal.recipe import (
     CacheSpec,
     FeedbackSpec,
     FormatsSpec,
-    KeyChoice,
     PredictorSpec,
     ProfileSpec,
     ProgressiveSpec,
     ReparamSpec,
-    SearchSpec,
-    ValueChoice,
 )
 from kvcal.stages.allocate.budget import require_budget, reserved_bytes, transform_bytes, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, fixed_allocation, made_progressive
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.search.compositions import most_scratch, options_of, styles_of
-from kvcal.stages.search.speed import Unbounded
 from kvcal.store.workspace import step_workspace
 
 BATCH, CONTEXT = 2, 1024
@@ -312,30 +306,3 @@ def test_a_budget_beyond_16_bits_is_that_of_16_bits(budget: str) -> None:
     )
     layers = made_progressive(replace(fixed, split=found.split), ProgressiveSpec(), 0).layers
     assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in (*layer.k, *layer.v))
-
-
-def test_a_search_counts_the_most_workspace_of_its_choices() -> None:
-    """Of plans of random choices, of which the largest is among those that are counted."""
-    keys = (KeyChoice(2), KeyChoice(3, "token", lattice_dim=2), KeyChoice(2, "token", lattice_dim=2, predicted=True))
-    values = (ValueChoice(2), ValueChoice(2, lattice_dim=2, predicted=True))
-    model, cache, draw = geometry(4), CacheSpec(k_recent_window=0, v_recent_window=0), random.Random(0)
-    for offered in ((keys, values), (keys[:2], values[:1]), (keys[:1], values[:1])):
-        spec = SearchSpec("storage", keys=offered[0], values=offered[1])
-        styles = {side: styles_of(side, spec, cache, LINEAR, ()) for side in SIDES}
-        largest = most_scratch(model, styles, LINEAR, Unbounded())
-        most = workspace_bytes(largest, "bfloat16", Workload(BATCH, CONTEXT))
-        found = []
-        for _ in range(40):
-            layers, source = [], None
-            for layer in bare_layers(model):
-                k, v = (
-                    draw.choice(options_of(layer, side, source, styles[side], LINEAR, Unbounded())) for side in SIDES
-                )
-                pages = "pre" if k.predictor else "post"
-                predictors = {"k_predictor": k.predictor, "v_predictor": v.predictor}
-                layers.append(LayerPlan(layer.geometry, (k.format,), (v.format,), k_pages=pages, **predictors))
-                source = layer.geometry.index
-            found.append(workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)))
-        bare = workspace_bytes(bare_layers(model), "bfloat16", Workload(BATCH, CONTEXT))
-        assert max(found) <= max(most, bare)
-        assert (most > bare) == any(choice.lattice_dim for choice in offered[0])

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_observers import gqa_model
 from torch import Tensor
 
@@ -30,7 +27,6 @@ from kvcal.stages.allocate.importance import (
     window_rule,
 )
 from kvcal.stages.profile import run_profile
-from kvcal.stages.search.record import SearchReport
 
 NUM_LAYERS = 4
 LENGTHS, PROMPTS = (19, 30, 24), (4, 11, 1)
@@ -152,27 +148,6 @@ def test_random_layers_are_as_many_and_repeatable_and_drawn_apart() -> None:
     assert min(counts) > 0 and max(counts) < 20
     # Written down: another process, or another version of Python, must draw the same.
     assert sorted(random_layers(range(10), 0.2, "k", 0)) == [4, 7]
-
-
-def correlation_by_hand(a: list[float], b: list[float]) -> float:
-    """Ranks by counting who is below and who is equal, then the definition, in Python floats."""
-    ranks = [[sum(y < x for y in side) + (sum(y == x for y in side) + 1) / 2 for x in side] for side in (a, b)]
-    means = [math.fsum(side) / len(side) for side in ranks]
-    products = math.fsum((x - means[0]) * (y - means[1]) for x, y in zip(*ranks, strict=True))
-    squares = [math.fsum((x - mean) ** 2 for x in side) for side, mean in zip(ranks, means, strict=True)]
-    return products / math.sqrt(squares[0] * squares[1])
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(-4, 4), st.floats(-9, 9, width=16)), max_size=12))
-def test_rank_correlation_of_a_search_with_many_ties(pairs: list[tuple[float, float]]) -> None:
-    proxy = tuple((float(a), b) for a, b in pairs)
-    found = SearchReport.proxy_correlation.fget(SimpleNamespace(proxy=proxy))
-    a, b = [list(side) for side in zip(*proxy, strict=True)] or ([], [])
-    if len(pairs) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
-        assert found is None
-    else:
-        assert found == pytest.approx(correlation_by_hand(a, b), abs=1e-12)
 
 
 def random_scores(layers: list[int], seed: int) -> dict[str, dict[int, float]]:

@@ -24,18 +24,15 @@ from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
-from kvcal.plan.plan import RAW, SIDES, Boost, Format, Plan, Predictor, Tier, Workload, save_plan
+from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import (
     AllocateSpec,
     CacheSpec,
     FeedbackSpec,
-    KeyChoice,
     PredictorSpec,
     ProfileSpec,
     ReparamSpec,
-    SearchSpec,
-    ValueChoice,
 )
 from kvcal.stages import feedback, profile
 from kvcal.stages.allocate.budget import reserved_bytes
@@ -45,8 +42,6 @@ from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.reparam import stage as reparam_stage
-from kvcal.stages.search.compositions import options_of, styles_of, system_plans
-from kvcal.stages.search.speed import Unbounded
 from kvcal.store.workspace import step_workspace
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -177,24 +172,6 @@ def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None
     assert all(target.shape is None for target in targets)
     assert {"caches latents" in str(target.reason) for target in targets[2::2]} == {True}
     assert reserved_bytes(loaded.geometry, CACHE, ReparamSpec(), None, None, FeedbackSpec()) == 0
-
-
-def test_a_search_offers_latents_what_they_can_have() -> None:
-    """No λ, predictions or query scores for latents, and 16 bits alone for rotary keys; MixKVQ's plan is left out."""
-    geometry, predictors = measured("deepseek_v3"), PredictorSpec()
-    spec = SearchSpec(
-        systems=("kivi-2", "kitty", "mixkvq-capped", "pm-kvq-2", "aqua-kv", "kvmix"),
-        keys=(KeyChoice(2), KeyChoice(2, "token", rescale=True), KeyChoice(4, "token", 32, quantizer="rotated")),
-        values=(ValueChoice(2), ValueChoice(2, predicted=True)),
-    )
-    systems = system_plans(geometry, spec, predictors)
-    assert systems.keys() == {"kivi-2", "kitty", "pm-kvq-2", "aqua-kv", "kvmix (few bits)", "kvmix (more bits)"}
-    for side in SIDES:
-        styles = styles_of(side, spec, CACHE, predictors, systems.values())
-        options = options_of(bare_layers(geometry)[1], side, 0, styles, predictors, Unbounded())
-        names = {option.name for option in options}
-        assert not any("λ" in name or "predicted" in name or "query" in name for name in names)
-        assert names == {"16"} if side == "v" else len(names) > 5 and any("rotated" in name for name in names)
 
 
 def test_what_has_kernels_for_heads_refuses_latents() -> None:

@@ -187,23 +187,16 @@ def search_result() -> search_record.SearchRecord:
     allocation = allocation_record.Allocation(
         plan.model, plan.cache_dtype, plan.layers, plan.workload, {"recipe": "r"}, split, 0.25
     )
-    option = search_record.OptionResult("2", 100, 0.5, 0.1, 0.4)
-    unit = search_record.UnitResult("layer 0 K", "4", 200, (option,))
-    kind = search_record.KindResult("prose", 3, 0.25, 0.01, 2.0, 0.0)
-    pool = search_record.PoolResult(0.25, 0.01, 0.5, (kind, replace(kind, kind="code")))
-    candidate = search_record.CandidateResult("kitty", 2, 1000, 0.5, 0.0, 0.6, 0.1)
-    report = search_record.SearchReport(
-        "kitty", False, "decode", pool, replace(pool, kl=0.3), (candidate, replace(candidate, name="b", validate=None)),
-        (unit, replace(unit, options=())), ((0.1, 0.2),) * 3, 9,
-    )  # fmt: skip
+    kitty = search_record.SystemResult("kitty", 2.5, 0.2, 0.01, 0.25, 0.02, 0.0, 0.0)
+    others = search_record.SystemResult("kivi-2", 3.1, 0.4, 0.03), search_record.SystemResult("b", left_out="too slow")
+    report = search_record.SearchReport("kitty", "decode", 3, 3, (kitty, *others))
     return search_record.SearchRecord(allocation, report, plan.tensors)
 
 
 def open_search(path: Path) -> None:
     found = search_record.load(path)
     same_again(path, lambda again: search_record.save(found, {}, again))
-    for view in (views.search_table, views.candidates_table, views.pools_table):
-        view(found.report)
+    views.search_table(found.report)
     use_allocation(found.allocation)
     use_plan(compile_plan(found.allocation, found.layers, found.plan_tensors))
 

@@ -11,23 +11,18 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
-from cache_cases import KIVI_2, llama_plan, random_ids
 from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback, profile
-from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import Text
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.reparam import search as reparam_search
 from kvcal.stages.reparam import stage as reparam_stage
-from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans
 
 DATA = sequences([200, 180, 190], 1)
 SPEC = ProfileSpec(
@@ -61,17 +56,6 @@ def run_feedback(target: Path) -> None:
     feedback.table_rows(feedback.load(target))
 
 
-def run_search(target: Path) -> None:
-    """What the search stage asks its checkpoint: KL of plans."""
-    plans = [llama_plan(fmt, KIVI_2[1]) for fmt in KIVI_2]
-    loaded = loaded_llama(2)
-    texts = [Text(0, random_ids(1, 150)[0], torch.arange(150) > 9)]
-    with Checkpoint(target, "search", {}, State({}, {PHASE: 0}), declare_plans(1), Strict()) as checkpoint:
-        found = KLMeter(loaded, texts, (1,), 1, checkpoint, Strict()).measure(plans, 1, "plans")
-        assert bool((found >= 0).all()), "a KL below 0"
-        checkpoint_hook()
-
-
 class Strict(Silent):
     """A reporter that takes a discarded checkpoint as a refusal, which it is: the stage starts anew."""
 
@@ -80,16 +64,11 @@ class Strict(Silent):
             raise ArtifactError(message)
 
 
-def checkpoint_hook() -> None:
-    """The end of ``run_search``, where it can be interrupted."""
-
-
-STAGES: dict[str, tuple[Callable[[Path], None], ModuleType | None]] = {
+STAGES: dict[str, tuple[Callable[[Path], None], ModuleType]] = {
     "profile": (run_profile, profile),
     "reparam": (run_reparam, reparam_stage),
     "predictors": (run_predictors, fit_predictors),
     "feedback": (run_feedback, feedback),
-    "search": (run_search, None),
 }
 
 

@@ -1,1 +1,1 @@
-"""Compositions of formats, compared by their measured KL."""
+"""The choice among whole plans by measured KL: ``choose`` measures and chooses, ``record`` is the artifact."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,103 +15,51 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 from kvcal.records import record_of, refusing
 from kvcal.stages.allocate.record import Allocation
-from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
+from kvcal.strict import STRICT, Amount, Number, Positive, dump
 
 KIND = "search"
-SCHEMA = 3
+SCHEMA = 4
 
 
 @record(frozen=True, config=STRICT)
-class OptionResult:
-    """An option of a unit in the last round: the change of the score when the unit alone takes it, its standard error,
-    and the estimate shrunk towards what the same change does elsewhere."""
+class SystemResult:
+    """The plan of one system. KL to the 16-bit cache in nats per loss token: means over the texts of a pool, with their
+    standard errors.
+
+    ``bits``: all-in, per cached value. ``validate``: of the finalists alone. ``difference``: of its KL on *validate*
+    from that of the plan that ships, with the paired error. ``left_out``: why there is no plan, and no figures."""
 
     name: str
-    nbytes: NumBytes
-    change: Number
-    error: Amount
-    estimate: Number
-
-
-@record(frozen=True, config=STRICT)
-class UnitResult:
-    """One unit: what the plan that ships takes there, and what else was measured."""
-
-    unit: str
-    chosen: str
-    nbytes: NumBytes
-    options: tuple[OptionResult, ...]
-
-
-@record(frozen=True, config=STRICT)
-class KindResult:
-    """The plan that ships on one kind of text: mean KL in nats per loss token with its standard error over texts, the
-    99th percentile of KL, and the share of tokens that flip where 16 bits are sure; means over texts."""
-
-    kind: str
-    num_texts: Positive
-    kl: Number
-    kl_error: Amount
-    tail: Number
-    flips: Number
-
-
-@record(frozen=True, config=STRICT)
-class PoolResult:
-    """The plan that ships on one pool: mean KL of texts and its standard error; ``score``: relative to the reference
-    plan (kvcal.stages.search.judge)."""
-
-    kl: Number
-    kl_error: Amount
-    score: Number
-    kinds: tuple[KindResult, ...]
-
-
-@record(frozen=True, config=STRICT)
-class CandidateResult:
-    """A plan that was measured on all texts of the selection: its scores, and the paired standard error of its
-    difference from the plan that ships (0 for that one). ``validate``: None where it was not measured there."""
-
-    name: str
-    complexity: Count
-    nbytes: NumBytes
-    select: Number
-    select_error: Amount
-    validate: Number | None
-    validate_error: Amount | None
+    bits: Amount | None = None
+    select: Number | None = None
+    select_error: Amount | None = None
+    validate: Number | None = None
+    validate_error: Amount | None = None
+    difference: Number | None = None
+    difference_error: Amount | None = None
+    left_out: str | None = None
 
 
 @record(frozen=True, config=STRICT)
 class SearchReport:
-    """``shipped``: the name of the plan that ships. ``proxy``: (estimated, measured) score of compositions.
-    ``refitted``: whether its predictors were fitted on its own layers. Both pools measured exactly the plan that ships.
-    ``num_plans``: plans whose KL was measured in the folder so far."""
+    """``shipped``: the name of the system whose plan ships; ``serve``: decode or storage; ``num_select`` and
+    ``num_validate``: texts. ``systems``: least KL on *select* first, those without a plan last."""
 
     shipped: str
-    refitted: bool
     serve: str
-    select: PoolResult
-    validate: PoolResult
-    candidates: tuple[CandidateResult, ...]
-    units: tuple[UnitResult, ...]
-    proxy: tuple[tuple[Number, Number], ...]
-    num_plans: Count
+    num_select: Positive
+    num_validate: Positive
+    systems: tuple[SystemResult, ...]
 
     def __post_init__(self) -> None:
-        names = [candidate.name for candidate in self.candidates]
-        if self.shipped not in names:
-            raise ValueError(f"shipped = {self.shipped!r}, expected one of the candidates {names[:20]}")
+        finalists = [one.name for one in self.systems if one.validate is not None]
+        if self.shipped not in finalists:
+            raise ValueError(f"shipped = {self.shipped!r}, expected one of the finalists {finalists[:20]}")
 
     @property
-    def proxy_correlation(self) -> float | None:
-        """Spearman's rank correlation of estimated and measured scores; None for fewer than three plans, or equal
-        ones."""
-        predicted, measured = [p for p, _ in self.proxy], [m for _, m in self.proxy]
-        if len(self.proxy) < 3 or len(set(predicted)) == 1 or len(set(measured)) == 1:
-            return None
-        from scipy.stats import spearmanr  # imported here: it takes half a second
-
-        return float(spearmanr(predicted, measured).statistic)
+    def kl(self) -> float:
+        """Of the plan that ships, on *validate*."""
+        return next(one.validate for one in self.systems if one.name == self.shipped and one.validate is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,24 +76,9 @@ class SearchRecord:
 
     @property
     def plan(self) -> Plan:
-        """The measurement."""
-        chosen = self.allocation
-        return Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, self.plan_tensors)
-
-
-def pool_result(table_NS: Tensor, kinds: Sequence[str], score: float) -> PoolResult:
-    """From ``divergence.STATISTICS`` of each text [N, 3]."""
-    found = []
-    for kind in dict.fromkeys(kinds):
-        mine_nS = table_NS[[number for number, name in enumerate(kinds) if name == kind]]
-        kl, tail, flips = mine_nS.mean(0).tolist()
-        found.append(KindResult(kind, len(mine_nS), kl, _error(mine_nS[:, 0]), tail, flips))
-    return PoolResult(float(table_NS[:, 0].mean()), _error(table_NS[:, 0]), score, tuple(found))
-
-
-def _error(values_n: Tensor) -> float:
-    """Of their mean; 0 for a single one."""
-    return float(values_n.std() / len(values_n) ** 0.5) if len(values_n) > 1 else 0.0
+        """What was measured."""
+        found = self.allocation
+        return Plan(found.model, found.cache_dtype, found.layers, found.workload, {}, self.plan_tensors)
 
 
 @record(frozen=True, config=STRICT)
@@ -164,13 +97,10 @@ def load(path: Path) -> SearchRecord:
     """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_SearchBody, stored.body, path, hint="delete the file and search again")
-    chosen, report = body.allocation, body.report
-    found = SearchRecord(chosen, report, stored.tensors)
+    found = SearchRecord(body.allocation, body.report, stored.tensors)
     with refusing(path):
-        chosen.require_sound()
+        found.allocation.require_sound()
         assert found.plan is not None  # its tensors are those needed
-        if chosen.loss != report.select.kl:
-            raise ValueError(
-                f"the allocation's loss is {chosen.loss}, the KL of the plan that ships {report.select.kl}"
-            )
+        if found.allocation.loss != found.report.kl:
+            raise ValueError(f"the allocation's loss is {found.allocation.loss}, the report's KL {found.report.kl}")
     return found

@@ -1,0 +1,132 @@
+"""Choose one of several plans by their KL to the 16-bit cache, out of sample, with errors.
+
+All plans are measured on the texts of the pool *select*, the best three on *validate*, where nothing was chosen yet.
+There the plan of least KL wins, unless a simpler one is within one standard error of the paired difference over texts:
+then the simplest of these (fewest ways to store keys or values, then fewest bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcal.distributed import map_over_ranks
+from kvcal.errors import naming
+from kvcal.geometry import CacheDtype
+from kvcal.kernels.choice import refusals, slow_reasons
+from kvcal.models.load import LoadedModel
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES
+from kvcal.plan.plan import Plan, Workload
+from kvcal.progress import Reporter
+from kvcal.stages.divergence import LOCKSTEP, Room, Text, deviations, padded_texts, unquantized_plan
+from kvcal.stages.search.record import SearchReport, SystemResult
+from kvcal.store.dequantize import form_reasons
+
+FINALISTS = 3
+# Texts in one batch: as in the profile on a CPU; a GPU takes 16 short ones in the time of one.
+KL_BATCH = {"cpu": 4, "cuda": 16}
+
+
+def choose_plan(
+    loaded: LoadedModel,
+    plans: Mapping[str, Plan],
+    left_out: Mapping[str, str],
+    select: Sequence[Text],
+    validate: Sequence[Text],
+    serve: str,
+    reporter: Reporter,
+) -> SearchReport:
+    """Measure ``plans`` by name, and choose one. ``left_out``: why other systems have no plan here, by name.
+
+    Raises:
+        NonFiniteActivations: through the cache of a plan, or at 16 bits.
+    """
+    of_select = measured(loaded, plans, select, reporter, "search: select")
+    ranked = sorted(plans, key=lambda name: float(of_select[name].mean()))
+    finalists = {name: plans[name] for name in ranked[:FINALISTS]}
+    of_validate = measured(loaded, finalists, validate, reporter, "search: validate")
+    costs = {name: (num_ways(plan.layers), plan.predicted_bytes) for name, plan in finalists.items()}
+    shipped = chosen(of_validate, costs)
+    rows = []
+    for name in ranked:
+        row = SystemResult(name, plans[name].bits_per_value(), *mean_and_error(of_select[name]))
+        if name in finalists:
+            kl, error = mean_and_error(of_validate[name])
+            row = replace(row, validate=kl, validate_error=error)
+            kl, error = mean_and_error(of_validate[name] - of_validate[shipped])
+            row = replace(row, difference=kl, difference_error=error)
+        rows.append(row)
+    rows += [SystemResult(name, left_out=reason) for name, reason in left_out.items()]
+    return SearchReport(shipped, serve, len(select), len(validate), tuple(rows))
+
+
+def measured(
+    loaded: LoadedModel, plans: Mapping[str, Plan], texts: Sequence[Text], reporter: Reporter, label: str
+) -> dict[str, Tensor]:
+    """KL(16 bits || plan) of every plan, fp64 [N]: the mean over a text's loss tokens, in nats, for each of N texts."""
+    reference, room = unquantized_plan(loaded.identity, loaded.geometry), Room(LOCKSTEP, reporter)
+    batch = KL_BATCH.get(loaded.model.device.type, 4)
+    starts = range(0, len(texts), batch)
+
+    def step(start: int) -> Tensor:
+        reporter(start, len(texts), label)
+        part = texts[start : start + batch]
+        with naming(f"search, plans {', '.join(plans)}"):
+            found = deviations(loaded.model, reference, list(plans.values()), *padded_texts(part), room)
+        return found.statistics(len(part))[..., 0]
+
+    kl_PN = torch.cat(list(map_over_ranks(starts, step)), dim=1)
+    reporter(len(texts), len(texts), label)
+    return dict(zip(plans, kl_PN, strict=True))
+
+
+def mean_and_error(values_N: Tensor) -> tuple[float, float]:
+    """The mean over texts and its standard error; 0 for a single text."""
+    count = len(values_N)
+    return float(values_N.mean()), float(values_N.std() / count**0.5) if count > 1 else 0.0
+
+
+def chosen(kls: Mapping[str, Tensor], costs: Mapping[str, tuple[int, int]]) -> str:
+    """The name of the plan to ship. ``kls``: KL of each plan on the same texts [N]; ``costs``: ascending by what is
+    preferred among plans that cannot be told apart."""
+    least = min(kls, key=lambda name: float(kls[name].mean()))
+    differences = {name: mean_and_error(kl_N - kls[least]) for name, kl_N in kls.items()}
+    equal = [name for name, (mean, error) in differences.items() if mean <= error]
+    return min(equal, key=lambda name: costs[name])
+
+
+def num_ways(layers: Iterable[LayerPlan]) -> int:
+    """Different ways in which a plan stores keys, and values: 2 for one of each."""
+    ways = set()
+    for layer in layers:
+        for side in SIDES:
+            keys = (layer.k_pages, layer.k_rescale, layer.k_offset) if side == "k" else ()
+            predicted = layer.predictor(side) is not None
+            ways.add((side, layer.formats(side), predicted, layer.basis(side), layer.feedback(side), keys))
+    return len(ways)
+
+
+def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> str | None:
+    """Why decoding may be slower than at 16 bits: pages that kernels do not read as they are stored, or only with a
+    slower kernel than 16 bits, or more bytes. None where it is not."""
+    taken = raw_taken = 0
+    for layer in layers:
+        if layer.is_paged:
+            raw = LayerPlan(layer.geometry, (RAW,), (RAW,))
+            taken += layer.nbytes(cache_dtype, workload.lengths, workload.context)
+            raw_taken += raw.nbytes(cache_dtype, workload.lengths, workload.context)
+            slow = [
+                reason for reason in _slow_reasons(layer, cache_dtype) if reason not in _slow_reasons(raw, cache_dtype)
+            ]
+            if slow:
+                return f"slower than 16 bits to decode: {slow[0]} in layer {layer.geometry.index}"
+    return "slower than 16 bits to decode: it takes more bytes" if taken > raw_taken else None
+
+
+def _slow_reasons(layer: LayerPlan, cache_dtype: CacheDtype) -> list[str]:
+    forms = form_reasons(layer, ())
+    return [*refusals(layer, cache_dtype), *forms, *(() if forms else slow_reasons(layer, cache_dtype))]
