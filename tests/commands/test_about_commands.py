@@ -140,14 +140,14 @@ def test_size_reads_a_large_configuration_without_torch_and_transformers(tmp_pat
                "hidden_size": 8192, "vocab_size": 128256, "torch_dtype": "bfloat16"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     code = (
-        "import sys, time; from kvcal.__main__ import main; sys.argv = ['kvcal', *sys.argv[1:]]\n"
+        "import sys; from kvcal.__main__ import main; sys.argv = ['kvcal', *sys.argv[1:]]\n"
         "try: main()\n"
-        "finally: print(time.process_time(), *sys.modules, file=sys.stderr)"
+        "finally: print(*sys.modules, file=sys.stderr)"
     )
     command = ["size", str(tmp_path), "--memory", "80GB", "--weights", "40GB", "--json"]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=ROOT, check=True)
-    seconds, *loaded = done.stderr.splitlines()[-1].split()
-    assert not {"torch", "transformers"} & set(loaded) and float(seconds) < 2
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "numpy" in loaded and not {"torch", "transformers", "scipy", "cvxpy", "optuna", "matplotlib"} & loaded
     row = json.loads(done.stdout)["rows"][0]
     assert row["cache_bytes"] == 80 * 2 * 8 * 128 * 2 * 8 * (4096 + 128)  # layers, K and V, heads, channels, bytes
 
