@@ -37,13 +37,12 @@ def uniform(bits: int, **knobs: Any) -> tuple[Format, Format]:
 
 
 KITTY = Format(2, "channel", 128, boost=Boost("magnitude", (Tier(4, 0.125),)))
-ROTATED = Format(2, quantizer="rotated")
 FORMATS: dict[str, tuple[Format, Format]] = {
     **{str(bits): uniform(bits) for bits in (1, 2, 3, 4, 8)},
     "2-window": uniform(2, num_sink_tokens=32, recent_window=128),
     "kitty": (KITTY, uniform(2)[1]),
     "2-uneven": (uniform(2, num_sink_tokens=32)[0], uniform(2)[1]),
-    "2-rotated": (ROTATED, ROTATED),
+    **{f"{bits}-rotated": (Format(bits, quantizer="rotated"),) * 2 for bits in (2, 3, 4)},
     "16": (RAW, RAW),
 }
 DEFAULT = ("2", "2-window", "kitty", "3", "4", "8", "16")
