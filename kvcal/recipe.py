@@ -99,10 +99,6 @@ class ProfileSpec:
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
-    # Left out of JSON by default, as a format's quantizer.
-    gradients: Annotated[bool, Field(exclude_if=lambda are_measured: are_measured)] = knob(
-        True, "Measure sensitivities and gradient norms; without, KL alone."
-    )
     k_axes: tuple[Axis, ...] = knob(("channel", "token"), "What a group of keys shares its scale along.")
     group_sizes: tuple[GroupSize, ...] = knob((32, 64, 128), "Values that share a scale.")
     kl_num_bits: tuple[CandidateBits, ...] | None = knob(
@@ -118,6 +114,9 @@ class ProfileSpec:
     # Left out of JSON by default, as a format's quantizer.
     quantizers: Annotated[tuple[str, ...], Field(exclude_if=lambda names: names == (UNIFORM,))] = knob(
         (UNIFORM,), "How the candidates' values become codes: uniform, or rotated, per token."
+    )
+    gradients: Annotated[bool, Field(exclude_if=lambda are_measured: are_measured)] = knob(
+        True, "Measure sensitivities and gradient norms; without, KL alone."
     )
 
     def __post_init__(self) -> None:
