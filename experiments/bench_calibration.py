@@ -37,11 +37,12 @@ from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Workload
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import feedback, profile
+from kvcal.stages import feedback
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.batches import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room
 from kvcal.stages.predictors import stage
+from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
 from kvcal.stages.reparam.stage import run_reparam
@@ -204,15 +205,15 @@ class Bench:
         setup = ProfileSetup(
             self.loaded.identity, self.loaded.geometry, 1, self.given.vocab, spec, cache, "f", "random", 1, 1, 1
         )
-        texts = profile.kl_texts(self.data, spec.kl_samples, min(spec.kl_tokens, self.given.seq_len), cache)
-        steps = profile._divergence_steps(setup, texts, len(texts))
+        texts = profile_stage.kl_texts(self.data, spec.kl_samples, min(spec.kl_tokens, self.given.seq_len), cache)
+        steps = profile_stage._divergence_steps(setup, texts, len(texts))
         num_plans = sum(len(setup.kl_candidates(side)) for places, _ in steps for _, side in places)
-        profile.divergence_means(self.loaded, setup, (steps[0][0][:1], texts), Room(LOCKSTEP))  # a warm-up
+        profile_stage.divergence_means(self.loaded, setup, (steps[0][0][:1], texts), Room(LOCKSTEP))  # a warm-up
 
         for number, step in enumerate(steps):
             if time.perf_counter() < self.given.deadline:
                 count = sum(len(setup.kl_candidates(side)) for _, side in step[0])
-                measured = timed(lambda: profile.divergence_means(self.loaded, setup, step, Room(LOCKSTEP)))  # noqa: B023
+                measured = timed(lambda: profile_stage.divergence_means(self.loaded, setup, step, Room(LOCKSTEP)))  # noqa: B023
                 name = f"group {number + 1} of {len(steps)}, {count} of {num_plans} plans"
                 self.say("divergence", name, count, measured)
         whole = patch("kvcal.models.layer_inputs.decoder_layers", lambda _: None)
@@ -220,7 +221,9 @@ class Bench:
         with whole, paged:
             places = steps[-1][0][:4]
             count = sum(len(setup.kl_candidates(side)) for _, side in places)
-            measured = timed(lambda: profile.divergence_means(self.loaded, setup, (places, texts), Room(LOCKSTEP)))
+            measured = timed(
+                lambda: profile_stage.divergence_means(self.loaded, setup, (places, texts), Room(LOCKSTEP))
+            )
             self.say("divergence", f"{count} plans, whole, in pages", count, measured)
 
     def allocation(self) -> None:
@@ -229,7 +232,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             spec = ProfileSpec(kl_samples=0)
             clock, path = Clock(), Path(folder) / "profile.safetensors"
-            found = profile.run_profile(self.loaded, data, spec, CacheSpec(), {}, path, clock)
+            found = profile_stage.run_profile(self.loaded, data, spec, CacheSpec(), {}, path, clock)
         budget = AllocateSpec(bits=3.0, batch=8, context=32768, objective="sensitivity")
         self.say("allocation", "3 bits", 1, timed(lambda: allocate(found, budget, {})))
 

@@ -41,7 +41,7 @@ def measure(given: argparse.Namespace) -> None:
     from kvcal.models.geometry import geometry_of
     from kvcal.models.load import LoadedModel
     from kvcal.recipe import CacheSpec, ProfileSpec
-    from kvcal.stages.profile import run_profile
+    from kvcal.stages.profile.stage import run_profile
 
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)

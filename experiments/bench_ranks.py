@@ -38,8 +38,8 @@ from kvcal.models.streamed import copy_threads
 from kvcal.progress import Silent
 from kvcal.quantities import parse_bytes
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages import profile
-from kvcal.stages.profile import run_profile
+from kvcal.stages.profile import stage as profile_stage
+from kvcal.stages.profile.stage import run_profile
 
 
 class Timer(Silent):
@@ -101,10 +101,10 @@ def main() -> None:
         tokens = tuple(torch.randint(3, vocab, (given.seq_len,), generator=generator) for _ in range(count))
         data = TokenDataset(tokens, tuple(torch.arange(given.seq_len) > 0 for _ in tokens), "f", "random tokens")
         timer, path = Timer(), Path(out) / "profile.safetensors"
-        share = profile.INPUTS_SHARE * given.layers / (given.of_layers or given.layers)
+        share = profile_stage.INPUTS_SHARE * given.layers / (given.of_layers or given.layers)
         spec, start = ProfileSpec(kl_samples=given.kl_samples), time.perf_counter()
-        with patch.object(profile, "INPUTS_SHARE", share):
-            at_once = profile.batches_at_once(loaded, profile.batch_tokens(loaded, given.seq_len))
+        with patch.object(profile_stage, "INPUTS_SHARE", share):
+            at_once = profile_stage.batches_at_once(loaded, profile_stage.batch_tokens(loaded, given.seq_len))
             run_profile(loaded, data, spec, CacheSpec(), {}, path, timer)
         figures = {"ranks": distributed.size(), "seconds": round(time.perf_counter() - start, 2)}
         figures |= {"batches at once": at_once, "copy threads": copy_threads()}

@@ -48,7 +48,7 @@ from kvcal.quantities import parse_bytes
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages import divergence
 from kvcal.stages.divergence import LOCKSTEP, deviations, unquantized_plan
-from kvcal.stages.profile import run_profile
+from kvcal.stages.profile.stage import run_profile
 
 SHAPE = {
     "vocab_size": 128256,

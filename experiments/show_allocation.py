@@ -34,8 +34,9 @@ from kvcal.plan.plan import SIDES, Plan, Workload, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.allocate.solver import Option, Unit, solve
-from kvcal.stages.profile import Profile, run_profile
+from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.sensitivity import Candidate
+from kvcal.stages.profile.stage import run_profile
 
 Axis = Literal["token", "channel"]
 AXES: tuple[Axis, ...] = ("token", "channel")

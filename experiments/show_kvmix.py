@@ -42,7 +42,8 @@ from kvcal.stages.allocate.importance import (
     important_layers,
 )
 from kvcal.stages.evaluate.text import Reference, measure_text
-from kvcal.stages.profile import Profile, run_profile
+from kvcal.stages.profile.record import Profile
+from kvcal.stages.profile.stage import run_profile
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 import kvmix_3bit  # noqa: E402  (the paper's words, which no plan has)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvcal.stages.choices import Choices
     from kvcal.stages.compare import Comparison
     from kvcal.stages.estimate import Estimate
-    from kvcal.stages.evaluate import Evaluation
     from kvcal.stages.evaluate.gates import GateResult
+    from kvcal.stages.evaluate.record import Evaluation
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.tune.study import Tuning
@@ -166,7 +166,7 @@ def checks_table(checks: Sequence[Check]) -> View:
 
 def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
-    from kvcal.stages.evaluate import table_columns
+    from kvcal.stages.evaluate.record import table_columns
 
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"

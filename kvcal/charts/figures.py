@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvcal.artifact import write_bytes_atomic
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.stages.evaluate import Row
+from kvcal.stages.evaluate.record import Row
 from kvcal.stages.tune.study import Tuning
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 if TYPE_CHECKING:
     from kvcal.plan.diff import PlanDiff
     from kvcal.plan.plan import Plan, Workload
-    from kvcal.stages.evaluate import Row
     from kvcal.stages.evaluate.gates import Gates
+    from kvcal.stages.evaluate.record import Row
 
 BASELINE = "16-bit"  # always measured beside a plan
 
@@ -148,7 +148,7 @@ def _measured(path: Path, plan: Plan) -> Row | None:
     evaluation = path.with_name("evaluation.json")
     if not evaluation.is_file():
         return None
-    from kvcal.stages.evaluate import load_evaluation
+    from kvcal.stages.evaluate.record import load_evaluation
 
     return next((row for row in load_evaluation(evaluation).rows if row.plan_sha256 == plan.sha256), None)
 

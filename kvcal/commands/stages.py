@@ -91,7 +91,7 @@ def allocate(
     from kvcal.recipe import BUDGET_KINDS, AllocateSpec
     from kvcal.recipe_files import read_settings
     from kvcal.run.formats import allocate_folder, sweep_folder
-    from kvcal.stages.profile import load as load_profile
+    from kvcal.stages.profile.record import load as load_profile
     from kvcal.strict import dump, parse
 
     knobs: dict[str, Any] = {}

@@ -35,7 +35,6 @@ from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.feasible import reserved_for
 from kvcal.stages import feedback as feedback_stage
-from kvcal.stages import profile as profile_stage
 from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
@@ -43,6 +42,8 @@ from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.centre import DATA, centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
+from kvcal.stages.profile import record as profile_record
+from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.tune.objective import HIGHEST_SHARE, TaskObjective, score_quantile
 from kvcal.stages.tune.study import Trial, Tuning, choose, tune
@@ -71,7 +72,7 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
     if spec.kl_samples and spec.kl_measured == "lowest":
         texts = f"{spec.kl_samples} texts of {spec.kl_tokens} tokens"
         made_on += f"; KL at {min(spec.kl_bits)} bits alone, on {texts} (--thorough: at all bits, on more)"
-    return current_or("profile", folder.profile, profile_stage.load, inputs, make, reporter, made_on)
+    return current_or("profile", folder.profile, profile_record.load, inputs, make, reporter, made_on)
 
 
 def estimate_profile(job: Job) -> list[Estimate]:
@@ -96,7 +97,7 @@ def allocate_folder(
         UsageError, UnsupportedModel: as ``kvcal.stages.allocate.allocate``.
         ArtifactError: no profile, or a corrupt one.
     """
-    profile = profile_stage.load(folder.profile)
+    profile = profile_record.load(folder.profile)
     Folder.create(folder.path)
     progressive = None if recipe is None else recipe.progressive
     provenance = {"recipe": None} if recipe is None else provenance_of(recipe)
@@ -154,7 +155,7 @@ def fix_folder(job: Job) -> Allocation:
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
         provenance = provenance_of(recipe)
         if recipe.importance is not None:
-            profile = profile_stage.load(folder.profile)
+            profile = profile_record.load(folder.profile)
             provenance = with_calibration(provenance, calibration("profile", read_inputs(folder.profile)))
             allocation = allocation_record.important_allocation(profile, recipe.importance, workload, provenance)
         else:
@@ -202,7 +203,7 @@ def tune_folder(job: Job) -> Allocation:
 
 def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
     """The Pareto front of the folder's profile, a row per point, also kept as sweep.json."""
-    profile = profile_stage.load(folder.profile)
+    profile = profile_record.load(folder.profile)
     rows = allocation_stage.pareto(profile, spec, num_points)
     text = json.dumps({"points": rows}, indent=2, sort_keys=True)
     artifact.write_text_atomic(folder.path / "sweep.json", text + "\n")

@@ -30,7 +30,8 @@ from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate import Evaluation, evaluate, evaluation_inputs, require_scheduled_texts, scheduled_batch
+from kvcal.stages.evaluate.record import Evaluation
+from kvcal.stages.evaluate.stage import evaluate, evaluation_inputs, require_scheduled_texts, scheduled_batch
 from kvcal.stages.search import record as search_record
 
 

@@ -21,7 +21,7 @@ from kvcal.stages.allocate.record import Split, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare import Comparison, Entry
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate import save_evaluation
+from kvcal.stages.evaluate.record import save_evaluation
 from kvcal.stages.search.record import save as save_search
 from kvcal.stages.tune.study import Outcome, Search, tune
 

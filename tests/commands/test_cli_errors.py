@@ -19,7 +19,7 @@ from kvcal.__main__ import app
 from kvcal.artifact import COMMANDS
 from kvcal.plan.plan import load_plan
 from kvcal.run import formats, pipeline
-from kvcal.stages import profile as profile_stage
+from kvcal.stages.profile import stage as profile_stage
 
 
 def no_temporary_files(folder: Path) -> bool:
@@ -173,7 +173,7 @@ def test_interrupt_in_every_stage_and_resume(
         elif stage == "compile":
             patched.setattr(pipeline, "save_plan", interrupt)
         else:
-            patched.setattr("kvcal.stages.evaluate.measure_tasks", interrupt)
+            patched.setattr("kvcal.stages.evaluate.stage.measure_tasks", interrupt)
         stopped = run_kvcal("run", made / "small.toml", "--model", made / "model", "--out", out)
     assert stopped.code == 130 and "interrupted" in stopped.err
     assert no_temporary_files(out)

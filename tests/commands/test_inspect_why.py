@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.folder import Folder
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import load_plan
-from kvcal.stages.profile import load as load_profile
+from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search.record import load as load_search
 
 SIZES = ("--batch", 2, "--context", 4096)

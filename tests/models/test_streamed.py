@@ -25,9 +25,11 @@ from kvcal.models.streamed import _Streamer, copy_threads, stream
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages import divergence, estimate, profile
+from kvcal.stages import divergence, estimate
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 from kvcal.stages.estimate import host_bytes
+from kvcal.stages.profile import observers as profile_observers
+from kvcal.stages.profile import stage as profile_stage
 
 # One of each kind: tied embeddings, sharded index, sliding layers, sinks and merged experts, experts that transformers
 # merges, a fused projection, Conv1D, a state.
@@ -109,7 +111,7 @@ def profile_bytes(
 ) -> bytes:
     folder.mkdir(exist_ok=True)
     path = folder / "profile.safetensors"
-    profile.run_profile(loaded, data, spec, CACHE, {"data.fingerprint": "f"}, path, reporter or Silent())
+    profile_stage.run_profile(loaded, data, spec, CACHE, {"data.fingerprint": "f"}, path, reporter or Silent())
     return path.read_bytes()
 
 
@@ -144,7 +146,7 @@ def test_batches_share_the_loads_of_a_layer(
     family: str, num_kept: int, num_places: int, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group of three and one of two give the bytes of one batch after the other on the whole model."""
-    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", NUM_TOKENS)  # one sequence in a batch
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", NUM_TOKENS)  # one sequence in a batch
     data, spec, copies = data_of(170, 110, 180, 180, 120), replace(SPEC, kl_samples=0), []
     copy = _Streamer._copy
 
@@ -156,7 +158,7 @@ def test_batches_share_the_loads_of_a_layer(
     whole = profile_bytes(open_model(saved(family)), tmp_path / "whole", data=data, spec=spec)
     loads = []
     for at_once in (1, 3):
-        monkeypatch.setattr(profile, "batches_at_once", lambda *_, number=at_once: number)
+        monkeypatch.setattr(profile_stage, "batches_at_once", lambda *_, number=at_once: number)
         copies.clear()
         loaded = with_places(saved(family), num_kept, num_places)
         assert profile_bytes(loaded, tmp_path / str(at_once), data=data, spec=spec) == whole
@@ -175,29 +177,29 @@ def test_as_many_batches_at_once_as_memory_holds(
     """A batch of 1,000 tokens takes 16,000 bytes, and 4,000 while another is in a layer; its layers' inputs, 20,000 of
     the host's. Shares: 0.85 and 0.25."""
     loaded = with_places(saved("llama"), 0, 2)
-    monkeypatch.setattr(profile, "host_bytes", lambda: host)
+    monkeypatch.setattr(profile_stage, "host_bytes", lambda: host)
     found = replace(loaded, residence=Residence(5000 + 200_000 + working, SHAPES, 0, 2))
-    assert profile.batches_at_once(found, 1000) == expected
-    assert profile.gradient_bytes(found, 1000, 3) == 205_000 + 16_000 + 2 * 4000
-    assert profile.batches_at_once(open_model(saved("llama")), 1000) == 1
-    assert profile.batches_at_once(open_model(saved("llama"), 1 << 40), 1000) == 1
+    assert profile_stage.batches_at_once(found, 1000) == expected
+    assert profile_stage.gradient_bytes(found, 1000, 3) == 205_000 + 16_000 + 2 * 4000
+    assert profile_stage.batches_at_once(open_model(saved("llama")), 1000) == 1
+    assert profile_stage.batches_at_once(open_model(saved("llama"), 1 << 40), 1000) == 1
 
 
 def test_a_dry_run_times_batches_that_share_loads(saved, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, timed = with_places(saved("llama"), 0, 2), []
-    monkeypatch.setattr(profile, "batches_at_once", lambda *_: 3)
-    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 400)
-    original = profile.GradientPass.measure_together
+    monkeypatch.setattr(profile_stage, "batches_at_once", lambda *_: 3)
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 400)
+    original = profile_observers.GradientPass.measure_together
 
-    def noted(self: profile.GradientPass, batches: list) -> list:
+    def noted(self: profile_observers.GradientPass, batches: list) -> list:
         timed.append([batch.numbers for batch in batches])
         return original(self, batches)
 
-    monkeypatch.setattr(profile.GradientPass, "measure_together", noted)
-    [gradients] = profile.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
+    monkeypatch.setattr(profile_observers.GradientPass, "measure_together", noted)
+    [gradients] = profile_stage.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
     assert timed == [[(2, 2), (0, 0), (1, 1)]] * 2  # the longest is number 2, of 180 tokens
     assert gradients.steps == {"sequences": 3, "tokens": 410, "tokens at once": 1200}
-    assert gradients.nbytes == profile.gradient_bytes(loaded, 400, 3)
+    assert gradients.nbytes == profile_stage.gradient_bytes(loaded, 400, 3)
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(1, 16), (2, 16), (4, 8), (64, 1)])

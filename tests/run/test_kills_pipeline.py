@@ -27,11 +27,11 @@ from kvcal.progress import Silent
 from kvcal.recipe import ProgressiveSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run import formats, pipeline
-from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
+from kvcal.stages.profile import record as profile_record
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """
@@ -122,7 +122,7 @@ def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: Loade
     folder = Folder.create(tmp_path / "out")
     for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
         formats.profile_folder(loaded, folder, recipe)
-        subject = profile.load(folder.profile).setup
+        subject = profile_record.load(folder.profile).setup
         assert (subject.spec.num_bits, subject.cache) == (recipe.profile.num_bits, recipe.cache)
 
 

@@ -19,7 +19,7 @@ from kvcal.plan.plan import load_plan
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.run.pipeline import build_plan, compile_folder
-from kvcal.stages import profile as profile_stage
+from kvcal.stages.profile import record as profile_record
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def short(bits: float, **knobs: object) -> Recipe:
 def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp_path: Path) -> None:
     plan = build_plan(model, Folder.create(tmp_path), short(3.0))
     assert plan.bits_per_value() <= 3.0
-    profile = profile_stage.load(tmp_path / "profile.safetensors")
+    profile = profile_record.load(tmp_path / "profile.safetensors")
     assert set(profile.means) == {f"kl.{side}.{index}" for side in SIDES for index in range(3)}
     for side in SIDES:
         kl = profile.kl(1, side)

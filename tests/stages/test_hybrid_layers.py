@@ -18,10 +18,10 @@ from kvcal.models.projections import kv_projections
 from kvcal.plan.plan import Format, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.stages import profile
 from kvcal.stages.allocate.record import fixed_allocation
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.compile import compile_plan
+from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.verify import verify_plan
 
 STATE = 3328  # bytes of a layer of the tiny Falcon-H1
@@ -44,7 +44,7 @@ def test_a_budget_takes_states_off_first(tmp_path: Path) -> None:
     loaded = loaded_model("falcon_h1")
     spec = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_num_bits=(2, 4), kl_samples=1, kl_tokens=220)
     cache = CacheSpec(num_sink_tokens=2, k_recent_window=8, v_recent_window=8)
-    found = profile.run_profile(loaded, data_of(240), spec, cache, {}, tmp_path / "profile", Listener())
+    found = profile_stage.run_profile(loaded, data_of(240), spec, cache, {}, tmp_path / "profile", Listener())
     assert all(bool((found.kl(index, side) > 0).all()) for index in range(3) for side in ("k", "v"))
     made = allocate(found, AllocateSpec(bits=20.0, batch=2, context=640), {})
     assert made.split.fixed == 3 * 2 * STATE and made.split.cache <= made.split.budget

@@ -26,7 +26,7 @@ from kvcal.stages.allocate.importance import (
     random_layers,
     window_rule,
 )
-from kvcal.stages.profile import run_profile
+from kvcal.stages.profile.stage import run_profile
 
 NUM_LAYERS = 4
 LENGTHS, PROMPTS = (19, 30, 24), (4, 11, 1)

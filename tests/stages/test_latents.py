@@ -34,12 +34,14 @@ from kvcal.recipe import (
     ProfileSpec,
     ReparamSpec,
 )
-from kvcal.stages import feedback, profile
+from kvcal.stages import feedback
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
-from kvcal.stages.evaluate import load_evaluation
+from kvcal.stages.evaluate.record import load_evaluation
 from kvcal.stages.predictors.record import find_targets
+from kvcal.stages.profile import record as profile_record
+from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.store.workspace import step_workspace
@@ -57,9 +59,9 @@ def loaded_model(name: str) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def measured_profile(tmp_path_factory: pytest.TempPathFactory) -> profile.Profile:
+def measured_profile(tmp_path_factory: pytest.TempPathFactory) -> profile_record.Profile:
     path = tmp_path_factory.mktemp("latents") / "profile.safetensors"
-    return profile.run_profile(loaded_model("deepseek_v3"), data_of(240, 200), SPEC, CACHE, {}, path, Listener())
+    return profile_stage.run_profile(loaded_model("deepseek_v3"), data_of(240, 200), SPEC, CACHE, {}, path, Listener())
 
 
 def layers_in(name: str, latent: Format, rotary: Format = RAW) -> tuple[LayerPlan, ...]:
@@ -108,7 +110,7 @@ def test_more_bits_are_nearer_to_16(name: str) -> None:
 
 @pytest.mark.parametrize("granularity", ["layer", "block"])
 def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
-    measured_profile: profile.Profile, granularity: str
+    measured_profile: profile_record.Profile, granularity: str
 ) -> None:
     found = {}
     for rotary in (False, True):
@@ -123,7 +125,7 @@ def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
     assert found[True].loss < found[False].loss
 
 
-def test_a_profile_measures_both(measured_profile: profile.Profile) -> None:
+def test_a_profile_measures_both(measured_profile: profile_record.Profile) -> None:
     for index in range(3):
         for side in ("k", "v"):
             kl = measured_profile.kl(index, side)

@@ -25,10 +25,12 @@ from kvcal.plan.plan import RAW, SIDES, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint as checkpoint_module
-from kvcal.stages import divergence, profile
+from kvcal.stages import divergence
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 from kvcal.stages.estimate import graph_bytes, parameter_bytes
+from kvcal.stages.profile import record as profile_record
+from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.sensitivity import Candidate
 
@@ -71,10 +73,10 @@ class Listener:
             raise KeyboardInterrupt
 
 
-def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other) -> profile.Profile:
+def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other) -> profile_record.Profile:
     given = {"data": DATA, "spec": SPEC, "cache": CACHE, "inputs": INPUTS} | other
     folder.mkdir(exist_ok=True)
-    return profile.run_profile(
+    return profile_stage.run_profile(
         loaded or loaded_model(), path=folder / "profile.safetensors", reporter=reporter or Silent(), **given
     )
 
@@ -83,15 +85,15 @@ def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other)
 def small_groups() -> Iterator[None]:
     """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(profile.BATCH_TOKENS, "cpu", 1)
-        patch.setattr(profile, "KL_BATCH", 1)
-        for module in (profile, divergence):
+        patch.setitem(profile_stage.BATCH_TOKENS, "cpu", 1)
+        patch.setattr(profile_stage, "KL_BATCH", 1)
+        for module in (profile_stage, divergence):
             patch.setattr(module, "LOCKSTEP", 4)
         yield
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[profile.Profile, Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[profile_record.Profile, Path]:
     """One uninterrupted profile."""
     folder = tmp_path_factory.mktemp("finished")
     return run(folder), folder / "profile.safetensors"
@@ -140,7 +142,7 @@ def test_kl_of_the_lowest_bits_is_scaled_by_the_squared_error(finished, tmp_path
         kl_2, kl_4 = lowest.kl(index, side).tolist()
         assert kl_2 == pytest.approx(float(every.kl(index, side)[0]), rel=1e-4)
         assert kl_4 == pytest.approx(kl_2 * float(errors[four] / errors[two]), rel=1e-9)
-    assert profile.load(tmp_path / "profile.safetensors").setup == lowest.setup
+    assert profile_record.load(tmp_path / "profile.safetensors").setup == lowest.setup
 
 
 def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, monkeypatch) -> None:
@@ -148,10 +150,10 @@ def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, mon
     expected, _ = finished
     assert expected.setup.batch_tokens == 1
     for most_tokens in (400, 2048):
-        monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", most_tokens)
+        monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", most_tokens)
         listener = Listener()
         run(tmp_path / str(most_tokens), listener, spec=replace(SPEC, kl_samples=0))
-        found = profile.load(tmp_path / str(most_tokens) / "profile.safetensors")
+        found = profile_record.load(tmp_path / str(most_tokens) / "profile.safetensors")
         # Longest first: two of 200 tokens and two of 170 in 400, all four of 200 in 2,048.
         assert [done for _, done, _ in listener.steps] == ([0, 2, 4, 0] if most_tokens == 400 else [0, 4, 0])
         assert found.setup.batch_tokens == most_tokens and found.setup.num_tokens == expected.setup.num_tokens
@@ -171,7 +173,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(finished, tmp_path: Path, mo
         return original(self, batches)
 
     monkeypatch.setattr(GradientPass, "measure_together", limited)
-    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 2048)
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 2048)
     listener = Listener()
     found = run(tmp_path, listener, spec=replace(SPEC, kl_samples=0))
     assert fed == [(2, 3, 0, 1), (2, 3), (2,), (3,), (0,), (1,)] and found.setup.batch_tokens == 200
@@ -186,11 +188,11 @@ def test_out_of_memory_halves_the_batch_and_goes_on(finished, tmp_path: Path, mo
 
 def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
     found, path = finished
-    again = profile.load(path)
+    again = profile_record.load(path)
     assert again.setup == found.setup and again.means.keys() == found.means.keys()
     for name, mean in found.means.items():
         assert torch.equal(again.means[name].total, mean.total) and again.means[name].count == mean.count
-    assert artifact.read(path, profile.KIND, profile.SCHEMA).inputs == INPUTS
+    assert artifact.read(path, profile_record.KIND, profile_record.SCHEMA).inputs == INPUTS
     loaded = loaded_model()
     assert (again.setup.identity, again.geometry, again.cache) == (loaded.identity, loaded.geometry, CACHE)
     assert again.setup.weight_bytes == weight_bytes(loaded.model) and again.setup.vocab_size == 64
@@ -295,7 +297,7 @@ def test_nan_names_layer_and_sample_and_keeps_what_was_measured(tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_artifact(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot write .*profile.safetensors"):
-        profile.run_profile(
+        profile_stage.run_profile(
             loaded_model(),
             data_of(30),
             replace(SPEC, kl_samples=0),
@@ -315,7 +317,7 @@ def test_sequences_too_short_for_a_page_are_refused_at_once() -> None:
 
 def test_without_kl_short_sequences_are_enough(tmp_path: Path) -> None:
     found = run(tmp_path, data=data_of(40, 30), spec=replace(SPEC, kl_samples=0))
-    assert profile.load(tmp_path / "profile.safetensors").losses("sensitivity", 0, "v")
+    assert profile_record.load(tmp_path / "profile.safetensors").losses("sensitivity", 0, "v")
     with pytest.raises(UsageError, match="holds no KL"):
         found.losses("kl", 0, "v")
 
@@ -326,7 +328,7 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
     loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
     spec = replace(SPEC, kl_samples=1, kl_num_bits=(2,))
     run(tmp_path, loaded=loaded, data=data_of(180), spec=spec)
-    found = profile.load(tmp_path / "profile.safetensors")
+    found = profile_record.load(tmp_path / "profile.safetensors")
     full = [layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None]
     assert [layer.index for layer in found.setup.layers] == full
     assert len(found.means) == 1 + 10 * len(full)
@@ -413,7 +415,7 @@ def test_divergence_of_no_candidate_is_refused(changes: dict, message: str) -> N
 
 def rewritten(path: Path, target: Path, change) -> Path:
     """A copy of the profile with its body and tensors changed, and a valid digest."""
-    stored = artifact.read(path, profile.KIND, profile.SCHEMA)
+    stored = artifact.read(path, profile_record.KIND, profile_record.SCHEMA)
     tensors = dict(stored.tensors)
     change(stored.body, tensors)
     artifact.write(target, replace(stored, tensors=tensors))
@@ -445,13 +447,13 @@ BROKEN = {
 def test_foreign_content_is_refused(finished, tmp_path: Path, message: str) -> None:
     broken = rewritten(finished[1], tmp_path / "broken.safetensors", BROKEN[message])
     with pytest.raises(ArtifactError, match=message):
-        profile.load(broken)
+        profile_record.load(broken)
 
 
 def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, monkeypatch) -> None:
-    for module in (profile, divergence):
+    for module in (profile_stage, divergence):
         monkeypatch.setattr(module, "LOCKSTEP", 12)
-    monkeypatch.setattr(profile, "KL_BATCH", 4)
+    monkeypatch.setattr(profile_stage, "KL_BATCH", 4)
     found = run(tmp_path)
     for index, side in product(range(2), SIDES):
         torch.testing.assert_close(found.kl(index, side), finished[0].kl(index, side), rtol=1e-3, atol=0)
@@ -477,17 +479,17 @@ def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: P
 def test_a_dry_run_tells_the_size_of_a_profile(monkeypatch) -> None:
     """Steps and memory from shapes, of as many tokens at once as the device's memory holds."""
     loaded = loaded_model()
-    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 400)
-    gradients, kl = profile.dry_run(loaded, DATA, SPEC, CACHE)
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 400)
+    gradients, kl = profile_stage.dry_run(loaded, DATA, SPEC, CACHE)
     assert gradients.steps == {"sequences": 4, "tokens": 610, "tokens at once": 400}
     assert kl.steps == {"plans": 8, "texts": 2} and min(gradients.seconds, kl.seconds) > 0
-    assert gradients.nbytes == profile.gradient_bytes(loaded, 400)
+    assert gradients.nbytes == profile_stage.gradient_bytes(loaded, 400)
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     cached, page = ((divergence.LOCKSTEP + 1) * reference.nbytes([length]) for length in (175, 128))
     page -= (divergence.LOCKSTEP + 1) * reference.nbytes([127])
     held = parameter_bytes(loaded.model) + cached * (4 // 2)  # of a model in fp32, caches in bfloat16
     assert held < kl.nbytes < held + 175 * 64 * (16 + 32) + (32 // 2) * page + cached
-    [alone] = profile.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
+    [alone] = profile_stage.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
     assert alone.stage == "gradients"
 
 
@@ -504,10 +506,14 @@ def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int
     loaded = loaded_model()
     monkeypatch.setattr(type(loaded.model), "device", Device())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
-    found = profile.batch_tokens(loaded, width)
+    found = profile_stage.batch_tokens(loaded, width)
     assert found == expected
     if 1 < total < 10**9:
-        assert profile.gradient_bytes(loaded, found) <= 0.85 * total < profile.gradient_bytes(loaded, 2 * found)
+        assert (
+            profile_stage.gradient_bytes(loaded, found)
+            <= 0.85 * total
+            < profile_stage.gradient_bytes(loaded, 2 * found)
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "qwen2"])

@@ -39,7 +39,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.profile import run_profile
+from kvcal.stages.profile.stage import run_profile
 
 VOCABULARY, CONTEXT = 128, 512
 SECONDS = 90

@@ -16,10 +16,11 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import feedback, profile
+from kvcal.stages import feedback
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
+from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.reparam import search as reparam_search
 from kvcal.stages.reparam import stage as reparam_stage
@@ -32,7 +33,7 @@ SPEC = ProfileSpec(
 
 def run_profile(target: Path) -> None:
     cache = CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
-    profile.run_profile(loaded_llama(), DATA, SPEC, cache, {}, target, Strict())
+    profile_stage.run_profile(loaded_llama(), DATA, SPEC, cache, {}, target, Strict())
     profile_record.load(target)
 
 
@@ -65,7 +66,7 @@ class Strict(Silent):
 
 
 STAGES: dict[str, tuple[Callable[[Path], None], ModuleType]] = {
-    "profile": (run_profile, profile),
+    "profile": (run_profile, profile_stage),
     "reparam": (run_reparam, reparam_stage),
     "predictors": (run_predictors, fit_predictors),
     "feedback": (run_feedback, feedback),
@@ -97,7 +98,7 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # What the stages ask of the model alone before they open a checkpoint. No file can change it.
 KNOWN = [
-    (profile, "check_taps", once(profile.check_taps)),
+    (profile_stage, "check_taps", once(profile_stage.check_taps)),
     (reparam_stage, "check_taps", once(reparam_stage.check_taps)),
     (reparam_stage, "rotary_pairs", once(reparam_stage.rotary_pairs)),
     (reparam_stage, "fitting_scale", once(reparam_search.fitting_scale)),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvcal.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
-    from kvcal.stages.evaluate import Row
+    from kvcal.stages.evaluate.record import Row
 
 ALL_TASKS = "all"  # the mean over tasks
 

@@ -1,0 +1,148 @@
+"""Rows of an evaluation: a plan's bits, text quality and accuracy, as a JSON file and as a table's columns.
+
+A plan is priced at its workload, and measured on sequences that are mostly shorter, of which sinks, windows and
+unfilled pages are a larger part. So each row states the bits at the measured lengths, too:
+
+    sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its end
+
+with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.plan.plan import Plan, Workload
+from kvcal.quantities import format_bytes
+from kvcal.records import read_json, write_json
+from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy
+from kvcal.stages.evaluate.text import TextQuality
+from kvcal.strict import STRICT, Amount, NumBytes
+
+KIND = "evaluation"
+SCHEMA = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class MeasuredBits:
+    """All-in bits per cached value at the lengths that were measured, whose mean is ``mean_tokens``."""
+
+    bits_per_value: Amount
+    mean_tokens: Amount
+
+    @property
+    def header(self) -> str:
+        """Of a table's column."""
+        return f"bits at measured length (mean {self.mean_tokens:.0f} tokens)"
+
+    @property
+    def cell(self) -> str:
+        """In a column of other lengths in every row."""
+        return f"{self.bits_per_value:.3f} ({self.mean_tokens:.0f} tokens)"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Row:
+    """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
+    ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths, prompt and completion;
+    ``seconds`` is what measuring took, on whatever else the machine was doing."""
+
+    name: str
+    plan_sha256: str
+    workload: Workload
+    bits_per_value: Amount
+    total_bytes: NumBytes
+    text: TextQuality
+    text_bits: MeasuredBits
+    tasks: tuple[TaskResult, ...]
+    task_bits: MeasuredBits | None
+    seconds: Amount
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy over tasks, None without tasks."""
+        return mean_accuracy(self.tasks)[0] if self.tasks else None
+
+    @property
+    def accuracy_se(self) -> float | None:
+        """Standard error of ``accuracy``."""
+        return mean_accuracy(self.tasks)[1] if self.tasks else None
+
+
+@dataclass(frozen=True, config=STRICT)
+class Evaluation:
+    """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for people;
+    ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""
+
+    inputs: dict[str, Any]
+    data: str
+    data_fingerprint: str
+    task_seed: int
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        require_same_tasks(self.rows)
+
+
+def require_same_tasks(rows: Sequence[Row]) -> None:
+    """ValueError unless all rows are of the same tasks, in the same order."""
+    if len({tuple(task.task for task in row.tasks) for row in rows}) > 1:
+        raise ValueError(f"rows of other tasks than {[task.task for task in rows[0].tasks]}, those of the first")
+
+
+def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
+    """The bits of sequences of these lengths, in tokens, at least one: see the module's docstring."""
+    bits = sum(n * plan.bits_per_value(Workload(plan.workload.batch, n)) for n in lengths) / sum(lengths)
+    return MeasuredBits(bits, sum(lengths) / len(lengths))
+
+
+def priced_header(workload: Workload) -> str:
+    """Of the column of ``Row.bits_per_value``."""
+    return f"bits at {workload.batch} x {workload.context}"
+
+
+def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
+    """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
+    if not rows:
+        return []
+    columns = [
+        ("plan", [row.name for row in rows]),
+        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
+        ("cache", [format_bytes(row.total_bytes) for row in rows]),
+        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
+        ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
+        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
+    ]
+    for results in zip(*(row.tasks for row in rows), strict=True):
+        columns.append((f"{results[0].task} %", [percent(task.accuracy, task.accuracy_se) for task in results]))
+    if rows[0].tasks:
+        columns.append(("all tasks %", [percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+    columns.append((rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]))
+    if rows[0].tasks:
+        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
+        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
+    return [(header, tuple(cells)) for header, cells in columns]
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def percent(share: float, error: float | None) -> str:
+    """A cell: a share and its standard error, None if unknown, in %."""
+    return _with_error(100 * share, None if error is None else 100 * error, 1)
+
+
+def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
+    write_json(path, KIND, SCHEMA, evaluation)
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Read what ``save_evaluation`` wrote. ArtifactError: missing, unreadable, not JSON, of another kind or version,
+    corrupt, or values out of range."""
+    return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")

@@ -1,0 +1,261 @@
+"""The profile stage: measures what every candidate format costs in every layer, and writes the profile.
+
+One backward per batch of sequences gives the statistics of ``profile.observers``, PM-KVQ's sensitivities (Eq. 5) and
+KVmix's weight-gradient norms among them; then the KL to the 16-bit cache is measured for one layer's keys or values at
+a time (``stages.divergence``). Both resume where an interrupted run stopped (``stages.checkpoint``), and neither's
+memory grows with the number of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import naming
+from kvcal.models.load import LoadedModel, weight_bytes
+from kvcal.models.streamed import is_streamed
+from kvcal.models.taps import check_taps
+from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.plan import Plan
+from kvcal.progress import Reporter
+from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages.batches import Batch, for_each_batch, longest_first
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps, summed
+from kvcal.stages.divergence import (
+    LOCKSTEP,
+    Room,
+    Text,
+    cache_share,
+    deviations,
+    kl_texts,
+    lockstep_bytes,
+    one_side_plan,
+    padded_texts,
+    seconds_a_plan,
+    unquantized_plan,
+)
+from kvcal.stages.estimate import Estimate, graph_bytes, host_bytes, parameter_bytes, seconds_of
+from kvcal.stages.feedback import FeedbackRecord
+from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, BatchGradients, GradientPass
+from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
+
+GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
+# Tokens of a batch of gradients, padding included.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+# Of a device's memory, for gradients by estimate; fragments and kernels' scratch take the rest.
+MEMORY_SHARE = 0.85
+# Of the host's, for the inputs of streamed layers until the backward.
+INPUTS_SHARE = 0.25
+# Texts fed at once: 1.5 times faster than one by one on a CPU; a GPU takes 16 short ones in the time of one.
+KL_BATCH = {"cpu": 4, "cuda": 16}
+
+# Layers' sides to measure, and the texts to measure them on.
+Step = tuple[Sequence[tuple[int, Side]], Sequence[Text]]
+
+
+def run_profile(
+    loaded: LoadedModel,
+    data: TokenDataset,
+    spec: ProfileSpec,
+    cache: CacheSpec,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+    basis: FeedbackRecord | None = None,
+) -> Profile:
+    """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
+    ``basis``: of the pages whose KL is measured.
+
+    Raises:
+        NonFiniteActivations: NaN or infinity, naming layer and sample.
+        UsageError: no sequence is long enough for the KL.
+        UnsupportedModel: keys, values or their projections cannot be found.
+        ArtifactError: a file cannot be written.
+    """
+    setup = _setup_of(loaded, data, spec, cache)
+    check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
+    totals, steps = setup.totals(), _divergence_steps(setup, texts, KL_BATCH.get(loaded.model.device.type, 4))
+    num_gradients = len(data.sequences) if spec.gradients else 0
+    start = State({name: Mean.empty(total.extents) for name, total in totals.items()}, {GRADIENTS: 0, DIVERGENCES: 0})
+
+    def declare(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
+        require_steps(done, {GRADIENTS: num_gradients, DIVERGENCES: len(steps)})
+        counts: dict[str, int | None] = dict.fromkeys(totals, done[GRADIENTS])
+        counts |= {_kl_name(*place): 0 for place in product(_indices(setup), SIDES)}
+        counts |= {_kl_name(*place): None for places, _ in steps[: done[DIVERGENCES]] for place in places}
+        return {name: Statistic(total, counts[name]) for name, total in totals.items()}
+
+    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
+        most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
+        if spec.gradients:
+            measure = partial(gradient_means, _gradient_pass(loaded, setup))
+            at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
+            most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, label, at_once)
+        room = Room(LOCKSTEP, reporter)
+        runs = [range(number, number + 1) for number in range(len(steps))]
+        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room, basis))
+        checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
+        profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
+        save(profile, inputs, path)
+    return profile
+
+
+def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> list[Estimate]:
+    """The size of a profile, from one timed batch of one sequence, or as many as share the loads of a streamed model's
+    layers, and one timed plan. Raises as ``run_profile``."""
+    setup = _setup_of(loaded, data, spec, cache)
+    estimates = [_estimated_gradients(loaded, data, setup)] if spec.gradients else []
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
+    if texts:
+        reference = unquantized_plan(loaded.identity, loaded.geometry)
+        plans = [plan for place in product(_indices(setup), SIDES) for plan in _plans_of(setup, reference, place)]
+        batch = texts[: KL_BATCH.get(loaded.model.device.type, 4)]
+        num_groups = len(_divergence_steps(setup, texts[:1], 1))
+        whole_plans = num_groups + sum(cache_share(reference, plan) for plan in plans)
+        seconds = seconds_a_plan(loaded, batch) * len(texts) / len(batch) * whole_plans
+        nbytes = lockstep_bytes(loaded, len(batch), max(len(text.tokens_T) for text in texts))
+        estimates.append(Estimate("divergence", {"plans": len(plans), "texts": len(texts)}, seconds, nbytes))
+    return estimates
+
+
+def _estimated_gradients(loaded: LoadedModel, data: TokenDataset, setup: ProfileSetup) -> Estimate:
+    longest = longest_first(data)[0]
+    width = len(data.sequences[longest])
+    most_tokens = max(width, batch_tokens(loaded, width))
+    at_once = batches_at_once(loaded, most_tokens)
+    gradients, batches = _gradient_pass(loaded, setup), [Batch.of(data, (longest,))]
+    if at_once > 1:
+        numbers = (longest_first(data) * at_once)[: most_tokens // width * at_once]
+        batches = [Batch.of(data, numbers[first::at_once]) for first in range(at_once)]
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    seconds = seconds_of(lambda: gradients.measure_together(batches)) * data.num_tokens / num_tokens
+    steps = {"sequences": len(data.sequences), "tokens": data.num_tokens, "tokens at once": at_once * most_tokens}
+    return Estimate("gradients", steps, seconds, gradient_bytes(loaded, most_tokens, at_once))
+
+
+def batch_tokens(loaded: LoadedModel, width: int) -> int:
+    """Tokens of a batch of gradients, padding included: ``BATCH_TOKENS``, halved until the estimated peak fits into the
+    memory that the device has in all, or was given, but not below ``width``, one sequence. Never by what is free: bytes
+    of a profile depend on it."""
+    device = loaded.model.device
+    most_tokens = BATCH_TOKENS[device.type]
+    if device.type == "cuda":
+        memory = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+        if loaded.residence is not None:
+            memory = loaded.residence.memory - (1 - MEMORY_SHARE) * loaded.residence.working
+        while most_tokens >= 2 * width and gradient_bytes(loaded, most_tokens) > memory:
+            most_tokens //= 2
+    return most_tokens
+
+
+def batches_at_once(loaded: LoadedModel, most_tokens: int) -> int:
+    """Batches that share the loads of a streamed model's layers: as many as find room for their layers' inputs in host
+    memory, and for their logits' gradients on the device. Results do not depend on it."""
+    residence = loaded.residence
+    if residence is None or not is_streamed(loaded.model):
+        return 1
+    shapes = residence.shapes
+    by_host = int(INPUTS_SHARE * host_bytes()) // (shapes.num_layers * most_tokens * shapes.hidden)
+    free = int(MEMORY_SHARE * residence.working) - shapes.working(most_tokens)
+    return max(1, min(by_host, 1 + free // shapes.waiting(most_tokens)))
+
+
+def gradient_bytes(loaded: LoadedModel, num_tokens: int, at_once: int = 1) -> int:
+    """Bytes of the device while gradients of batches are measured: weights, the graph, logits with their gradient, and
+    the fp32 parts of the loss; of a streamed model those that its residence counts, of a layer's graph."""
+    model, residence = loaded.model, loaded.residence
+    if residence is not None and is_streamed(model):
+        shapes = residence.shapes
+        weights = residence.memory - residence.working
+        return weights + shapes.working(num_tokens) + (at_once - 1) * shapes.waiting(num_tokens)
+    num_logits = num_tokens * loaded.vocab_size
+    logits = 2 * model.dtype.itemsize * num_logits + 3 * 4 * min(MAX_LOGITS, num_logits)
+    return parameter_bytes(model) + num_tokens * graph_bytes(model) + logits
+
+
+def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> ProfileSetup:
+    return ProfileSetup(
+        loaded.identity,
+        loaded.geometry,
+        weight_bytes(loaded.model),
+        loaded.vocab_size,
+        spec,
+        cache,
+        data.fingerprint,
+        data.description,
+        len(data.sequences),
+        data.num_tokens,
+        data.num_loss_tokens,
+        loaded.max_context,
+    )
+
+
+def _gradient_pass(loaded: LoadedModel, setup: ProfileSetup) -> GradientPass:
+    candidates = {side: setup.candidates(side) for side in SIDES}
+    cache = setup.cache
+    return GradientPass(loaded.model, loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
+
+
+def _indices(setup: ProfileSetup) -> list[int]:
+    return [layer.index for layer in setup.layers]
+
+
+def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
+    """The statistics of each batch by name."""
+    return [_means_of(found) for found in gradients.measure_together(batches)]
+
+
+def _means_of(found: BatchGradients) -> dict[str, Mean]:
+    means = {"loss": Mean.of(found.loss_B)}
+    for place, (name, observer) in product(found.errors, OBSERVERS.items()):
+        means[f"{name}.{place[1]}.{place[0]}"] = Mean.of(observer.observe(found, place))
+    return means
+
+
+def divergence_means(
+    loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room, basis: FeedbackRecord | None = None
+) -> dict[str, Mean]:
+    """The KL of some layers' sides on a batch of texts, by name: so many sides that their plans fill a lockstep."""
+    places, texts = step
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
+    plans = plans if basis is None else [basis.changed(plan) for plan in plans]
+    names = ", ".join(f"{side} of layer {index}" for index, side in places)
+    with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
+        kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
+    rows = kl_Pn.split([len(setup.measured(side)) for _, side in places])
+    return {_kl_name(*place): Mean.of(row.T) for place, row in zip(places, rows, strict=True)}
+
+
+def _kl_name(index: int, side: Side) -> str:
+    return f"kl.{side}.{index}"
+
+
+def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> list[Plan]:
+    """A layer's side alone in each of the candidates whose KL is measured."""
+    return [one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.measured(place[1])]
+
+
+def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text], batch: int) -> list[Step]:
+    """Layers' sides, so many that their plans fill a lockstep, or one, with each batch of texts."""
+    reference = unquantized_plan(setup.identity, setup.geometry)
+    groups: list[list[tuple[int, Side]]] = []
+    free = 0.0
+    for layer, side in product(setup.layers, SIDES):
+        place = (layer.index, side)
+        needed = sum(cache_share(reference, plan) for plan in _plans_of(setup, reference, place))
+        if needed > free:
+            groups.append([])
+            free = LOCKSTEP
+        if needed:
+            groups[-1].append(place)
+        free -= needed
+    return list(product(groups, [texts[first : first + batch] for first in range(0, len(texts), batch)]))
