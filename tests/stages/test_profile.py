@@ -86,7 +86,7 @@ def small_groups() -> Iterator[None]:
     """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profile_stage.BATCH_TOKENS, "cpu", 1)
-        patch.setattr(profile_stage, "KL_BATCH", 1)
+        patch.setitem(profile_stage.KL_BATCH, "cpu", 1)
         for module in (profile_stage, divergence):
             patch.setattr(module, "LOCKSTEP", 4)
         yield
@@ -453,7 +453,7 @@ def test_foreign_content_is_refused(finished, tmp_path: Path, message: str) -> N
 def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, monkeypatch) -> None:
     for module in (profile_stage, divergence):
         monkeypatch.setattr(module, "LOCKSTEP", 12)
-    monkeypatch.setattr(profile_stage, "KL_BATCH", 4)
+    monkeypatch.setitem(profile_stage.KL_BATCH, "cpu", 4)
     found = run(tmp_path)
     for index, side in product(range(2), SIDES):
         torch.testing.assert_close(found.kl(index, side), finished[0].kl(index, side), rtol=1e-3, atol=0)
