@@ -93,7 +93,7 @@ newest oldest: $(READY)
 	python=$$(KVCAL_TORCH=$(TORCH) $(BIN)/python .ci/ends.py $@) && OMP_NUM_THREADS=1 $$python -m pytest -n 2 --dist loadfile
 
 # Without a package index there is no environment, which is said, and no failure.
-SHORT := tests/engines/test_contract.py tests/models/test_gguf.py \
+SHORT := tests/engines/test_versions.py tests/models/test_gguf.py \
   tests/cache/test_cache_generate.py::test_quantized_plans_generate_with_exact_bytes \
   tests/commands/test_plan_commands.py::test_a_plan_in_one_command
 ends:
