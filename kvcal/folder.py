@@ -251,11 +251,13 @@ def feedback_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
     """The recipe's [feedback], on a CPU with fewer and shorter texts for a basis, unless --thorough."""
     spec = recipe.feedback
     assert spec is not None
-    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
-    if is_whole or not recipe.chooses_in_a_basis or loaded.model.device.type != "cpu":
+    if not recipe.chooses_in_a_basis:
         return spec
-    samples, tokens = CPU_BASIS
-    return replace(spec, num_samples=min(samples, spec.num_samples), seq_len=min(tokens, spec.seq_len))
+    samples, tokens = spec.num_samples, min(spec.seq_len, loaded.max_context or spec.seq_len)
+    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
+    if loaded.model.device.type == "cpu" and not is_whole:
+        samples, tokens = min(samples, CPU_BASIS[0]), min(tokens, CPU_BASIS[1])
+    return replace(spec, num_samples=samples, seq_len=tokens)
 
 
 def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:

@@ -41,7 +41,7 @@ from kvcal.kernels import ops
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import variant_of
-from kvcal.pages.basis import Basis
+from kvcal.pages.basis import Basis, reading_queries
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
@@ -157,16 +157,15 @@ class PagedStep:
         """The second half of :meth:`decode`."""
         held, none, (scale, softcap, s_aux) = self._held, self.scratch.nothing, logits
         k_basis, v_basis = self._bases
-        q = q if k_basis is None else k_basis.turned_queries(q)
         parts = [
             ops.decode(
                 queries, list(held.k), list(held.v), place, list(held.transform), none if s_aux is None else s_aux,
                 self._workspace, scale, softcap, number, none, [],
             )
-            for place, number, (queries,) in held.calls(decodes, q)
+            for place, number, (queries,) in held.calls(decodes, reading_queries(q, k_basis, v_basis))
         ]  # fmt: skip
         attended: Tensor = parts[0] if len(parts) == 1 else torch.stack(parts, dim=1)
-        return attended if v_basis is None else v_basis.outputs(attended)
+        return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
@@ -204,9 +203,9 @@ class PagedStep:
         """The second half of :meth:`extend`, of what :meth:`store` returned."""
         k_basis, v_basis = self._bases
         keys, values = (new.to(self.dtype).to(q.dtype) for new in self._entered(k, v))
-        queries = q if k_basis is None else k_basis.turned_queries(q)
+        queries = q if k_basis is None else k_basis.turned_queries(q).to(q.dtype)
         attended = attend_chunk(queries, keys, values, self._past(chunk, tail, q.dtype), logits, self.scratch.flash)
-        return attended if v_basis is None else v_basis.outputs(attended)
+        return attended if v_basis is None else v_basis.outputs(attended).to(q.dtype)
 
     def _entered(self, *sides: Tensor) -> list[Tensor]:
         """Keys and values [..., N, D] in the bases in which the layer holds them, and attends."""

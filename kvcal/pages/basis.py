@@ -46,7 +46,7 @@ def basis_specs(side: str, num_heads: int, head_dim: int) -> dict[str, TensorSpe
 class Basis:
     """T and T^-1, fp32 [N, D, D], and of keys the center c, fp32 [N, D], of N KV heads.
 
-    Tokens are [..., N, D], queries and outputs of query heads [..., N G, D]. Results have their float dtype."""
+    Tokens are [..., N, D], and keep their float dtype; queries and outputs of query heads are [..., N G, D]."""
 
     matrix: Tensor
     inverse: Tensor
@@ -75,15 +75,22 @@ class Basis:
         return (found if self.center is None else found + self.center).to(y.dtype)
 
     def turned_queries(self, q: Tensor) -> Tensor:
-        """T^-T q, for a basis of keys."""
-        return torch.einsum("...ngd,nde->...nge", self._by_head(q), self.inverse).flatten(-3, -2).to(q.dtype)
+        """T^-T q in fp32, for a basis of keys: 16 bits would lose what large components of q and y cancel."""
+        return torch.einsum("...ngd,nde->...nge", self._by_head(q), self.inverse).flatten(-3, -2)
 
     def outputs(self, y: Tensor) -> Tensor:
-        """T^-1 y of attention's outputs, for a basis of values."""
-        return torch.einsum("...ngd,ned->...nge", self._by_head(y), self.inverse).flatten(-3, -2).to(y.dtype)
+        """T^-1 y in fp32 of attention's outputs, for a basis of values."""
+        return torch.einsum("...ngd,ned->...nge", self._by_head(y), self.inverse).flatten(-3, -2)
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.float().unflatten(-2, (len(self.matrix), -1))
+
+
+def reading_queries(q: Tensor, k_basis: Basis | None, v_basis: Basis | None) -> Tensor:
+    """Queries as a step reads pages with them; fp32 where there is a basis, and so are the outputs then."""
+    if k_basis is not None:
+        return k_basis.turned_queries(q)
+    return q if v_basis is None else q.float()
 
 
 def fitted_basis(

@@ -20,7 +20,7 @@ from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant, stored_form, variant_of
-from kvcal.pages.basis import Basis
+from kvcal.pages.basis import Basis, reading_queries
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
@@ -208,13 +208,13 @@ class LayerStore:
         assert self.step is not None
         (k_basis, v_basis), dtype = self.bases, CACHE_DTYPES[self.cache_dtype]
         if k_basis is not None:
-            k_new, q = k_basis.enter(k_new.to(dtype)), k_basis.turned_queries(q)
+            k_new = k_basis.enter(k_new.to(dtype))
         v_new = v_new if v_basis is None else v_basis.enter(v_new.to(dtype))
         self.step.append(k_new, v_new, q)
         if self.forms:
             self._reconstruct()
-        attended = self.step.decode(q, s_aux, scale, softcap)
-        return attended if v_basis is None else v_basis.outputs(attended)
+        attended = self.step.decode(reading_queries(q, k_basis, v_basis), s_aux, scale, softcap)
+        return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
 
     @torch.compiler.disable
     def _reconstruct(self) -> None:

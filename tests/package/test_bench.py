@@ -106,12 +106,12 @@ def test_on_a_gpu_times_are_times(plan: Plan, tmp_path: Path) -> None:
 
 def test_the_script_of_formats(clock: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "decode.json"
-    words = "--format 2 --format kitty --format 2-lattice --batch 1 --context 300 --heads 2 --head-dim 64 --out"
+    words = "--format 2 --format kitty --format 3-rotated --batch 1 --context 300 --heads 2 --head-dim 64 --out"
     monkeypatch.setattr(sys, "argv", ["bench_decode", *words.split(), str(out)])
     runpy.run_path(str(EXPERIMENTS / "bench_decode.py"), run_name="__main__")
     rows = json.loads(out.read_text())["rows"]
     assert [(row["format"], row["us"], row["reason"]) for row in rows] == [
-        (name, 10.0, "") for name in ("2", "kitty", "2-lattice")
+        (name, 10.0, "") for name in ("2", "kitty", "3-rotated")
     ]
 
 

@@ -195,7 +195,7 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another dtype than the model's, too; pages of several layers and caches are read back by one call."""
     plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
-    plans = [plan, plan, plan_for("rotated", 2, 3, cache_dtype)]
+    plans = [plan, plan, plan_for("kivi" if name == "rotated" else "rotated", 2, 3, cache_dtype)]
     model, unread = tiny_llama(2, 3), UnreadPages()
     dense = [PlanCache.for_measurement(one, model.config, unread) for one in plans]
     assert all(isinstance(layer, DenseLayer) for cache in dense for layer in cache.layers)

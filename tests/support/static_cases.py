@@ -89,7 +89,7 @@ def random_bases(prefix: str, heads: int, dim: int, generator: torch.Generator) 
     """The tensors of bases of a layer's keys and values."""
     tensors: dict[str, Tensor] = {}
     for side in SIDES:
-        matrix = torch.randn(heads, dim, dim, generator=generator).double() + 3 * torch.eye(dim).double()
+        matrix = torch.randn(heads, dim, dim, generator=generator).double() * 0.25 / dim**0.5 + torch.eye(dim).double()
         center = torch.randn(heads, dim, generator=generator) if side == "k" else None
         tensors |= Basis(matrix.float(), torch.linalg.inv(matrix).float(), center).tensors(f"{prefix}.{side}")
     return tensors
