@@ -67,7 +67,8 @@ def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
 
     with attached(model), ThreadPoolExecutor(THREADS) as pool:
         alone = [decoded(seed, step) for seed in range(REQUESTS)]
-        decoded(0, compiled)
+        for seed in range(3):  # what caches differ in is compiled once: two threads cannot compile at a time
+            decoded(seed, compiled)
         together = list(pool.map(lambda seed: decoded(seed, compiled), range(REQUESTS)))
     assert all(torch.equal(found, expected) for found, expected in zip(together, alone, strict=True))
     assert backend.frame_count < 8  # as many as caches would be one for each request

@@ -111,12 +111,12 @@ def test_recorded_files_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(shards, "run", here)
     record = tmp_path / "counts.jsonl"
-    arguments = ["fuzz", "--kind", "tuning", "--command-every", "0", "--record", str(record)]
+    arguments = ["fuzz", "--kind", "evaluation", "--command-every", "0", "--record", str(record)]
     for count, first in ((3, 0), (3, None), (5, 3)):
         made.clear()
         monkeypatch.setattr("sys.argv", [*arguments, "--count", str(count)])
         assert fuzz_artifacts.main() == 0
-        assert made == ([] if first is None else [Shard("tuning", first, count)])
+        assert made == ([] if first is None else [Shard("evaluation", first, count)])
     assert [sum(json.loads(line)["counts"].values()) for line in record.read_text().splitlines()] == [3, 2]
 
 
@@ -135,4 +135,4 @@ def test_an_exit_code_that_the_file_does_not_deserve_is_found(
 ) -> None:
     (tmp_path / "file").write_text("{}")
     monkeypatch.setattr(fuzz_artifacts, "kvcal_process", lambda *words: Outcome(code, "", err))
-    assert outcome_of_command("tuning", tmp_path / "file", known)[0] == found
+    assert outcome_of_command("evaluation", tmp_path / "file", known)[0] == found
