@@ -30,7 +30,7 @@ NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/te
   store/test_stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu newest oldest ends ends-oldest ends-newest gpu engines real bench first-user docs clean
+.PHONY: help setup demo check format lint types test once old-cpu newest oldest ends ends-oldest ends-newest gpu engines real bench first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -38,7 +38,7 @@ help:
 	@echo "make test    set up, then the tests alone"
 	@echo "make old-cpu set up, then the tests that run models, with the arithmetic of an older CPU"
 	@echo "make newest  set up, then the tests with the newest packages that pyproject.toml allows; oldest: with its floors"
-	@echo "make ends    set up, then a plan, a generation and the engines' contract with both (what CI runs, too)"
+	@echo "make ends    set up, then a plan, a generation and the engines' contract with both"
 	@echo "make gpu     set up, then what needs a GPU"
 	@echo "make engines set up, then what serves in a real engine"
 	@echo "make format  rewrite the sources in the house format"
@@ -65,7 +65,7 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvcal run recipes/default.toml --out $(DEMO)
 
-check: lint types test old-cpu
+check: lint types once
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -81,11 +81,16 @@ types: $(READY)
 test: $(READY)
 	$(PYTEST) -n 2 --dist loadfile
 
+# Every test once: those that run models with the arithmetic of an older CPU.
+OLD_CPU := MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
+once: $(READY)
+	$(PYTEST) -n 2 --dist loadfile $(addprefix --deselect=,$(MODEL_TESTS))
+	$(OLD_CPU) $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS)
+
 # CPUs differ in the last bits of a matrix product; these settings choose kernels without AVX, so that one machine
 # stands for another.
 old-cpu: $(READY)
-	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
-	  $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS) $(NO_ARITHMETIC)
+	$(OLD_CPU) $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS) $(NO_ARITHMETIC)
 
 # Both ends of the ranges of pyproject.toml, in environments of their own on top of $(VENV)'s (.ci/ends.py). All releases
 # of the others work with its torch; TORCH=2.15.0 installs another one, of several GB.
