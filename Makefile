@@ -19,15 +19,6 @@ MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py reparam*.py \
   *predict*.py feedback*.py) $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   the_plan_that_ships_is_the_plan_that_was_measured)
-# Beside them: bytes, errors, what NVRTC makes, how much memory is taken; and two caches of one layer, or without a
-# model, that are fed the same chunks: their bytes depend on no product.
-NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/test_cache_refusals.py \
-  store/test_cache_transient.py store/test_staged_cache.py) $(addprefix --deselect=tests/,\
-  cache/test_attached.py::test_steps_give_the_logits_and_pages_of_the_dynamic_cache \
-  cache/test_static_cache.py::test_bytes_are_the_plans_from_the_first_update_on \
-  cache/test_static_cache.py::test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache \
-  store/test_stored_forms.py::test_kernels_compile_for_reconstructed_sides \
-  store/test_stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check format lint types test once old-cpu newest oldest ends ends-oldest ends-newest gpu engines real bench first-user docs clean
@@ -85,12 +76,12 @@ test: $(READY)
 OLD_CPU := MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 once: $(READY)
 	$(PYTEST) -n 2 --dist loadfile $(addprefix --deselect=,$(MODEL_TESTS))
-	$(OLD_CPU) $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS)
+	$(MAKE) --no-print-directory old-cpu
 
 # CPUs differ in the last bits of a matrix product; these settings choose kernels without AVX, so that one machine
 # stands for another.
 old-cpu: $(READY)
-	$(OLD_CPU) $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS) $(NO_ARITHMETIC)
+	$(OLD_CPU) $(PYTEST) -n 2 --dist loadfile $(MODEL_TESTS)
 
 # Both ends of the ranges of pyproject.toml, in environments of their own on top of $(VENV)'s (.ci/ends.py). All releases
 # of the others work with its torch; TORCH=2.15.0 installs another one, of several GB.

@@ -57,7 +57,7 @@ def plan(
 
     Example: `kvcal plan Qwen/Qwen3-8B --budget 24GB --batch 8 --context 32768 --data corpus.jsonl -o plan.safetensors`
 
-    Example: `kvcal plan reasoner-10m --bits 3 --batch 8 --context 4096`
+    Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
     from dataclasses import asdict
 

@@ -79,9 +79,6 @@ class RotatedLayout(PageLayout):
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return unrotate(self.decode(records), operands["signs"])
 
-    def _zero(self, scale: Tensor) -> Tensor:
-        return scale.float() * scale.new_full((), -self.levels / 2, dtype=torch.float32)
-
     def _gaussian_grid(self, rotated: Tensor, gaussian_step: float) -> tuple[Tensor, Tensor]:
         """rotated [..., 128, head_dim] fp32 -> scale and zero [..., 128, num_groups] in ``param_dtype``.
 

@@ -221,8 +221,8 @@ class PageLayout(Layout):
         return codes, scale, zero
 
     def _zero(self, scale: Tensor) -> Tensor:
-        """The zeros of these scales, where a record has none."""
-        raise NotImplementedError
+        """The zeros of these scales, fp32, where a record has none: codes lie around 0."""
+        return scale.float() * scale.new_full((), -(2**self.num_bits - 1) / 2, dtype=torch.float32)
 
     def _param_bytes(self, params: Tensor) -> Tensor:
         if self._group_dim == -1:

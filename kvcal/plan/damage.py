@@ -73,7 +73,7 @@ def save_damage(damage: Damage, plan: Path) -> None:
 
 
 def load_damage(file: Path, plan: Plan) -> Damage | None:
-    """What was measured of ``plan``, which this file holds; None where nothing was. The plan's digest needs torch, and
+    """The measurement of ``plan``, which this file holds; None where there is none. The plan's digest needs torch, and
     is taken only where there is a measurement."""
     path = damage_path(file)
     if not path.is_file():

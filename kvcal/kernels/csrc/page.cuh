@@ -37,13 +37,7 @@ KV_INLINE int place_of_params(int token, int channel) {
     return S::axis == 0 ? token / S::group * Page<S>::others + channel : channel / S::group * Page<S>::others + token;
 }
 
-// A token's channel in steps from the zero.
-template <class S, class From, class Room>
-KV_INLINE float steps_at(const From& source, const Room& scratch, int token, int channel) {
-    const int i = place_of_params<S>(token, channel);
-    return __fdiv_rn(__fsub_rn(value<S>(source, scratch, token, channel), scratch.params.zero[i]), scratch.params.step[i]);
-}
-
+// A token's channel as a code.
 template <class S, class From, class Room>
 KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, int channel) {
     if constexpr (S::has_feedback) {
