@@ -56,7 +56,7 @@ def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
     def step(token: Tensor, position: Tensor, cache: PlanCache) -> Tensor:
         return model(token, position_ids=position, past_key_values=cache).logits
 
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    compiled = torch.compile(step, backend=backend)  # fullgraph counts the frames of all threads in one place
 
     def decoded(seed: int, one: Callable[[Tensor, Tensor, PlanCache], Tensor]) -> Tensor:
         cache, ids = PlanCache(plan, model.config, max_tokens=160), random_ids(1, PROMPT + STEPS, seed)
@@ -71,7 +71,7 @@ def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
             decoded(seed, compiled)
         together = list(pool.map(lambda seed: decoded(seed, compiled), range(REQUESTS)))
     assert all(torch.equal(found, expected) for found, expected in zip(together, alone, strict=True))
-    assert backend.frame_count < 8  # as many as caches would be one for each request
+    assert backend.frame_count < 8  # one a request, or one a break of the graph in each, would be more
 
 
 def test_two_models_at_a_time() -> None:
