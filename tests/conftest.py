@@ -1,4 +1,4 @@
-"""Shared by all tests: the embedded tokenizer, and text that is there only on some machines."""
+"""Shared by all tests: the embedded tokenizer, and a folder of caches."""
 
 from __future__ import annotations
 
@@ -25,15 +25,6 @@ KEPT_SECONDS = 7 * 24 * 3600
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(model_folder())
-
-
-@pytest.fixture(scope="session")
-def real_data() -> Path:
-    """A folder of real text: $KVCAL_DATA, else ../shared/data beside the repository; skips when absent."""
-    folder = Path(os.environ.get("KVCAL_DATA") or Path(__file__).parents[2] / "shared" / "data")
-    if not folder.is_dir():
-        pytest.skip("no real text here: set KVCAL_DATA")
-    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -51,9 +51,9 @@ def check_invariants(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> None
     assert "/" not in dataset.description
 
 
-@pytest.mark.parametrize("source", ["tasks", "tasks:ledger", "tasks:chain", "tasks:times"])
+@pytest.mark.parametrize("source", ["tasks", "tasks:chain"])
 def test_tasks(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    check_invariants(DataSpec(source, num_samples=6, seq_len=1200, seed=3), tokenizer)
+    check_invariants(DataSpec(source, num_samples=3, seq_len=1200, seed=3), tokenizer)
 
 
 def test_a_task_sequence_is_the_training_document(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -103,43 +103,41 @@ def marked(num_marks: int, first: int = 0) -> str:
 
 
 def write_sources(folder: Path) -> dict[str, str]:
-    (folder / "one.txt").write_text(marked(4000))
-    (folder / "line.txt").write_text(marked(4000).replace("\n", " "))
+    (folder / "line.txt").write_text(marked(1500).replace("\n", " "))
     (folder / "books").mkdir()
-    for i in range(5):
-        (folder / "books" / f"{i}.txt").write_text(marked(1000 * (i + 1), 1000 * i))
-    texts = [f"{i:06d} is a short document\n" * (1 + i % 5) for i in range(1500)]
+    for i in range(3):
+        (folder / "books" / f"{i}.txt").write_text(marked(600 * (i + 1), 600 * i))
+    texts = [f"{i:06d} is a short document\n" * (1 + i % 5) for i in range(1000)]
     write_jsonl(folder / "texts.jsonl", [{"text": text} for text in texts])
     write_jsonl(folder / "pairs.jsonl", [{"question": f"q {i:06d}", "answer": f"{i:06d} a"} for i in range(400)])
     chats = [[{"role": "user", "content": f"{i:06d}"}, {"role": "assistant", "content": "yes"}] for i in range(400)]
     write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
-    names = ("one.txt", "line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl")
+    names = ("line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl")
     return {name: str(folder / name) for name in names}
 
 
-@pytest.mark.parametrize("name", ["one.txt", "line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl"])
+@pytest.mark.parametrize("name", ["line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl"])
 def test_purposes_share_no_text_whatever_the_seed_count_and_length(name: str, tmp_path: Path) -> None:
     source, tokenizer = write_sources(tmp_path)[name], chat_tokenizer()
     seen: dict[str, set[str]] = {purpose: set() for purpose in PURPOSES}
     for purpose in PURPOSES:
-        for seed, num_samples, seq_len in ((0, 8, 64), (1, 8, 64), (2, 3, 700), (0, 20, 150)):
+        for seed, num_samples, seq_len in ((0, 8, 64), (1, 3, 400)):
             is_plain = "pairs" not in name and "chats" not in name
             spec = DataSpec(source, num_samples, seq_len if is_plain else max(seq_len, 128), seed)
             data = load_sequences(spec, tokenizer, None, purpose)
             for tokens_T in data.sequences:
                 seen[purpose] |= set(re.findall(r"(?<!\d)\d{6}(?!\d)", tokenizer.decode(tokens_T)))
-    assert all(len(marks) > 20 for marks in seen.values())
+    assert all(len(marks) > 9 for marks in seen.values())
     assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
 
 
-@pytest.mark.parametrize("source", ["tasks", "tasks:times"])
-def test_purposes_share_no_problem(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Two numbers of two or three digits: few enough for chance to repeat them."""
+def test_purposes_share_no_problem(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Two numbers of two digits: few enough for chance to repeat them."""
     seen: dict[str, set[str]] = {}
     for purpose in PURPOSES:
-        data = [load_sequences(DataSpec(source, 40, 1024, seed), tokenizer, None, purpose) for seed in (0, 1)]
-        opening = {tokenizer.decode(t).split("<think>")[0] for dataset in data for t in dataset.sequences}
-        posed = [problem for seed in (0, 1) for problem in problems("times", 400, seed, purpose, max_digits=3)]
+        data = load_sequences(DataSpec("tasks:times", 20, 512), tokenizer, None, purpose)
+        opening = {tokenizer.decode(tokens_T).split("<think>")[0] for tokens_T in data.sequences}
+        posed = [problem for seed in (0, 1) for problem in problems("times", 150, seed, purpose, max_digits=2)]
         seen[purpose] = {o.removeprefix("<eos>") for o in opening} | {problem.prompt for problem in posed}
     assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
 
@@ -201,7 +199,7 @@ def test_documents_are_separated_by_eos(tmp_path: Path, tokenizer: PreTrainedTok
     assert joined == expected[: len(joined)]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.ndjson", "a.parquet", "a.txt.gz", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.txt.gz", "a.jsonl.gz"])
 def test_the_same_text_gives_the_same_tokens_from_every_format(
     name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -229,11 +227,11 @@ def test_a_folder_mixes_its_files_and_ignores_what_is_no_data(
 ) -> None:
     names = ("ann", "bob", "cid", "dee")
     for name in names:
-        (tmp_path / f"{name}.txt").write_text(f"this is the long story of {name} and nobody else\n" * 2000)
+        (tmp_path / f"{name}.txt").write_text(f"this is the long story of {name} and nobody else\n" * 1000)
     (tmp_path / "README.md").write_text("about the books")
     (tmp_path / "COPYING").write_text("a licence")
     (tmp_path / ".hidden.txt").write_text("hidden")
-    spec = DataSpec(str(tmp_path), num_samples=24, seq_len=512)
+    spec = DataSpec(str(tmp_path), num_samples=12, seq_len=256)
     dataset = load_sequences(spec, tokenizer)
     text = "".join(tokenizer.decode(tokens_T) for tokens_T in dataset.sequences)
     assert all(f"story of {name}" in text for name in names)
@@ -347,7 +345,7 @@ def test_the_opening_tokens_are_the_tokenizers_own() -> None:
 
 def test_seeds_choose_different_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (tmp_path / "a.txt").write_text(words(5000))
-    for source in ("tasks", str(tmp_path / "a.txt")):
+    for source in ("tasks:times", str(tmp_path / "a.txt")):
         spec = DataSpec(source, num_samples=4, seq_len=200)
         prints = {load_sequences(replace(spec, seed=seed), tokenizer).fingerprint for seed in range(3)}
         assert len(prints) == 3
@@ -479,12 +477,6 @@ def test_a_hub_id_that_cannot_be_reached_is_a_usage_error(tokenizer: PreTrainedT
     with pytest.raises(UsageError) as caught:
         load_sequences(DataSpec("nobody/no-such-data"), tokenizer)
     assert_says(caught.value, ["nobody/no-such-data", "no file or folder", "network"])
-
-
-def test_real_text(real_data: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    check_invariants(DataSpec(str(real_data / "gutenberg"), num_samples=8, seq_len=1024), tokenizer)
-    check_invariants(DataSpec(str(real_data / "wikitext2" / "wiki.test.raw"), num_samples=4), tokenizer)
-    check_invariants(DataSpec(str(real_data / "gsm8k" / "train.jsonl"), num_samples=8), tokenizer)
 
 
 def test_answers_survive_tokenization(tokenizer: PreTrainedTokenizerBase) -> None:

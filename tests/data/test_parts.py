@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from kvcal.errors import UsageError
 
 OFFLINE = ("python:code", "python:docs", "tasks")
 OFFLINE_KINDS = dict(zip(OFFLINE, ("code", "prose", "reasoning"), strict=True))
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -213,35 +210,15 @@ def test_pools_that_meet_are_refused(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert_says(caught.value, ["of 4 sequences", "same.jsonl 2, tasks 2", "profile"])
 
 
-PRINTS = """
-import sys
-from transformers import AutoTokenizer
-from kvcal.data.sequences import DataSpec, load_sequences
-from kvcal.embedded import model_folder
-tokenizer = AutoTokenizer.from_pretrained(model_folder())
-for source in sys.argv[1:]:
-    print(load_sequences(DataSpec(source, 3, 128), tokenizer).fingerprint)
-"""
-
-
-def test_every_source_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerBase) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
-    run = subprocess.run(
-        [sys.executable, "-c", PRINTS, *OFFLINE], env=environment, capture_output=True, text=True, check=True
-    )
-    here = [load_sequences(DataSpec(source, 3, 128), tokenizer).fingerprint for source in OFFLINE]
-    assert run.stdout.split() == here and len(set(here)) == len(OFFLINE)
-
-
 @pytest.mark.parametrize("source", OFFLINE)
 def test_pools_share_nothing_whatever_the_seed(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Neither a sequence, nor a long line of one."""
     seen: dict[str, set[str]] = {}
     for purpose in PURPOSES:
-        data = [load_sequences(DataSpec(source, 6, 300, seed), tokenizer, None, purpose) for seed in (0, 1)]
+        data = [load_sequences(DataSpec(source, 4, 200, seed), tokenizer, None, purpose) for seed in (0, 1)]
         assert all(set(found.kinds) == {OFFLINE_KINDS[source]} for found in data)
         seen[purpose] = {digest for found in data for digest in found.digests}
-        assert len(seen[purpose]) > 6
+        assert len(seen[purpose]) > 4
     assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.data import reading
 from kvcal.data.reading import ASKED, LINES, NUM_KEYS, is_reading, readings
+from kvcal.data.sources import Piece
 from kvcal.errors import UsageError
 
 
@@ -43,7 +45,10 @@ def test_purposes_and_seeds_share_no_text_and_a_repetition_gives_the_same(tokeni
     assert not set(of(1, "report")) & set(of(1, "select"))
 
 
-def test_more_files_than_there_are_is_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_more_files_than_there_are_is_an_error(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "read_source", lambda *_: iter([Piece("print(1)\n" * 600)]))
     with pytest.raises(UsageError, match=r"hold 0 files so long, 1 were asked for"):
         readings("completion:200000", 1, 1, tokenizer)
 

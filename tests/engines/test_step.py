@@ -12,7 +12,6 @@ from cache_cases import attended
 from engine_cases import (
     PAGE,
     POISON,
-    TAKEN,
     TRANSFORMED,
     UNSHARED,
     Memory,
@@ -35,7 +34,10 @@ from kvcal.errors import UnsupportedModel
 from kvcal.plan.page_format import SIDES
 
 TOLERANCE = 2e-5
-PLANS = {name: plan_for(name) for name in TAKEN} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
+# One of every way to store a side; those that differ in bits or scores alone are the pages' own tests.
+STORED = ("2 bits by channel", "3 bits by channel", "keys by token", "16 bits", "keys of 16 bits", "values of 16 bits",
+          "query_range", "random", "three tiers", "rotated values")  # fmt: skip
+PLANS = {name: plan_for(name) for name in STORED} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
 PLANS["rotated, basis"] = based(plan_for("rotated"))
 BESIDE = {name: plan_for(name) for name in UNSHARED} | {"windows, λ": transformed(plan_for("windows"))}
 
@@ -94,6 +96,15 @@ def decode_all(every: list[Both]) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def check(memory: Memory, every: list[Both]) -> None:
+    """Pages have the cache's bytes, and nothing foreign was written."""
+    for both in every:
+        both.check_pages()
+    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
+    assert all(bool((part == POISON).all()) for part in untouched)
+    assert int(memory.scratch.error) == 0
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
     """Prompts that end before, at and behind the end of a page, decoded together over the next pages; in chunks; with
@@ -109,58 +120,50 @@ def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
         every[0].extend(count)
     every.append(Both(memory, plan, 9, shared=every[0], pages=2))
     every[-1].extend(60)
-    for _ in range(130 if name == "random, λ" else 10):  # a whole page
+    for _ in range(10):
         decode_all(every[1:])
     decode_all(every)
-    for both in every:
-        both.check_pages()
-    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
-    assert all(bool((part == POISON).all()) for part in untouched)
-    assert int(memory.scratch.error) == 0
+    check(memory, every)
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
-    """Prompts that end within the sinks, at and behind the end of a page, decoded over the next page; chunks that begin
-    and end anywhere; nothing that nobody wrote is read."""
+    """Prompts that end within the sinks, at and before the end of a page, decoded over it; chunks that begin and end
+    anywhere; nothing that nobody wrote is read."""
     plan = BESIDE[name]
     memory = Memory(HeadShard(plan))
     every = [Both(memory, plan, seed) for seed in range(5)]
-    for both, prompt in zip(every, (1, 3, 128, 255, 700), strict=True):
+    for both, prompt in zip(every, (3, 118, 128, 250, 700), strict=True):
         both.extend(prompt)
-    for _ in range(135):
+    for _ in range(16):
         decode_all(every[:4])
     for count in (1, 100, 28, 300, 2, 60):
         every[0].extend(count)
         every[4].extend(count // 5 + 1)
     decode_all(every)
-    for both in every:
-        both.check_pages()
-    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
-    assert all(bool((part == POISON).all()) for part in untouched)
-    assert int(memory.scratch.error) == 0
+    check(memory, every)
 
 
 # Where a step with drafts differs: what a page of a head needs beside its tokens, and where the tokens lie.
-DRAFTED = ["2 bits by channel", "keys by token", "16 bits", "values of 16 bits", "random", "three tiers", "rotated"]
-DRAFTED += ["rotated, basis", "random, λ", *(name for name, plan in BESIDE.items() if not plan.needs_queries)]
+DRAFTED = ["2 bits by channel", "values of 16 bits", "three tiers", "rotated, basis", "random, λ", "sinks",
+           "window rules"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_are_tokens_that_come_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 7 drafts behind a token, of which any number is right, over the ends of two pages; chunks in between. The
+    """Up to 7 drafts behind a token, of which any number is right, over the end of a page; chunks in between. The
     outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere else."""
     plan = (PLANS | BESIDE)[name]
     memories = [Memory(HeadShard(plan, lookahead=7))]
     monkeypatch.setattr(stepping, "draft_reasons", lambda variant: [])  # as where the fast kernels serve a range
     memories.append(Memory(HeadShard(plan, lookahead=7)))
-    every = [Both(memories[0], plan, seed) for seed in range(4)]
+    every = [Both(memories[0], plan, seed) for seed in range(3)]
     in_one_call = [Sequence(memories[1], plan) for _ in every]
-    for both, sequence, prompt in zip(every, in_one_call, (1, 120, 123, 377), strict=True):
+    for both, sequence, prompt in zip(every, in_one_call, (100, 122, 372), strict=True):
         sequence.extend(*(x[:prompt] for x in both.tokens))
         both.extend(prompt)
     draw, wrong = random.Random(len(name)), [x.flip(0) for x in every[0].tokens]
-    for number in range(60):
+    for number in range(16):
         drafts, kept = (1 + number) % 8, []
         given: list[list[Tensor]] = [[], [], []]
         for both in every:
@@ -175,19 +178,15 @@ def test_drafts_are_tokens_that_come_alone(name: str, monkeypatch: pytest.Monkey
             found = found if drafts else found.unsqueeze(1)
             for row, parts in enumerate(expected):
                 torch.testing.assert_close(found[row, : len(parts)], torch.cat(parts), atol=TOLERANCE, rtol=TOLERANCE)
-        if number % 20 == 19:
-            chunk = slice(every[0].length, every[0].length + 1 + number)
+        if number == 8:
+            chunk = slice(every[0].length, every[0].length + 20)
             in_one_call[0].extend(*(x[chunk] for x in every[0].tokens))
-            every[0].extend(1 + number)
-    assert all(both.length > 200 for both in every)
+            every[0].extend(20)
+    assert [both.length // PAGE for both in every] == [1, 1, 3]
+    check(memories[0], every)
     for both, sequence in zip(every, in_one_call, strict=True):
-        both.check_pages()
         both.sequence = sequence
-        both.check_pages()
-    for memory in memories:
-        untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
-        assert all(bool((part == POISON).all()) for part in untouched)
-        assert int(memory.scratch.error) == 0
+    check(memories[1], every)
 
 
 def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
@@ -196,8 +195,8 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
     memory = Memory(HeadShard(plan), num_blocks=4, num_rings=2)
     for seed in range(3):
         both = Both(memory, plan, seed)
-        both.extend(200 + seed)
-        for _ in range(60):
+        both.extend(250 + seed)
+        for _ in range(8):
             decode_all([both])
         both.check_pages()
         memory.free_blocks += both.sequence.blocks
@@ -267,14 +266,12 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
     torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "name", ["2 bits by channel", "random", "random, λ", "query_range", "sinks and window", "rotated, basis"]
-)
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", ["random, λ", "sinks and window", "rotated, basis"])
+@pytest.mark.parametrize("size", [2, 8])
 def test_shards_together_are_the_whole(name: str, size: int) -> None:
     """Blocks of all ranks have the same bytes; 8 ranks of 4 KV heads hold each twice."""
     plan = (PLANS | BESIDE)[name]
-    q, k, v = random_tokens(300, 4, 2)
+    q, k, v = random_tokens(260, 4, 2)
     whole = _served(HeadShard(plan), q, k, v)
     if size == 8 and plan.needs_queries:
         with pytest.raises(UnsupportedModel, match="8 ranks share the queries of each of its 4 KV heads"):
@@ -293,7 +290,7 @@ def _served(shard: HeadShard, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """250 tokens in two chunks, then one by one."""
     sequence = Sequence(Memory(shard), shard.plan)
     found = [sequence.extend(*(x[new] for x in (q, k, v))) for new in (slice(0, 90), slice(90, 250))]
-    found += [decode([sequence], *(x[n : n + 1] for x in (q, k, v))) for n in range(250, 300)]
+    found += [decode([sequence], *(x[n : n + 1] for x in (q, k, v))) for n in range(250, len(q))]
     return torch.cat(found)
 
 

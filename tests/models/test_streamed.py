@@ -31,11 +31,12 @@ from kvcal.stages.estimate import host_bytes
 from kvcal.stages.profile import observers as profile_observers
 from kvcal.stages.profile import stage as profile_stage
 
-# One of each kind: tied embeddings, sharded index, sliding layers, sinks and merged experts, experts that transformers
-# merges, a fused projection, Conv1D, a state.
-FAMILIES = ("llama", "tied", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "gpt2", "qwen3_next")
+# (layers that stay, places of the others) for one of each kind: tied embeddings, sliding layers, sinks and merged
+# experts, experts that transformers merges, a fused projection, Conv1D, a state.
+FAMILIES = {"tied": (0, 1), "gemma3": (1, 2), "gpt_oss": (0, 2), "qwen3_moe": (0, 1), "phi3": (0, 1), "gpt2": (0, 1),
+            "qwen3_next": (0, 2)}  # fmt: skip
 NUM_TOKENS = 200
-SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_group_size=32, kl_num_bits=(2,), kl_samples=2, kl_tokens=170)
+SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_group_size=32, kl_num_bits=(2,), kl_samples=1, kl_tokens=150)
 CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
 # 12 bytes a token in a layer, 16 behind the last: 1,600 a sequence, so that the least memory is 106,600.
 SHAPES = Shapes(
@@ -57,7 +58,7 @@ def data_of(*lengths: int) -> TokenDataset:
     return TokenDataset(sequences, tuple(torch.arange(length) >= 7 for length in lengths), "f", "random tokens")
 
 
-DATA = data_of(170, 60, 180)
+DATA = data_of(150, 60, 160)
 
 
 @pytest.fixture(scope="module")
@@ -116,38 +117,26 @@ def profile_bytes(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_profile_is_the_same_bytes(family: str, saved, tmp_path: Path) -> None:
+def test_a_profile_is_the_same_bytes(family: str, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = profile_bytes(open_model(saved(family)), tmp_path / "whole")
-    for num_places in (1, 2) if family != "gpt2" else (1,):  # it has two layers
-        loaded = with_places(saved(family), 0, num_places)
-        assert profile_bytes(loaded, tmp_path / str(num_places)) == whole
+    if family == "phi3":
+        monkeypatch.setattr(streamed, "PIECE_BYTES", 999)  # which divides none of the matrices
+    loaded = with_places(saved(family), *FAMILIES[family])
+    assert profile_bytes(loaded, tmp_path / "streamed") == whole
     if family == "tied":
         assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
 
 
-def test_layers_that_stay_change_no_byte(saved, tmp_path: Path) -> None:
-    whole = profile_bytes(open_model(saved("gemma3")), tmp_path / "whole")
-    assert profile_bytes(with_places(saved("gemma3"), 1, 2), tmp_path / "kept") == whole
-    assert profile_bytes(open_model(saved("gemma3"), 1 << 40), tmp_path / "all") == whole
-
-
-def test_matrices_are_copied_in_pieces(saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a number of bytes that divides none of them."""
-    whole = profile_bytes(open_model(saved("phi3")), tmp_path / "whole")
-    monkeypatch.setattr(streamed, "PIECE_BYTES", 999)
-    assert profile_bytes(with_places(saved("phi3"), 0, 1), tmp_path / "pieces") == whole
-
-
 @pytest.mark.parametrize(
     ("family", "num_kept", "num_places"),
-    [("llama", 0, 1), ("llama", 0, 2), ("gemma3", 1, 2), ("qwen3_next", 0, 1), ("qwen3_moe", 0, 1)],
+    [("gemma3", 1, 2), ("qwen3_next", 0, 1)],
 )
 def test_batches_share_the_loads_of_a_layer(
     family: str, num_kept: int, num_places: int, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group of three and one of two give the bytes of one batch after the other on the whole model."""
-    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", NUM_TOKENS)  # one sequence in a batch
-    data, spec, copies = data_of(170, 110, 180, 180, 120), replace(SPEC, kl_samples=0), []
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 140)  # one sequence in a batch
+    data, spec, copies = data_of(130, 90, 140, 140, 80), replace(SPEC, kl_samples=0), []
     copy = _Streamer._copy
 
     def counted(streamer: _Streamer, place: object, number: int) -> None:
@@ -168,19 +157,15 @@ def test_batches_share_the_loads_of_a_layer(
     assert num_loads > 0 and loads[0] - loads[1] == (5 - 2) * num_loads
 
 
-@pytest.mark.parametrize(
-    ("working", "host", "expected"), [(40_000, 10**6, 5), (40_000, 240_000, 3), (20_000, 10**6, 1), (40_000, 1, 1)]
-)
-def test_as_many_batches_at_once_as_memory_holds(
-    working: int, host: int, expected: int, saved, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_batches_at_once_as_memory_holds(saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 1,000 tokens takes 16,000 bytes, and 4,000 while another is in a layer; its layers' inputs, 20,000 of
     the host's. Shares: 0.85 and 0.25."""
     loaded = with_places(saved("llama"), 0, 2)
-    monkeypatch.setattr(profile_stage, "host_bytes", lambda: host)
-    found = replace(loaded, residence=Residence(5000 + 200_000 + working, SHAPES, 0, 2))
-    assert profile_stage.batches_at_once(found, 1000) == expected
-    assert profile_stage.gradient_bytes(found, 1000, 3) == 205_000 + 16_000 + 2 * 4000
+    for working, host, expected in ((40_000, 10**6, 5), (40_000, 240_000, 3), (20_000, 10**6, 1), (40_000, 1, 1)):
+        monkeypatch.setattr(profile_stage, "host_bytes", lambda host=host: host)
+        found = replace(loaded, residence=Residence(5000 + 200_000 + working, SHAPES, 0, 2))
+        assert profile_stage.batches_at_once(found, 1000) == expected
+        assert profile_stage.gradient_bytes(found, 1000, 3) == 205_000 + 16_000 + 2 * 4000
     assert profile_stage.batches_at_once(open_model(saved("llama")), 1000) == 1
     assert profile_stage.batches_at_once(open_model(saved("llama"), 1 << 40), 1000) == 1
 
@@ -197,8 +182,8 @@ def test_a_dry_run_times_batches_that_share_loads(saved, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(profile_observers.GradientPass, "measure_together", noted)
     [gradients] = profile_stage.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
-    assert timed == [[(2, 2), (0, 0), (1, 1)]] * 2  # the longest is number 2, of 180 tokens
-    assert gradients.steps == {"sequences": 3, "tokens": 410, "tokens at once": 1200}
+    assert timed == [[(2, 2), (0, 0), (1, 1)]] * 2  # the longest is number 2, of 160 tokens
+    assert gradients.steps == {"sequences": 3, "tokens": 370, "tokens at once": 1200}
     assert gradients.nbytes == profile_stage.gradient_bytes(loaded, 400, 3)
 
 
@@ -218,7 +203,7 @@ def test_ranks_share_the_memory_that_a_container_may_take(tmp_path: Path, monkey
     assert host_bytes() == 500
 
 
-@pytest.mark.parametrize(("family", "num_kept"), [("llama", 0), ("gemma3", 1), ("qwen3_next", 0), ("gpt_oss", 0)])
+@pytest.mark.parametrize(("family", "num_kept"), [("gemma3", 1), ("qwen3_next", 0)])
 def test_plans_share_the_loads_of_a_layer(family: str, num_kept: int, saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as a plan at a time on the whole model; the first forward comes alone."""
     whole, loaded = open_model(saved(family)), with_places(saved(family), num_kept, 2)
@@ -249,21 +234,6 @@ def test_plans_share_the_loads_of_a_layer(family: str, num_kept: int, saved, mon
     assert num_chunks > 1
     streamed_layers = range(num_kept, loaded.model.config.num_hidden_layers)
     assert {copies.count(number) for number in streamed_layers} <= {num_chunks + 1, num_chunks + 2}
-
-
-def test_an_interrupted_profile_goes_on_to_the_same_bytes(saved, tmp_path: Path) -> None:
-    class Interrupt(Silent):
-        steps = 0
-
-        def __call__(self, done: int, total: int, label: str) -> None:
-            self.steps += 1
-            if self.steps == 3:
-                raise KeyboardInterrupt
-
-    whole = profile_bytes(open_model(saved("llama")), tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        profile_bytes(with_places(saved("llama"), 0, 2), tmp_path / "other", Interrupt())
-    assert profile_bytes(with_places(saved("llama"), 0, 2), tmp_path / "other") == whole
 
 
 @pytest.mark.parametrize("num_places", [1, 2])

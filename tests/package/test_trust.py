@@ -12,13 +12,13 @@ from kvcal.errors import NonFiniteActivations
 
 @pytest.mark.parametrize("kind", threaded_requests.KINDS)
 def test_threaded_requests_are_those_alone(kind: str) -> None:
-    assert threaded_requests.compare(kind, 6, 3, seed=0) == {"served": 6, "differ": 0}
+    assert threaded_requests.compare(kind, 3, 3, seed=0) == {"served": 3, "differ": 0}
 
 
 @pytest.mark.parametrize("kind", soak_caches.KINDS)
 def test_soaked_caches_keep_their_bytes_and_rows(kind: str) -> None:
-    counts = soak_caches.soak(kind, 2500, seed=0)
-    assert counts["tokens"] >= 2500 and counts["rounds"] > 1 and counts["wrong"] == 0
+    counts = soak_caches.soak(kind, 1300, seed=0, most_rows=2)
+    assert counts["tokens"] >= 1300 and counts["rounds"] > 1 and counts["wrong"] == 0
 
 
 @pytest.mark.gpu

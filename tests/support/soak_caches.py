@@ -1,29 +1,24 @@
 """Tokens without end through caches that are reset again and again: of ragged batches, and of pages that shrink.
 
-    python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 384] [--processes 2]
-        [--seconds 120]
+    python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 384]
 
 Each round has its own padding, prompts of up to eight lengths, chunks and steps. Free memory is poisoned before it: all
 of a static cache, and what a dynamic one takes anew, holds NaN. After every chunk the logits are finite, the cache's
 bytes are the predicted ones and, of the pages that shrink, within their budget; at its end a row of the ragged batch is
 as it is alone. Prints tokens (of all rows, padding apart), rounds, what was wrong, and how much the most memory behind
-the first tenth is above the most in it: of the process, or of the GPU. While it runs, stderr tells every tenth.
+the first tenth is above the most in it: of the process, or of the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
-import multiprocessing
 import random
 import resource
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +78,8 @@ def poison(cache: PlanCache) -> None:
             tensor.view(torch.uint8).fill_(255)
 
 
-def soak(
-    kind: str,
-    num_tokens: int,
-    seed: int,
-    device: str = "cpu",
-    most_rows: int = ROWS,
-    seconds: float = math.inf,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Counter[str]:
-    """Counts of "tokens", "rounds" and "wrong", and "grown" KiB. After ``seconds`` no round is begun. ``tell`` takes a
-    line behind every tenth."""
-    deadline, told = time.monotonic() + seconds, 0
+def soak(kind: str, num_tokens: int, seed: int, device: str = "cpu", most_rows: int = ROWS) -> Counter[str]:
+    """Counts of "tokens", "rounds" and "wrong", and "grown" KiB."""
     rng, counts, grown_from = random.Random(f"{seed} {kind}"), Counter({"wrong": 0, "grown": 0}), 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -110,7 +95,7 @@ def soak(
             cache.allocate(most_rows, device)
     held = cache.nbytes
     with attached(model) if is_static else contextlib.nullcontext(), poisoned():
-        while counts["tokens"] < num_tokens and time.monotonic() < deadline:
+        while counts["tokens"] < num_tokens:
             rows, seed_of_round = most_rows if is_static else rng.randint(1, most_rows), rng.getrandbits(31)
             some = [rng.randint(1, CONTEXT // 2) for _ in range(min(rows, MOST_LENGTHS))]
             numbers = [*range(len(some)), *rng.choices(range(len(some)), k=rows - len(some))]
@@ -145,15 +130,8 @@ def soak(
             counts["rounds"] += 1
             if not grown_from and counts["tokens"] > num_tokens / 10:
                 grown_from = most_memory(device)
-            if counts["tokens"] >= (told + 1) * num_tokens / 10:
-                told = 10 * counts["tokens"] // num_tokens
-                tell(f"{kind}: {counts['tokens']} tokens, {counts['rounds']} rounds, {counts['wrong']} wrong")
     counts["grown"] = (most_memory(device) - grown_from) // 1024
     return counts
-
-
-def tell_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def differs(found: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -185,33 +163,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=ROWS, help="of the largest batch")
-    parser.add_argument("--processes", type=int, default=1, help="kinds of caches that run at a time, on a CPU")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="in all; no round begins after a kind's share")
     options = parser.parse_args()
     wrong = 0
     print(f"{'cache':20}{'tokens':>10}{'rounds':>8}{'wrong':>7}{'grown MiB':>11}", flush=True)
-    for kind, counts in soaked(options):
+    for kind in KINDS:
+        counts = soak(kind, -(-options.count // len(KINDS)), options.seed, options.device, options.rows)
         wrong += counts["wrong"]
         row = f"{counts['tokens']:>10}{counts['rounds']:>8}{counts['wrong']:>7}{counts['grown'] / 1024:>11.1f}"
         print(f"{kind:20}{row}", flush=True)
     return int(wrong > 0)
-
-
-def soaked(options: argparse.Namespace) -> Iterator[tuple[str, Counter[str]]]:
-    """Each kind with its counts. On a CPU each has a process of its own; processes of one GPU would wait for each other
-    at every step."""
-    each, start = -(-options.count // len(KINDS)), time.monotonic()
-    others = options.seed, options.device, options.rows
-    if options.device == "cuda":
-        for number, kind in enumerate(KINDS):
-            share = (options.seconds - (time.monotonic() - start)) / (len(KINDS) - number)
-            yield kind, soak(kind, each, *others, share, tell_on_stderr)
-        return
-    share = options.seconds * options.processes / len(KINDS)
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = [pool.submit(soak, kind, each, *others, share, tell_on_stderr) for kind in KINDS]
-        for kind, future in zip(KINDS, found, strict=True):
-            yield kind, future.result()
 
 
 if __name__ == "__main__":
