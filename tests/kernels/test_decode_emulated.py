@@ -30,10 +30,9 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dim", "group"),
     (
-        ("2 bits", 128, 4), ("2 bits", 128, 7), ("2 bits", 96, 8), ("3 bits", 64, 8), ("4 bits", 128, 8),
-        ("Kitty", 128, 4), ("Kitty", 128, 8), ("Kitty", 64, 4), ("Kitty", 64, 8), ("odd slots", 96, 4),
-        ("MixKVQ", 64, 4), ("K per token", 128, 8), ("rotated 2 bits", 128, 4),
-        ("rotated 2 bits", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
+        ("2 bits", 128, 1), ("2 bits", 128, 7), ("2 bits", 96, 16), ("3 bits", 64, 8), ("4 bits", 128, 8),
+        ("Kitty", 128, 4), ("Kitty", 64, 8), ("odd slots", 96, 4), ("MixKVQ", 64, 4), ("K per token", 128, 8),
+        ("rotated 2 bits", 128, 4), ("rotated 2 bits", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
     ),
 )  # fmt: skip
 def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
@@ -41,17 +40,16 @@ def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "group", "tokens"), (("2 bits", 4, 2), ("2 bits", 1, 3), ("rotated 2 bits", 3, 2)))
+@pytest.mark.parametrize(("name", "group", "tokens"), (("2 bits", 4, 2), ("rotated 2 bits", 3, 2)))
 def test_drafts(name: str, group: int, tokens: int) -> None:
     case = EmulatedDrafts(drafts(name, group, tokens), (0, 125, 127, 383), heads=1, seed=tokens)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "top"), (("2 bits", 6), ("4 bits", 4)))
-def test_the_largest_code_in_all_channels(monkeypatch: pytest.MonkeyPatch, name: str, top: int) -> None:
+def test_the_largest_code_in_all_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes at the top of their bytes would add up to more than their sum has room for."""
-    case = EmulatedCase(variant_of(*CASES[name], dim=192, group=4), (300,), heads=1, seed=18, alike=True)
+    case = EmulatedCase(variant_of(*CASES["2 bits"], dim=192, group=4), (300,), heads=1, seed=18, alike=True)
     expected = case.expected(8 / 192)
     assert relative_error(case.run(8 / 192), expected) <= TOLERANCE
-    monkeypatch.setattr(decode, "key_lift", lambda variant: top)
+    monkeypatch.setattr(decode, "key_lift", lambda variant: 6)
     assert relative_error(case.run(8 / 192), expected) > 0.1

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels import decode
-from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, plain_reasons, refusals, slow_reasons
+from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, plain_reasons, refusals
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import MAX_HEADS, plain_defines, plain_shape
 from kvcal.kernels.variants import VARIANTS, Variant
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
 K, V = Format(2, "channel"), Format(2)
 K_SINKS, V_SINKS = replace(K, num_sink_tokens=4), replace(V, num_sink_tokens=9)
@@ -102,12 +102,9 @@ def test_every_shape_fits(room: int) -> None:
 # K, V, head size, query heads a KV head, architecture, bytes of local memory at most; what else the variant has.
 BUDGETS = {
     "16, one head": (K, V, 16, 1, "sm_80", 0, {}),
-    "32, V 1 bit": (K, Format(1, "token", 32), 32, 2, "sm_120", 32, {}),
-    "48, raw": (RAW, RAW, 48, 4, "sm_89", 32, {}),
     "72, per token": (*TOKENS, 72, 4, "sm_89", 64, {"rescale": True}),
     "80, Kitty": (replace(K, boost=KITTY), V, 80, 4, "sm_90", 64, {}),
     "96, MixKVQ": (*MIXKVQ, 96, 3, "sm_90", 128, {"rescale": True, "offset": True}),
-    "128, sinks": (K_SINKS, V_SINKS, 128, 4, "sm_90", 64, {}),
     "128, 8 bits in fp32": (
         Format(8, "channel", 32, param_dtype="float32"), Format(8, "token", 32, param_dtype="float32"), 128, 8,
         "sm_120", 96, {},
@@ -130,19 +127,8 @@ def test_the_plain_kernel_stays_in_its_budget(name: str) -> None:
     assert found.instructions <= 7000
 
 
-@pytest.mark.parametrize("name", ["72, per token", "192, K 4 bits, V raw", "512, 16 heads"])
-def test_pages_of_these_sizes_are_packed_too(name: str) -> None:
-    k, v, dim, group, arch, _, more = BUDGETS[name]
-    defines = variant(k, v, dim, group, **more).defines
-    assert "append" in resources(cubin("pack", defines, arch))
-    for side in SIDES:
-        own = {key: value for key, value in defines.items() if key == "DTYPE" or key.startswith(f"{side.upper()}_")}
-        assert {"pack", "unpack"} <= resources(cubin("pack", own | {"SIDE": SIDES.index(side)}, arch)).keys()
-
-
-@pytest.mark.parametrize("q_dtype", ["float16", "float32"])
-def test_queries_of_every_dtype_compile(q_dtype: str) -> None:
-    defines = plain_defines(variant(K, V, 40), q_dtype, True, ROOMS[0])
+def test_queries_of_another_dtype_compile() -> None:
+    defines = plain_defines(variant(K, V, 40), "float32", True, ROOMS[0])
     assert resources(cubin("decode_plain", defines, "sm_89"))["decode"].local_bytes <= 64
 
 
@@ -156,15 +142,6 @@ def test_what_is_refused_for_its_head_size() -> None:
     for dim in (4, 36, 100, 520):
         (reason,) = refusals(layer(K, V, dim), "bfloat16")
         assert reason == f"head size {dim}; the kernels take multiples of 8 up to 512"
-
-
-def test_every_reason_of_a_layer_is_told_once() -> None:
-    two = LayerPlan(AttentionGeometry(0, 8, 2, 80, 80), (K_SINKS,), (V,))
-    assert [reason.split(",")[0] for reason in slow_reasons(two, "bfloat16")] == [
-        "head size 80",
-        "4 sink tokens of keys and 0 of values",
-    ]
-    assert slow_reasons(layer(K, V, 128), "bfloat16") == ()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from kvcal.errors import KernelError
 from kvcal.kernels import compile as compiling
 from kvcal.kernels.compile import cubin, cubin_of_text, kernel
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_120")
 # `plain` keeps all in registers; `arrays` indexes 64 local floats by a value that no compiler can know.
 SOURCE = """
 extern "C" __global__ void plain(float* x, long long n, float by) {
@@ -58,34 +56,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_architecture_compiles_and_says_what_it_asks_for(cache: Path, arch: str) -> None:
-    found = resources(cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, arch))
+def test_a_cubin_says_what_it_asks_for(cache: Path) -> None:
+    found = resources(cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90"))
     assert set(found) == {"plain", "arrays"}
     plain, arrays = found["plain"], found["arrays"]
     assert (plain.local_bytes, plain.static_shared_bytes) == (0, 0)
     assert (arrays.local_bytes, arrays.static_shared_bytes) == (64 * 4, 256 * 4)
     assert 4 <= plain.registers <= 16 and plain.registers <= arrays.registers <= 40
     assert 8 <= plain.instructions < arrays.instructions < 200
-
-
-def test_values_that_find_no_register_are_local_bytes(cache: Path) -> None:
-    """1024 threads a block leave each 64 of the 65536 registers, too few for 96 floats."""
-    source = """
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) hold(float* x) {
-      float held[96];
-      #pragma unroll
-      for (int i = 0; i < 96; ++i) held[i] = x[i * 1024 + threadIdx.x];
-      __syncthreads();
-      #pragma unroll
-      for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = held[95 - i];
-    }
-    """
-    few, many = (
-        resources(cubin_of_text(source, "hold.cu", {"THREADS": threads}, "sm_90"))["hold"] for threads in (128, 1024)
-    )
-    assert few.registers > 96 and few.local_bytes == 0
-    assert many.registers == 64 and many.local_bytes >= (96 - 64) * 4
 
 
 def test_a_macro_reaches_the_code_negative_or_not(cache: Path) -> None:
@@ -110,14 +88,7 @@ def test_the_cache_spares_the_compiler_until_something_changes(cache: Path, comp
     assert len(list(cache.iterdir())) == 4
 
 
-def test_another_nvrtc_has_its_own_files(cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
-    monkeypatch.setattr(compiling, "nvrtc_version", lambda: "99.0")
-    cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
-    assert compiled == ["tiny.cu"] * 2
-
-
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "another's"])
+@pytest.mark.parametrize("damage", ["flipped", "empty", "another's"])
 def test_a_damaged_file_is_made_again(cache: Path, compiled: list[str], damage: str) -> None:
     good = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
     (path,) = cache.iterdir()
@@ -126,7 +97,6 @@ def test_a_damaged_file_is_made_again(cache: Path, compiled: list[str], damage: 
     (other,) = set(cache.iterdir()) - {path}
     bad = {
         "flipped": data[:-1] + bytes([data[-1] ^ 1]),
-        "truncated": data[:-1],
         "empty": b"",
         "another's": other.read_bytes(),
     }
@@ -134,18 +104,6 @@ def test_a_damaged_file_is_made_again(cache: Path, compiled: list[str], damage: 
     compiled.clear()
     assert cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90") == good
     assert compiled == ["tiny.cu"] and path.read_bytes() == data
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_neither_read_nor_replaced(cache: Path, compiled: list[str], make: Callable) -> None:
-    """Nobody writes to the pipe."""
-    good = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
-    (path,) = cache.iterdir()
-    path.unlink()
-    make(path)
-    with pytest.warns(RuntimeWarning, match=f"{path.name} is a .*; expected a regular file"):
-        assert cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90") == good
-    assert compiled == ["tiny.cu"] * 2 and not path.is_file()
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +114,6 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, monkeypatch
         second = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 2}, "sm_90")
     assert len(caught) == 1
     assert resources(first).keys() == resources(second).keys() == {"plain", "arrays"}
-
-
-def test_a_source_of_the_package_is_compiled_with_its_parts(cache: Path, compiled: list[str]) -> None:
-    """Without its macros no source compiles; the message names the file and line as they are in csrc/."""
-    with pytest.raises(KernelError, match=r"decode\.cu does not compile for sm_90 with the macros none") as caught:
-        cubin("decode", {})
-    assert compiled == ["decode.cu"] and ".cuh(" in caught.value.message
 
 
 def test_a_source_that_does_not_compile(cache: Path) -> None:
@@ -228,19 +179,11 @@ except kvcal.errors.KernelError as error:
     assert "need cuda-core, which cannot be imported" in run.stdout and "pip install 'kvcal[cuda]'" in run.stdout
 
 
-@pytest.mark.parametrize("name", ["cuda.core", "cuda.bindings"])
-def test_a_part_that_is_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(KernelError, match="need cuda-core, which cannot be imported"):
-        compiling.nvrtc_version.__wrapped__()
-
-
-@pytest.mark.parametrize("version", ["0.7.0", "1.1.1"])
-def test_a_cuda_core_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_a_cuda_core_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     import cuda.core
 
-    monkeypatch.setattr(cuda.core, "__version__", version)
-    with pytest.raises(KernelError, match=f"cuda-core {version}; expected 1.2 or newer") as caught:
+    monkeypatch.setattr(cuda.core, "__version__", "1.1.1")
+    with pytest.raises(KernelError, match="cuda-core 1.1.1; expected 1.2 or newer") as caught:
         compiling.nvrtc_version.__wrapped__()
     assert caught.value.hint == "pip install 'kvcal[cuda]'"
 

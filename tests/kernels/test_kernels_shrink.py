@@ -37,7 +37,6 @@ def shrinking(i: int, halving: tuple[int, int], kind: str) -> Shrinking:
 
 
 CASES = [shrinking(i, halving, kind) for i, (halving, kind) in enumerate(itertools.product(HALVINGS, SHIFTS))]
-CASES += [shrinking(i, (4, 2), "equivalent") for i in range(12)]
 
 
 class Pool:
@@ -149,7 +148,7 @@ def random_regions(rng: random.Random) -> list[Region]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_record_arrives_at_its_place(seed: int, device: str) -> None:
     rng = random.Random(seed)
     regions, batch = random_regions(rng), rng.randint(1, 3)
@@ -197,15 +196,14 @@ def test_a_large_memory_arrives_whole() -> None:
             assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("number", range(len(HALVINGS) * len(SHIFTS)))
-def test_every_shrink_compiles(number: int) -> None:
-    case = CASES[number]
-    found = resources(cubin("shrink", case.defines, ("sm_80", "sm_89", "sm_90", "sm_120")[number % 4]))["shrink"]
+@pytest.mark.parametrize("number", range(0, len(CASES), 4))
+def test_shrink_compiles(number: int) -> None:
+    """Every fourth: all shifts, and most halvings."""
+    found = resources(cubin("shrink", CASES[number].defines, ("sm_80", "sm_90", "sm_120")[number // 4 % 3]))["shrink"]
     assert found.local_bytes <= 16 and found.registers <= 128  # what a division's slow path puts on the stack
     assert found.static_shared_bytes <= 16 * 1024
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
-def test_the_sweeps_compile(arch: str) -> None:
-    for found in resources(cubin("slide", {}, arch)).values():
+def test_the_sweeps_compile() -> None:
+    for found in resources(cubin("slide", {})).values():
         assert found.local_bytes == 0 and found.registers <= 64 and found.static_shared_bytes <= 64

