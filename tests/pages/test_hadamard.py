@@ -48,18 +48,6 @@ def test_rotation_equals_the_explicit_matrix(width):
     torch.testing.assert_close(unrotate(x, signs).double(), x.double() @ matrix, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_round_trip_and_norm(width, dtype):
-    x, signs = rows_of(width, dtype), random_signs(width, seed=0)
-    original = x.clone()
-    rotated = rotate(x, signs)
-    torch.testing.assert_close(rotated.norm(dim=-1), x.float().norm(dim=-1), rtol=2e-6, atol=0.0)
-    largest = x.abs().max().item()
-    torch.testing.assert_close(unrotate(rotated, signs), x.float(), rtol=0.0, atol=2e-6 * largest)
-    assert torch.equal(x, original)
-
-
 @pytest.mark.parametrize("width", [20, 128])
 def test_single_rows_and_strided_inputs_have_the_same_bits(width):
     x, signs = rows_of(width), random_signs(width, seed=1)
@@ -71,24 +59,11 @@ def test_single_rows_and_strided_inputs_have_the_same_bits(width):
     assert rotate(x[:0], signs).shape == (0, 5, width)
 
 
-def test_signs_spread_a_constant_row_that_the_bare_transform_turns_into_a_spike():
-    row = torch.ones(1024)
-    assert rotate(row, torch.ones(1024, dtype=torch.int8)).abs().max() == 32
-    assert rotate(row, random_signs(1024, seed=0)).abs().max() < 5
-
-
 def test_signs_are_fixed_for_ever():
     signs = random_signs(32, seed=0)
     assert (signs.dtype, signs.shape) == (torch.int8, (32,))
     assert "".join("+" if sign == 1 else "-" for sign in signs.tolist()) == "-+---+-++--++-++++------+--+-+-+"
     assert torch.equal(random_signs(1000, seed=0)[:32], signs)
-
-
-def test_signs_of_seeds_differ_and_are_even():
-    many = torch.stack([random_signs(1024, seed) for seed in range(20)]).double()
-    assert many.abs().eq(1).all()
-    correlations = many @ many.T / 1024 - torch.eye(20)
-    assert correlations.abs().max() < 0.15 and many.mean(1).abs().max() < 0.15  # 4.8 standard deviations
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import pwd
 import subprocess
 import sys
 from dataclasses import replace
@@ -122,41 +121,6 @@ def test_records_and_values_equal_the_oracle(layout):
     assert torch.equal(layout.decode(encoded, grid_of(layout), signs), values)
 
 
-@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
-def test_pages_are_the_nearest_points_in_fp64(num_bits, dim):
-    """An explicit matrix instead of butterflies, distances instead of scores, nothing rounded but the scale."""
-    layout = LatticeLayout(num_bits, dim, 96, "float32")
-    page, signs, grid = random_page(96).double(), random_signs(96, seed=2), grid_of(layout).double()
-    entries = [[(-1) ** (i & j).bit_count() / math.sqrt(32) for j in range(32)] for i in range(32)]
-    matrix = torch.block_diag(*[torch.tensor(entries, dtype=torch.float64)] * 3) * signs.double()
-    rotated = page @ matrix.T
-    scale = rotated.unflatten(-1, (3, 32)).square().mean(-1, keepdim=True).sqrt().expand(-1, -1, 32).flatten(-2)
-    decoded = layout.decode(layout.encode(page, grid.float(), signs), grid.float(), signs).double() @ matrix.T
-    unit, stored = ((x / scale.where(scale > 0, torch.inf)).reshape(-1, dim) for x in (rotated, decoded))
-    assert (decoded[5] == 0).all()
-    occupied = (scale > 0).reshape(-1, dim)[:, 0]
-    to_points = torch.cdist(unit[occupied], grid)
-    assert torch.cdist(stored[occupied], grid).min(1).values.max() < 1e-5
-    chosen = (unit - stored)[occupied].norm(dim=1)
-    torch.testing.assert_close(chosen, to_points.min(1).values, rtol=0.0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("layout", "size"),
-    [
-        (LatticeLayout(2, 2, 128, "float16"), 2 * 128 * 64 // 4 + 128 * 2),  # 2.125 bits a value
-        (LatticeLayout(2, 4, 1024, "float16"), 4 * 128 * 256 // 4 + 128 * 2),  # 2.016 bits a value
-        (LatticeLayout(3, 2, 96, "float32"), 3 * 128 * 48 // 4 + 3 * 128 * 4),  # 3 groups of 32
-        (LatticeLayout(4, 2, 20, "bfloat16"), 4 * 128 * 16 // 4 + 5 * 128 * 2),  # 10 columns are stored as 16
-        (LatticeLayout(2, 2, 2, "float16"), 2 * 128 * 8 // 4 + 128 * 2),
-    ],
-)
-def test_record_sizes_worked_out_by_hand(layout, size):
-    assert layout.record_bytes == size == sum(layout.plane_sizes) + layout.param_size
-    page = torch.ones(PAGE, layout.width)
-    assert layout.encode(page, grid_of(layout), random_signs(layout.width, 0)).shape == (size,)
-
-
 @pytest.mark.parametrize(
     ("num_bits", "dim", "width", "message"),
     [
@@ -210,16 +174,6 @@ def test_pages_have_the_grids_error(num_bits, dim):
         assert error.item() == pytest.approx(expected, rel=tolerance)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38])
-@pytest.mark.parametrize("position", [(0, 0), (127, 19), (64, 7)])
-def test_numbers_that_are_not_finite_are_refused(value, position):
-    page = random_page(20).float()
-    page[position] = value
-    layout = LatticeLayout(2, 2, 20, "float16")
-    with pytest.raises(NonFiniteActivations, match="a group of 4 values"):
-        layout.encode(page, grid_of(layout), random_signs(20, seed=0))
-
-
 def test_a_norm_beyond_float16_fits_in_bfloat16():
     page, signs, layout = torch.full((PAGE, 64), 1e5), random_signs(64, seed=0), LatticeLayout(4, 2, 64, "float16")
     with pytest.raises(NonFiniteActivations, match="float16") as caught:
@@ -236,14 +190,6 @@ def test_the_lowest_index_wins_a_tie():
     assert nearest_point(vectors, cross).tolist() == [0, 1, 1, 1, 0, 3]
 
 
-def test_vectors_are_searched_in_parts_with_the_same_result(monkeypatch):
-    vectors = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
-    whole = nearest_point(vectors, gaussian_grid(2, 256))
-    assert whole.dtype == torch.uint8 and whole.max() > 127
-    monkeypatch.setattr(grids, "_SCORES_ON_CPU", 7 * 256)
-    assert torch.equal(nearest_point(vectors, gaussian_grid(2, 256)), whole)
-
-
 # ---- the grids
 
 
@@ -258,13 +204,6 @@ def test_grids_have_the_expected_error_and_are_stationary(size):
     # Points that are the means of their cells: E[x . q] = E[q . q], and E[q] = E[x] = 0.
     assert (vectors * points).sum(1).mean().item() == pytest.approx(points.square().sum(1).mean().item(), rel=2e-3)
     assert points.mean(0).abs().max() < 0.01
-
-
-@pytest.mark.parametrize("size", [(2, 32), (4, 16), (3, 64), (1, 16), (0, 0)])
-def test_other_grids_are_refused(size):
-    with pytest.raises(UsageError, match=rf"= \({size[0]}, {size[1]}\); allowed: \(2, 16\), \(2, 64\)") as caught:
-        gaussian_grid(*size)
-    assert caught.value.hint
 
 
 def test_another_process_makes_the_same_grid(tmp_path):
@@ -319,38 +258,8 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
         assert torch.equal(gaussian_grid(2, 16), grid)
 
 
-@pytest.mark.parametrize("value", ["", "relative/folder", None])
+@pytest.mark.parametrize("value", ["", "relative/folder"])
 def test_the_cache_folder_is_under_home_without_an_absolute_setting(tmp_path, monkeypatch, value):
     monkeypatch.setenv("HOME", str(tmp_path))
-    if value is None:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-    else:
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
     assert cache_folder() == tmp_path / ".cache" / "kvcal"
-
-
-def test_the_cache_folder_of_a_user_without_a_home(monkeypatch):
-    """Such as a container's user who is in no list of users."""
-
-    def unknown(uid):
-        raise KeyError(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert cache_folder() == Path("/.cache/kvcal")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("param_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("width", [20, 96, 128, 1024])
-@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
-def test_a_gpu_writes_and_reads_the_same_bytes(num_bits, dim, width, param_dtype):
-    layout = LatticeLayout(num_bits, dim, width, param_dtype)
-    grid, signs = grid_of(layout), random_signs(width, seed=8)
-    pages = torch.stack([random_page(width, seed) for seed in range(4)])
-    for x in (pages, pages.float() / 3):
-        on_cpu = layout.encode(x, grid, signs)
-        on_gpu = layout.encode(x.cuda(), grid.cuda(), signs.cuda())
-        assert torch.equal(on_cpu, on_gpu.cpu())
-        assert torch.equal(layout.decode(on_cpu, grid, signs), layout.decode(on_gpu, grid.cuda(), signs.cuda()).cpu())

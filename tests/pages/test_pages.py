@@ -11,7 +11,7 @@ import oracles
 import pytest
 import torch
 
-from kvcal.pages.record_layout import PAGE_TOKENS, page_positions
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import PageLayout
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pages.json").read_text())
@@ -32,11 +32,6 @@ def random_page(dim: int, seed: int = 0) -> torch.Tensor:
     return page.to(torch.bfloat16)
 
 
-def test_pages_begin_at_multiples_of_128():
-    found = page_positions(torch.tensor([0, 3]))
-    assert found.tolist() == [[[*range(128)]], [[*range(384, 512)]]]
-
-
 @pytest.mark.parametrize(("side", "axis"), SIDE_AXES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_record_sizes_are_exact(side, axis, dim):
@@ -48,25 +43,6 @@ def test_record_sizes_are_exact(side, axis, dim):
         assert layout.record_bytes == expected and expected % 16 == 0
         record = layout.encode(torch.zeros(PAGE_TOKENS, dim))
         assert (record.dtype, tuple(record.shape)) == (torch.uint8, (expected,))
-
-
-@pytest.mark.parametrize(
-    ("layout", "size"),
-    [
-        # 2 bits at D = 128: 4096 of codes, 128 scales and zeros of 2 bytes: with V's, 9,216 a head and page
-        (layout_of("k", 2, "channel", 128, 128), 4096 + 2 * 256),
-        (layout_of("v", 2, "token", 128, 128), 4096 + 2 * 256),
-        (layout_of("k", 2, "channel", 32, 128), 4096 + 2 * 4 * 256),
-        (layout_of("v", 3, "token", 64, 128), 4096 + 2048 + 2 * 2 * 256),
-        (layout_of("k", 4, "channel", 128, 128, "float32"), 8192 + 2 * 512),
-        (layout_of("k", 1, "channel", 128, 20), 128 * 32 // 8 + 2 * 2 * 32),  # 20 channels are stored as 32
-        (layout_of("v", 2, "token", 64, 80), 128 * 80 // 4 + 2 * 2 * 2 * 128),  # groups of 64 and 16
-        (layout_of("v", 16, "token", 128, 20), 128 * 20 * 2),
-        (layout_of("v", 16, "token", 128, 20, cache_dtype="float32"), 128 * 20 * 4),
-    ],
-)
-def test_record_sizes_worked_out_by_hand(layout, size):
-    assert layout.record_bytes == size
 
 
 CASES = [
@@ -115,19 +91,3 @@ def test_golden_records(case):
     record = bytes(layout.encode(page).tolist())
     assert hashlib.sha256(record).hexdigest() == case["sha256"]
     assert record[:64].hex() == case["first_bytes"] and record[-64:].hex() == case["last_bytes"]
-
-
-@pytest.mark.parametrize(("num_bits", "parts"), [(3, ((0, 2), (2, 1))), (4, ((0, 2), (2, 2)))])
-def test_codes_of_3_and_4_bits_are_two_planes(num_bits, parts):
-    """The planes of a page are what packing the low and the high bits of its codes on their own gives."""
-    page = random_page(64)
-    layout = layout_of("k", num_bits, "channel", 128, 64)
-    record = layout.encode(page)
-    codes, _, _ = layout.fields(record)
-    offset = 0
-    for shift, width in parts:
-        expected = oracles.packed_plane(((codes >> shift) & (2**width - 1)).tolist(), width)
-        assert bytes(record[offset : offset + len(expected)].tolist()) == expected
-        offset += len(expected)
-    assert layout.plane_sizes == tuple(PAGE_TOKENS * 64 * width // 8 for _, width in parts)
-    assert codes.max() == 2**num_bits - 1

@@ -139,22 +139,3 @@ def test_wrong_tensors_are_refused(name: str, spoil, message: str) -> None:
         tensors[f"{PREFIX}.{name}"] = spoil(tensor)
     with pytest.raises(ArtifactError, match=message):
         LinearPredictor.from_tensors(predictor.shape, tensors, PREFIX)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("mlp", 8, 8, "bfloat16"),
-        ("linear", 0, 8, "bfloat16"),
-        ("linear", 2**15 + 1, 8, "bfloat16"),
-        ("linear", 8, 8, "bfloat16", 4),
-        ("low_rank", 8, 8, "bfloat16"),
-        ("low_rank", 8, 6, "bfloat16", 7),
-        ("low_rank", 8, 8, "bfloat16", 0),
-        ("int4", 8, 8, "bfloat16"),
-        ("int4", 8, 8, "bfloat16", None, 0),
-    ],
-)
-def test_shapes_that_no_predictor_has_are_refused(arguments: tuple) -> None:
-    with pytest.raises(ValueError, match="expected|takes a rank|takes a group_size"):
-        PredictorShape(*arguments)

@@ -58,18 +58,6 @@ def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
         assert difference < 1e-5 * x[head, token].double().norm(), (head, token)
 
 
-def test_what_is_stored_is_what_16_bits_hold_of_the_rotated_token() -> None:
-    """A kernel keeps rotated tokens in 16 bits: what fp32 knows beyond them must not decide a code."""
-    layouts = [RotatedLayout("k", 8, "token", 128, 128, "float32", dtype) for dtype in ("bfloat16", "float32")]
-    signs, x = random_signs(128, 1), tokens(128)
-    in_bf16, in_fp32 = (layout.encode_pages(x, {"signs": signs}) for layout in layouts)
-    assert not torch.equal(in_bf16, in_fp32)
-    turned = (matrix(128, signs) @ x.double().transpose(1, 2)).transpose(1, 2)
-    read = [layout.decode(layout.encode_pages(x, {"signs": signs})).double() for layout in layouts]
-    errors = [float((values - turned).square().mean() / turned.square().mean()) for values in read]
-    assert errors[1] < errors[0] < 1.1 * errors[1] < 1.2e-4
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

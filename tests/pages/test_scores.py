@@ -51,35 +51,6 @@ def test_scores_are_exact_to_rounding(score):
     assert found.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-300)
 
 
-def test_scores_by_hand():
-    """Channel 0 is +-1, channel 1 is 3 everywhere, channel 2 is 0 but for one 12."""
-    keys = torch.zeros(128, 3)
-    keys[::2, 0], keys[1::2, 0] = 1.0, -1.0
-    keys[:, 1], keys[5, 2] = 3.0, 12.0
-    query_mean = torch.tensor([2.0, 0.5, 4.0])
-    assert channel_scores("magnitude", keys).tolist() == [1.0, 3.0, 12 / 128]
-    assert channel_scores("variance", keys).tolist() == [1.0, 0.0, (12 / 128) * (12 - 12 / 128)]
-    assert channel_scores("range", keys).tolist() == [2 / 3, 0.0, 4.0]
-    assert channel_scores("query_magnitude", keys, query_mean).tolist() == [2.0, 1.5, 48 / 128]
-    assert channel_scores("query_range", keys, query_mean).tolist() == [4 / 3, 0.0, 16.0]
-
-
-def test_the_scores_rank_differently():
-    """A large constant channel is loud for magnitude, worthless for variance and range; queries turn the order."""
-    keys = torch.randn(128, 2, generator=torch.Generator().manual_seed(0)).double()
-    keys[:, 0] = keys[:, 0] * 0.01 + 100.0
-    query_mean = torch.tensor([1e6, 1.0])
-    first = {score: channel_scores(score, keys, query_mean).argmax().item() for score in SCORES if score != "random"}
-    assert first == {
-        "magnitude": 0,
-        "variance": 1,
-        "range": 1,
-        "query_magnitude": 0,
-        "query_range": 0,
-        "running_query_range": 0,
-    }
-
-
 @pytest.mark.parametrize("score", SCORES)
 def test_a_batch_is_scored_one_by_one(score):
     keys = random_keys(2, 3)

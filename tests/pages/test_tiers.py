@@ -66,24 +66,6 @@ def test_a_page_of_kitty_has_the_bytes_of_the_paper():
     assert layout.record_bytes == 4096 + 512 + 512 + 128
 
 
-@pytest.mark.parametrize(
-    ("layout", "size"),
-    [
-        (layout_of(((4, 32, None),), 128), 4096 + 1024 + 512 + 128),  # Kitty-Pro
-        (layout_of(((4, 10, None),), 80), 128 * 80 // 4 + 128 * 12 // 4 + 2 * 2 * 80 + 80),  # 10 slots take 12
-        (layout_of(((4, 3, None),), 20), 128 * 32 // 4 + 128 * 4 // 4 + 2 * 2 * 32 + 32),  # 20 of index take 32
-        (layout_of(((8, 4, None),), 64), 128 * 64 // 4 + 3 * 128 * 4 // 4 + 2 * 2 * 64 + 64),  # 6 bits: three planes
-        (layout_of(((8, 4, None),), 64, num_bits=4), 128 * 64 // 2 + 2 * 128 * 4 // 4 + 2 * 2 * 64 + 64),
-        (layout_of(MIXKVQ, 128, group_size=32), 4096 + 128 * 12 // 4 + 3 * 256 + 4 * 2 * 2 * 128 + 128),
-        (layout_of(MIXKVQ, 128, cache_dtype="float32"), 4096 + 128 * 12 // 4 + 3 * 512 + 512 + 128),
-        (layout_of(KITTY, 256, param_dtype="float32"), 8192 + 512 + 2 * 4 * 256 + 256),
-    ],
-)
-def test_record_sizes_worked_out_by_hand(layout, size):
-    assert layout.record_bytes == size
-    assert layout.encode(torch.zeros(PAGE_TOKENS, layout.head_dim), torch.zeros(layout.head_dim)).shape == (size,)
-
-
 @pytest.mark.parametrize("dim", [16, 20, 64, 80, 96, 128, 256])
 def test_record_sizes_are_exact(dim):
     for num_bits, tiers, group_size, dtype in itertools.product(
@@ -194,54 +176,6 @@ def test_slots_beyond_127_are_not_mistaken():
     assert (wrapped - page.float()[:, boosted]).square().sum() / page.float().square().sum() > 1.0
 
 
-@pytest.mark.parametrize("tiers", [KITTY, MIXKVQ])
-def test_pages_of_a_batch_are_encoded_independently(tiers):
-    layout = layout_of(tiers, 80, group_size=64)
-    pages = torch.stack([random_page(80, seed) for seed in range(6)]).unflatten(0, (2, 3))
-    scores = torch.stack([random_scores(80, seed) for seed in range(6)]).unflatten(0, (2, 3))
-    records = layout.encode(pages, scores)
-    decoded, bits = layout.decode(records), channel_bits(layout, records)
-    for row, page in itertools.product(range(2), range(3)):
-        alone = layout.encode(pages[row, page], scores[row, page])
-        assert torch.equal(records[row, page], alone)
-        assert torch.equal(decoded[row, page], layout.decode(alone))
-        assert torch.equal(bits[row, page], channel_bits(layout, alone))
-    assert layout.decode(records[:, :0]).shape == (2, 0, PAGE_TOKENS, 80)
-    assert layout.encode(pages[:, :0], scores[:, :0]).shape == (2, 0, layout.record_bytes)
-
-
-def test_boosting_outlier_channels_lowers_the_error():
-    """12.5 % of the channels hold nearly all of the energy: with 4 bits for them most of the error of 2 bits goes;
-    boosting as many others leaves it."""
-    page = torch.randn(PAGE_TOKENS, 128, generator=torch.Generator().manual_seed(0))
-    page[:, ::8] *= 12.0
-    layout = layout_of(KITTY, 128)
-    plain = PageLayout("k", 2, "channel", 128, 128, "float16", "bfloat16")
-
-    def error(decoded):
-        return ((decoded - page).square().sum() / page.square().sum()).item()
-
-    best = channel_scores("magnitude", page)
-    at_2_bits = error(plain.decode(plain.encode(page)))
-    boosted, worst = (error(layout.decode(layout.encode(page, scores))) for scores in (best, -best))
-    assert 0.15 < at_2_bits < 0.35
-    assert boosted < 0.1 * at_2_bits
-    assert worst > 0.98 * at_2_bits
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("channel", [0, 5, 19])
-def test_non_finite_keys_are_refused_in_every_tier(bad, channel):
-    page = random_page(20).float()
-    scores = torch.zeros(20, dtype=torch.float64)
-    scores[0], scores[5] = 3.0, 2.0
-    layout = layout_of(((16, 1, None), (4, 1, None)), 20)
-    layout.encode(page, scores)
-    page[64, channel] = bad
-    with pytest.raises(NonFiniteActivations, match="NaN, infinity"):
-        layout.encode(page, scores)
-
-
 def test_what_a_dtype_cannot_hold_is_refused():
     page = random_page(20).float()
     page[:, 0] = torch.linspace(-70000.0, 70000.0, PAGE_TOKENS)
@@ -277,15 +211,3 @@ def test_scores_that_are_not_finite_are_refused(bad):
 def test_tiers_that_cannot_be_stored_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         layout_of(**{"tiers": KITTY, "dim": 256, **changes})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tiers", "dim", "num_bits", "group_size", "param_dtype", "cache_dtype"), CASES)
-def test_a_gpu_writes_the_same_records(tiers, dim, num_bits, group_size, param_dtype, cache_dtype):
-    layout = layout_of(tiers, dim, num_bits, group_size, param_dtype, cache_dtype)
-    pages = torch.stack([random_page(dim, seed) for seed in range(3)])
-    scores = torch.stack([random_scores(dim, seed) for seed in range(3)])
-    records = layout.encode(pages, scores)
-    on_device = layout.encode(pages.cuda(), scores.cuda())
-    assert torch.equal(on_device.cpu(), records)
-    assert torch.equal(layout.decode(on_device).cpu(), layout.decode(records))
