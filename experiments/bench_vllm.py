@@ -45,7 +45,7 @@ LINE = "BENCH "
 def write_model(folder: Path, layers: int, is_tiny: bool) -> None:
     """A configuration in ``folder``, and a plan in ``folder`` / plans."""
     from kvcal.geometry import AttentionGeometry, ModelIdentity
-    from kvcal.models.load import config_sha256
+    from kvcal.models.files import config_sha256
     from kvcal.plan.layer import LayerPlan
     from kvcal.plan.page_format import Format
     from kvcal.plan.plan import Plan, Workload, save_plan

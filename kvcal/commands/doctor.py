@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvcal.commands import options
-from kvcal.engines.versions import TESTED, refusal, require_version
+from kvcal.engines.support import TESTED, refusal, require_version
 from kvcal.errors import KernelError, UsageError
 
 # Extras of kvcal, and what needs them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,47 @@ class Decodes(NamedTuple):
     lengths: Tensor  # [B]: tokens of each sequence before the step
     table: Tensor  # [B, pages], channels side by side: the block of every page, the first token's own included
     rings: Tensor  # [B]: each sequence's ring
+
+
+class Decoded(NamedTuple):
+    """The first ``requests`` of a batch, its decodes, of ``tokens`` each. ``taken`` int64 [requests, tokens]: their
+    rows of the batch's queries; ``kept`` int64 [rows]: the number of the token, in a row, that each of these rows is.
+    Both None where no request is filled up.
+
+    Where any request has drafts, those with fewer than the most are filled up with their last token, so that one kernel
+    is compiled for all such steps. The ring takes these tokens back, as it does rejected drafts: the next step's
+    lengths say how many of its tokens a request has, on the device.
+    """
+
+    requests: int
+    tokens: int = 1
+    taken: Tensor | None = None
+    kept: Tensor | None = None
+
+    @classmethod
+    def of_counts(cls, counts: Tensor, most: int, device: torch.device) -> Decoded:
+        """Of requests with so many new tokens each, int32 [requests] on the host, at most ``most``."""
+        tokens = most if bool((counts > 1).any()) else 1
+        if bool((counts == tokens).all()):
+            return cls(len(counts), tokens)
+        number, counts = torch.arange(tokens), counts.long().unsqueeze(1)
+        taken = counts.cumsum(0) - counts + number.minimum(counts - 1)
+        kept = (number < counts).flatten().nonzero().flatten()
+        return cls(len(counts), tokens, taken.to(device, non_blocking=True), kept.to(device, non_blocking=True))
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """Rows x [rows, n, D] of a batch: [requests, n, D], or of several tokens [requests, tokens, n, D]."""
+        if self.tokens == 1:
+            return x[: self.requests]
+        return (
+            x[: self.requests * self.tokens].unflatten(0, (self.requests, -1)) if self.taken is None else x[self.taken]
+        )
+
+    def to_rows(self, attended: Tensor, output: Tensor) -> None:
+        """The other way round, into the first rows of output [rows, H, D]."""
+        rows = attended.flatten(0, -3)
+        rows = rows if self.kept is None else rows[self.kept]
+        output[: len(rows)] = rows
 
 
 class Chunk(NamedTuple):
@@ -66,6 +108,18 @@ class Scratch:
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
         self._past: dict[tuple[Side, int, int, torch.dtype], Tensor] = {}
         self._read_at: dict[Format, Tensor] = {}
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._reported = 0
+
+    def report_errors(self, logger: logging.Logger) -> None:
+        """Log pages that could not be stored, once a kind. On CUDA nothing waits, and an error is seen a step later."""
+        if self.device.type != "cuda":
+            self._seen.copy_(self.error)
+        found = int(self._seen)
+        self._seen.copy_(self.error, non_blocking=True)
+        if found & ~self._reported:
+            self._reported |= found
+            logger.error("keys or values cannot be quantized: a page holds NaN, infinity, or has no room (%d)", found)
 
     def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
         """uint8: scratch of ``decode`` for heads of this shape; the reference needs none."""

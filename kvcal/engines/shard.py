@@ -1,7 +1,19 @@
-"""The heads of one rank of tensor parallelism: its layers, tensors, and the bytes that all ranks give a block.
+"""The memory that an engine lends a layer, opaque blocks of 128 tokens and one ring a request, on each rank of tensor
+parallelism.
 
 Ranks take neighbouring KV heads, as Megatron's column-parallel projections do; where there are more ranks than heads,
 ranks / heads of them hold the same one. All ranks have as many heads, and blocks of equal size.
+
+    block   the records of keys, then of values: a page of each KV head
+    ring    of keys, then of values, in the cache's dtype: the first tokens [N, sinks, D], and the newest ones
+            [N, 128 + window, D], token t at t modulo their number; behind both, where channels are chosen by queries,
+            the sums of |q| since the last page, fp32 [N, D], and the tokens at which they begin, int32 [N]. Where
+            drafts are verified, ``lookahead`` at a time, there are as many of the newest tokens more: rejected ones
+            then push nothing out that is needed
+
+A page is packed in the step that fills it, directly into its block. From then on the block alone holds these tokens,
+but for sinks and the window, which the ring goes on to hold at 16 bits, and attention prefers. The engine knows block
+and ring by their sizes. Blocks are shared between requests, rings are not.
 """
 
 from __future__ import annotations
@@ -14,13 +26,100 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal.engines.block import BlockLayout
 from kvcal.engines.window import WindowLayout
 from kvcal.errors import ArtifactError, UnsupportedModel
-from kvcal.geometry import AttentionGeometry
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
+from kvcal.kernels.operands import QueryStatistic
+from kvcal.pages.record_layout import aligned_size
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import layer_transforms
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank has
+    it."""
+
+    layer: LayerPlan
+    cache_dtype: CacheDtype
+    lookahead: int = 0
+
+    @functools.cached_property
+    def block_bytes(self) -> int:
+        """Bytes of 128 tokens of the layer: a multiple of 16."""
+        return sum(map(self._records, SIDES))
+
+    @functools.cached_property
+    def ring_bytes(self) -> int:
+        """Bytes of a request's ring: a multiple of 16."""
+        of_queries = self._query_sum_bytes + self._query_since_bytes if self.needs_queries else 0
+        return aligned_size(self._unquantized_bytes + of_queries)
+
+    @functools.cached_property
+    def needs_queries(self) -> bool:
+        """Whether channels are chosen by queries."""
+        return self.layer.format("k").needs_queries
+
+    def offset(self, side: Side) -> int:
+        """The byte of a block at which the records of keys, or values, begin."""
+        return self._records("k") if side == "v" else 0
+
+    def record_bytes(self, side: Side) -> int:
+        """Bytes of a page of one KV head."""
+        fmt = self.layer.format(side)
+        return fmt.layout(side, 1, self.layer.head_dim(side), self.cache_dtype, fmt.num_bits).record_bytes
+
+    def pages(self, blocks: Tensor, side: Side) -> Tensor:
+        """The records in blocks, uint8 [blocks, block_bytes or more] of any stride between blocks: a view uint8
+        [blocks, N, record_bytes]."""
+        first, record = self.offset(side), self.record_bytes(side)
+        return blocks[:, first : first + self._records(side)].unflatten(1, (-1, record))
+
+    def unquantized(self, rings: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+        """The sinks and the newest tokens in rings, uint8 [rings, ring_bytes or more]: views [rings, N, sinks, D] and
+        [rings, N, ring_tokens, D] in the cache's dtype."""
+        first = sum(self._tokens("k")) if side == "v" else 0
+        heads, views = self.layer.attention.num_kv_heads, []
+        for nbytes in self._tokens(side):
+            views.append(rings[:, first : first + nbytes].view(CACHE_DTYPES[self.cache_dtype]))
+            first += nbytes
+        dim = self.layer.head_dim(side)
+        sinks, newest = (
+            view.unflatten(1, (heads, -1, dim)) if view.shape[1] else view.new_empty(len(rings), heads, 0, dim)
+            for view in views
+        )
+        return sinks, newest
+
+    def statistic(self, rings: Tensor) -> QueryStatistic:
+        """The query statistic in rings that have one, views [rings, N, D] and [rings, N]."""
+        first = self._unquantized_bytes
+        heads, since = self.layer.attention.num_kv_heads, first + self._query_sum_bytes
+        sums = rings[:, first:since].view(torch.float32).unflatten(1, (heads, -1))
+        return QueryStatistic(sums, rings[:, since : since + 4 * heads].view(torch.int32))
+
+    @property
+    def _query_sum_bytes(self) -> int:
+        return 4 * self.layer.attention.num_kv_heads * self.layer.head_dim("k")
+
+    @property
+    def _query_since_bytes(self) -> int:
+        """Bytes of the token counts at which sums began; rounded up, as a multiple of 16 follows."""
+        return aligned_size(4 * self.layer.attention.num_kv_heads)
+
+    def _records(self, side: Side) -> int:
+        return self.layer.attention.num_kv_heads * self.record_bytes(side)
+
+    @property
+    def _unquantized_bytes(self) -> int:
+        return sum(sum(self._tokens(side)) for side in SIDES)
+
+    def _tokens(self, side: Side) -> tuple[int, int]:
+        """Bytes of the sinks, and of the newest tokens."""
+        fmt, token = self.layer.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
+        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens + self.lookahead
+        return heads * fmt.num_sink_tokens * token, heads * newest * token
 
 
 def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:

@@ -32,10 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal.engines.block import BlockLayout
 from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk
 from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.shard import BlockLayout, HeadShard
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
 from kvcal.kernels.choice import draft_reasons

@@ -1,20 +1,30 @@
-"""Refusals: layers of a plan that an engine does not take, each with its reason.
+"""Refusals: layers of a plan that an engine does not take, versions of engines, and other models than the plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Sinks and windows, which a plan keeps at 16 bits
 beside its pages, lie in the ring of a request, and so do layers with a sliding window: one that begins behind blocks of
 another would not have them. So such a plan is served where prefixes are not cached. What the kernels cannot read as it
 is stored is refused everywhere. It is refused at start: a plan is never served wrongly.
+
+Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with it the
+engine, by ``kvcal doctor --engine`` before serving, and at every start.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
 
-from kvcal.errors import UnsupportedModel, UsageError
+from packaging.version import Version
+
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CacheDtype, StateGeometry
 from kvcal.kernels import choice
 from kvcal.kernels.variants import stored_form
+from kvcal.models.files import config_sha256
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
@@ -24,6 +34,9 @@ FORMATS = "allocate a plan of uniform or boosted pages"
 DTYPE = "the cache has the checkpoint's dtype: convert the model to bfloat16, and make its plan anew"
 DRAFTS = "serve it without drafts"
 NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
+# In which the tests serve plans, the oldest first.
+TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
+PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
 # By engine: the option under which no request begins behind blocks of another.
 NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
@@ -128,3 +141,68 @@ def _mend(plan: Plan, is_cuda: bool, engine: str, lookahead: int) -> str:
         if not _by_reason(other, is_cuda, engine, drafts):
             return hint
     return NO_PLAN.format(engine)
+
+
+def refusal(engine: str) -> str | None:
+    """Why plans cannot be served in the installed version of an engine; None if they can.
+
+    Raises:
+        UsageError: an engine without a plug-in, or one that is not installed.
+    """
+    if engine not in TESTED:
+        raise UsageError(f"no plug-in for the engine {engine!r}; allowed: {', '.join(TESTED)}")
+    try:
+        found = version(engine)
+    except PackageNotFoundError:
+        raise UsageError(f"{engine} is not installed in this environment", hint=f"pip install {engine}") from None
+    if Version(found) < Version(TESTED[engine][0]):
+        return f"version {found}, expected {TESTED[engine][0]} or newer"
+    try:
+        for name in PLUGIN:
+            importlib.import_module(f"kvcal.engines.{engine}.{name}")
+    except (ImportError, AttributeError) as missing:
+        return f"version {found} lacks what the plug-in uses: {' '.join(str(missing).split())}"
+    return None
+
+
+def require_version(engine: str) -> None:
+    """UnsupportedModel (exit code 4) unless plans can be served in the installed version of an engine."""
+    if (reason := refusal(engine)) is not None:
+        raise UnsupportedModel(
+            f"plans cannot be served in {engine}: {reason}", hint=f"tested versions: {', '.join(TESTED[engine])}"
+        )
+
+
+class ServedModel(NamedTuple):
+    """``source``: its folder or hub id. Heads are those of all ranks; ``head_dim`` None: compared layer by layer, by
+    the plug-in's attention."""
+
+    source: str
+    model_type: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int | None
+
+
+def require_model(plan: Plan, served: ServedModel, engine: str) -> None:
+    """ArtifactError unless the model is the plan's; of a local folder, config.json is compared, too."""
+    attention = plan.layers[0].attention
+    pairs: dict[str, tuple[object, object]] = {
+        "model type": (plan.model.model_type, served.model_type),
+        "layers": (len(plan.layers), served.num_layers),
+        "query heads": (attention.num_query_heads, served.num_query_heads),
+        "KV heads": (attention.num_kv_heads, served.num_kv_heads),
+    }
+    if served.head_dim is not None:
+        pairs["head size"] = attention.k_head_dim, served.head_dim
+    folder = Path(served.source)
+    if (folder / "config.json").is_file():
+        pairs["sha256 of config.json"] = plan.model.config_sha256, config_sha256(folder, served.source)
+    for name, (expected, found) in pairs.items():
+        if expected != found:
+            raise ArtifactError(
+                f"the plan is for {plan.model.id}, of {name} {expected}, but {engine} serves {served.source}, of "
+                f"{name} {found}",
+                hint="compile a plan for this model, or serve the model that the plan names",
+            )

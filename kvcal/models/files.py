@@ -6,6 +6,7 @@ One place decides what a name means and which files belong to a checkpoint, for 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _VOCABULARY_FILES = (
     "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.model",
     "vocab.json", "vocab.txt",
 )  # fmt: skip
+# Of config.json: saving changes them.
+_VOLATILE_KEYS = ("transformers_version", "_name_or_path")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -167,3 +170,11 @@ def read_json(path: Path, model_id: str) -> dict:
     if not isinstance(value, dict):
         raise UsageError(f"{model_id}: {path.name} holds a {type(value).__name__}; expected a JSON object")
     return value
+
+
+def config_sha256(folder: Path, model_id: str) -> str:
+    """Of ``config.json``, without the keys that saving changes. UsageError if it cannot be read."""
+    config = read_json(folder / "config.json", model_id)
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)  # may hold Infinity
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -16,7 +16,6 @@ what is cached.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from kvcal.artifact import sha256_file
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
-from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
+from kvcal.models.files import Location, config_sha256, locate, read_json, require_sizes, tokenizer_files, weight_files
 from kvcal.models.geometry import checkpoint_dtype, geometry_of, require_cache
 from kvcal.models.residence import NUM_TOKENS, Residence
 from kvcal.models.streamed import stream
@@ -52,7 +51,6 @@ WEIGHT_ERRORS = (
 )  # fmt: skip
 MAX_REASON = 300
 
-_VOLATILE_KEYS = ("transformers_version", "_name_or_path")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -253,14 +251,6 @@ def identity_of(folder: Path, model_id: str) -> ModelIdentity:
         weights_sha256=_sha256_of_files(weight_files(folder, model_id)),
         tokenizer_sha256=_sha256_of_files(tokenizer) if tokenizer else "",
     )
-
-
-def config_sha256(folder: Path, model_id: str) -> str:
-    """Of ``config.json``, without the keys that saving changes. UsageError if it cannot be read."""
-    config = read_json(folder / "config.json", model_id)
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
-    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)  # may hold Infinity
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _sha256_of_files(paths: list[Path]) -> str:

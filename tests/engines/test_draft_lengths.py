@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcal.engines.drafts import Decoded
+from kvcal.engines.scratch import Decoded
 
 CPU = torch.device("cpu")
 

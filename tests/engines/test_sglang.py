@@ -15,7 +15,7 @@ from test_vllm import LENGTHS, SOAK_SECONDS, VOCABULARY, Served, assert_soaked, 
 from vllm_environment import Unavailable
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.engines.versions import TESTED
+from kvcal.engines.support import TESTED
 
 pytestmark = pytest.mark.engines
 

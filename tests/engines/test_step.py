@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import random
 
 import pytest
@@ -308,10 +309,13 @@ def test_blocks_and_rings_take_the_bytes_of_the_plan(name: str) -> None:
         assert HeadShard(plan, lookahead=5).ring_bytes(0) == shard.ring_bytes(0) + 5 * token
 
 
-def test_nan_in_a_page_sets_the_error_and_nothing_else() -> None:
+def test_nan_in_a_page_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     plan = PLANS["2 bits by channel"]
     sequence = Sequence(Memory(HeadShard(plan)), plan)
     q, k, v = random_tokens(130, 4, 2)
     k[5, 0, 0] = torch.nan
     sequence.extend(q, k, v)
     assert int(sequence.memory.scratch.error) == 1
+    for _ in range(2):
+        sequence.memory.scratch.report_errors(logging.getLogger("kvcal.test"))
+    assert len(caplog.records) == 1 and "a page holds NaN" in caplog.text

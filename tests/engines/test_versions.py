@@ -9,9 +9,9 @@ import pytest
 from cli_cases import run_kvcal
 
 from kvcal.commands import doctor as doctor_command
-from kvcal.engines import versions
+from kvcal.engines import support
 from kvcal.engines.sglang import PLAN_VARIABLE, plugin
-from kvcal.engines.versions import TESTED, refusal, require_version
+from kvcal.engines.support import TESTED, refusal, require_version
 from kvcal.errors import UnsupportedModel, UsageError
 
 LACKS = "lacks what the plug-in uses: No module named 'vllm'"
@@ -20,9 +20,9 @@ LACKS = "lacks what the plug-in uses: No module named 'vllm'"
 def installed(monkeypatch: pytest.MonkeyPatch, version: str, is_whole: bool = True) -> None:
     """vLLM of this version, which has all that the plug-in imports, or nothing."""
     monkeypatch.setattr(doctor_command, "_packages", lambda: iter(()))
-    for module in (versions, doctor_command):
+    for module in (support, doctor_command):
         monkeypatch.setattr(module, "version", lambda name: version)
-    for name in versions.PLUGIN if is_whole else ():
+    for name in support.PLUGIN if is_whole else ():
         monkeypatch.setitem(sys.modules, f"kvcal.engines.vllm.{name}", ModuleType(name))
 
 

@@ -21,7 +21,7 @@ from kvcal import Plan
 from kvcal.cache.attached import attached_for
 from kvcal.engines.capacity import capacity as capacity_of
 from kvcal.engines.shard import HeadShard
-from kvcal.engines.versions import TESTED
+from kvcal.engines.support import TESTED
 from kvcal.geometry import CacheDtype
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import identity_of

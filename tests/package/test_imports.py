@@ -30,7 +30,7 @@ LEVELS = (
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "user_cache", "pages",
-    "models.attention", "plan", "kernels", "store", "cache", "engines.support", "engines.block", "engines.shard",
+    "models.attention", "plan", "kernels", "store", "cache", "engines.support", "engines.shard",
     "engines.step", "engines.prefill",
 )  # fmt: skip
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from kvcal.engines.versions import refusal
+from kvcal.engines.support import refusal
 
 done = subprocess.run(
     [sys.executable, "-m", "kvcal", "doctor", "--engine", "vllm", "--json"], capture_output=True, text=True

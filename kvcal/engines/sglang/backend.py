@@ -9,7 +9,6 @@ tensors of SGLang that keep their addresses. Rows that fill a batch up have a le
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
-from kvcal.engines.sglang.pool import PlanPool
+from kvcal.engines.sglang.serving import PlanPool, logger
 from kvcal.engines.step import PagedStep
-from kvcal.engines.versions import require_version
+from kvcal.engines.support import require_version
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
-
-logger = logging.getLogger("sglang.kvcal")
 
 
 class NewTokens(NamedTuple):
@@ -48,8 +45,6 @@ class PlanAttentionBackend(AttentionBackend):
         rows: Tensor = runner.req_to_token_pool.req_to_token
         self._pages = rows[:, ::PAGE_TOKENS]
         self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=self._scratch.device.type == "cuda")
-        self._reported = 0
         shard = pool.serving.shard
         self._steps = {index: PagedStep(shard, index, self._scratch) for index in shard.blocks}
         for index, step in self._steps.items():
@@ -61,7 +56,7 @@ class PlanAttentionBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Requests with more than one new token: their sizes come from the host."""
-        self._report_errors()
+        self._scratch.report_errors(logger)
         self._chunks = []
         if forward_batch.forward_mode.is_idle() or forward_batch.forward_mode.is_decode():
             return
@@ -91,14 +86,6 @@ class PlanAttentionBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of rows that fill a batch up, their new token included."""
         return 1
-
-    def _report_errors(self) -> None:
-        """Log pages that could not be stored, once a kind; on CUDA some steps later, since nothing waits."""
-        found = int(self._seen)
-        self._seen.copy_(self._scratch.error, non_blocking=True)
-        if found & ~self._reported:
-            self._reported |= found
-            logger.error("keys or values cannot be quantized: a page holds NaN, infinity, or has no room (%d)", found)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any

@@ -37,7 +37,7 @@ def _backend(runner: Any) -> Any:
 
 
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
-    from kvcal.engines.sglang.pool import PlanPool
+    from kvcal.engines.sglang.serving import PlanPool
 
     return PlanPool if kind == "mha" else original(configurator, kind=kind, default=default)
 

@@ -1,4 +1,4 @@
-"""The plan of a process of SGLang: what is checked before memory is allocated, and this rank's share.
+"""The plan of a process of SGLang: what is checked before memory is allocated, this rank's share, and its pool.
 
 Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, and a feature
 of SGLang that has not been tried with it are refused, with the reason.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
 
-from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard, require_equal_plans
-from kvcal.engines.support import require_no_prefixes, require_served
-from kvcal.engines.versions import require_version
+from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -99,6 +99,36 @@ def current() -> Serving:
     """The plan of this process."""
     assert _latest is not None, "SGLang sizes its pool before it makes it"
     return _latest[1]
+
+
+class PlanPool(MHATokenToKVPool):
+    """SGLang's pool of tokens. It hands out places in pages of 128, each of one request: page p of the pool is block p
+    of every layer; page 0 is nobody's. The radix tree shares full pages. What would read single tokens is refused.
+    ``blocks``: of every layer, by index, uint8 [pages, block_bytes]."""
+
+    blocks: dict[int, Tensor]
+    k_buffer: list[Tensor]
+    v_buffer: list[Tensor]
+
+    def _create_buffers(self) -> None:
+        self.serving = current()
+        shard, pages = self.serving.shard, self.size // PAGE_TOKENS + 1
+        self.blocks = {
+            index: torch.zeros(pages, shard.block_bytes(index), dtype=torch.uint8, device=self.device)
+            for index in shard.blocks
+        }
+        self.k_buffer, self.v_buffer = list(self.blocks.values()), []
+        self._kv_buffer_descs: list[Any] = []
+        self._init_data_ptrs_and_strides()
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        return sum(blocks.nbytes for blocks in self.blocks.values()), 0
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedModel("a part of SGLang reads or moves single tokens, which a plan packs in pages")
+
+    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _refuse
+    move_kv_cache = get_contiguous_buf_infos = get_device_pool_infos = get_cpu_copy = load_cpu_copy = _refuse
 
 
 def _refused_options(kvc: Any) -> Iterator[str]:

@@ -1,17 +1,26 @@
 """The entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes, maybe more than once.
 
 A process without a plan in its configuration is left as it is.
+
+vLLM lets a backend change a layer's cache by a class method that does not know the layer, and a plan gives every layer
+bytes of its own. So ``Attention.__init__`` gets our backend, and attaches the layer's step and ring; and
+``Attention.get_kv_cache_spec`` says how large the layer's block is. Without a plan both do what they did.
 """
 
 from __future__ import annotations
 
 import copyreg
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvcal.engines.versions import refusal
+import torch
+
+from kvcal.engines.support import refusal
 from kvcal.engines.vllm import BACKEND
+from kvcal.pages.record_layout import PAGE_TOKENS
 
 logger = logging.getLogger("vllm.kvcal")
 
@@ -24,8 +33,6 @@ def register() -> None:
     if (reason := refusal("vllm")) is not None:
         logger.warning("kvcal cannot serve plans in vLLM: %s", reason)
         return
-    from kvcal.engines.vllm.hooks import wrap_attention
-
     copyreg.pickle(type(backend(BACKEND)), _reduced)
     wrap_attention()
 
@@ -42,3 +49,52 @@ def backend(name: str) -> Any:
 def _reduced(member: Any) -> tuple[Callable[[str], Any], tuple[str]]:
     """A member, pickled. `vllm serve` spawns its engine, which unpickles its configuration before it loads plug-ins."""
     return backend, (member.name,)
+
+
+def wrap_attention() -> None:
+    """Wrap both methods, once a process."""
+    from vllm.model_executor.layers.attention import Attention
+
+    if hasattr(Attention, "kvcal_layer"):
+        return
+    Attention.kvcal_layer = None  # a layer's own PlanLayer, where it is served
+    Attention.__init__ = _with_plan(Attention.__init__)
+    Attention.get_kv_cache_spec = _with_block(Attention.get_kv_cache_spec)
+
+
+def _with_plan(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer
+        from kvcal.engines.vllm.serving import serving_of
+
+        config = get_current_vllm_config()
+        serving = serving_of(config)
+        if serving is None:
+            original(self, num_heads, head_size, scale, *args, **kwargs)
+            return
+        original(self, num_heads, head_size, scale, *args, **kwargs | {"attn_backend": PlanBackend})
+        self.kvcal_layer = PlanLayer(serving, self, config)
+
+    return init
+
+
+def _with_block(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec = original(self, vllm_config)
+        if self.kvcal_layer is None:
+            return spec
+        if self.kvcal_layer.ring is None:
+            from kvcal.engines.vllm.backend import ring_spec
+
+            return ring_spec(self.kvcal_layer.serving.shard.largest_ring_bytes)
+        # One head slot of one state: the block is bytes to vLLM.
+        return dataclasses.replace(
+            spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,
+            state_content_bytes=self.kvcal_layer.block_bytes,
+        )  # fmt: skip
+
+    return get_kv_cache_spec

@@ -19,14 +19,11 @@ from vllm.distributed import (
     get_world_group,
 )
 
-from kvcal.engines.prefill import torch_flash
+from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
-from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.shard import HeadShard, require_equal_plans
-from kvcal.engines.support import require_no_prefixes, require_served
-from kvcal.engines.versions import require_version
+from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
 from kvcal.engines.vllm import BACKEND
-from kvcal.engines.vllm.flash import flash_attention
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -71,7 +68,6 @@ class Serving:
         self.scratch = Scratch(*most, self.device, flash)
         self._unbound = {layer.geometry.index for layer in plan.layers}
         self._allocated = 0
-        self._reported = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
 
     def bound(self, index: int, blocks: Tensor) -> None:
@@ -89,20 +85,6 @@ class Serving:
             )  # fmt: skip
             if self._allocated > WASTEFUL * predicted:
                 logger.warning("rings are larger than the pages of a block, and vLLM gives every block their bytes")
-
-    def report_errors(self) -> None:
-        """Log pages that could not be stored, once a kind. Waits for nothing: on CUDA an error is seen some steps
-        later."""
-        if self.device.type == "cuda":
-            if not hasattr(self, "_seen"):
-                self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            found = int(self._seen)
-            self._seen.copy_(self.scratch.error, non_blocking=True)
-        else:
-            found = int(self.scratch.error)
-        if found & ~self._reported:
-            self._reported |= found
-            logger.error("keys or values cannot be quantized: a page holds NaN, infinity, or has no room (%d)", found)
 
 
 _latest: Serving | None = None
@@ -172,3 +154,26 @@ def _served_model(config: VllmConfig) -> ServedModel:
         model.get_total_num_kv_heads(),
         model.get_head_size(),
     )
+
+
+def flash_attention() -> Flash:
+    """The FlashAttention that vLLM has built for this GPU, newer than torch's, for the parts of a prompt; torch's where
+    there is none. Called on CUDA alone."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    except ImportError:
+        return torch_flash
+    version = get_flash_attn_version()
+    if version is None:
+        return torch_flash
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        (tokens, past), ends = (q.shape[1], k.shape[1]), torch.arange(2, dtype=torch.int32, device=q.device)
+        out, lse = flash_attn_varlen_func(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), max_seqlen_q=tokens, cu_seqlens_q=ends * tokens,
+            max_seqlen_k=past, cu_seqlens_k=ends * past, softmax_scale=scale, causal=is_causal,
+            return_softmax_lse=True, fa_version=version,
+        )  # fmt: skip
+        return out.transpose(0, 1), lse
+
+    return attend
