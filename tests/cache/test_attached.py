@@ -29,8 +29,8 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import Format, num_pages
 
 # Every prompt goes on to where a page is packed or comes to be read: at 128, or at 384 and, behind a window of 9, 393.
-STEPS = {1: 140, 111: 27, 127: 8, 128: 8, 129: 8, 375: 20}
-RAGGED = (300, 130, 3)
+STEPS = {1: 140, 120: 18, 127: 2, 128: 2, 129: 2, 378: 16}
+RAGGED = (240, 118, 3)
 
 
 def decode(model, cache: PlanCache, ids: Tensor, prompt: int, mask: Tensor | None = None) -> Tensor:
@@ -50,8 +50,11 @@ def both(plan, ids: Tensor, prompt: int, mask: Tensor | None = None, heads: int 
     return found
 
 
-@pytest.mark.parametrize("prompt", STEPS)
-@pytest.mark.parametrize("name", [*FORMATS, *TRANSFORMED])
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [*((name, prompt) for name in (*FORMATS, *TRANSFORMED) for prompt in (120, 378)),
+     *(("queries", prompt) for prompt in (1, 127, 128, 129))],
+)  # fmt: skip
 def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt: int) -> None:
     plan = plan_for(name)
     ids = drifting_ids(2, prompt + STEPS[prompt])
@@ -65,50 +68,48 @@ def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_groups_of_query_heads(num_kv_heads: int) -> None:
     """8, 4 and 1 query heads for each KV head."""
-    for name in ("queries", "kitty", "rotated, feedback"):
-        ids = random_ids(2, 270)
-        (dynamic, expected), (static, found) = both(plan_for(name, num_kv_heads), ids, 100, heads=num_kv_heads)
+    for name in ("queries", "rotated, feedback"):
+        ids = random_ids(2, 138)
+        (dynamic, expected), (static, found) = both(plan_for(name, num_kv_heads), ids, 120, heads=num_kv_heads)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert assert_same_pages(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["kivi", "queries", "paged window"])
+@pytest.mark.parametrize(("name", "side"), [("kivi", "left"), ("queries", "right"), ("paged window", "left")])
 def test_ragged_batches(name: str, side: str) -> None:
-    """Padding is stored nowhere, and no step attends to it."""
+    """Padding is stored nowhere, and no step attends to it. A page fills in two rows at different steps."""
     width = max(RAGGED)
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in RAGGED], width, side)
-    ids = torch.cat([ids, random_ids(3, 130, seed=9)], dim=1).long()
-    mask = torch.nn.functional.pad(mask, (0, 130), value=1)
+    ids = torch.cat([ids, random_ids(3, 46, seed=9)], dim=1).long()
+    mask = torch.nn.functional.pad(mask, (0, 46), value=1)
     (dynamic, expected), (static, found) = both(plan_for(name), ids, width, mask)
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
-    assert static.lengths == [length + 130 for length in RAGGED]
+    assert static.lengths == [length + 46 for length in RAGGED]
     assert assert_same_pages(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("name", ["kivi", "queries", "16 bits"])
+@pytest.mark.parametrize("name", ["kivi", "queries"])
 def test_two_layers_agree_but_for_rounding(name: str) -> None:
     """Where a second layer's keys differ in the last bit, a code may change: then a logit by a quantization step."""
-    ids = random_ids(2, 280)
-    (_, expected), (static, found) = both(plan_for(name, num_layers=2), ids, 129, layers=2)
+    ids = random_ids(2, 150)
+    (_, expected), (static, found) = both(plan_for(name, num_layers=2), ids, 120, layers=2)
     difference = (found - expected).abs()
     assert difference.median() < 1e-5 and difference.max() < 1e-2 * expected.abs().max()
-    assert static.lengths == [280, 280]
+    assert static.lengths == [150, 150]
 
 
-@pytest.mark.parametrize("chunk", [None, 50, 81])  # 81 leaves one column to the last chunk
-@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty"])
+@pytest.mark.parametrize(("name", "chunk"), [("kitty", None), ("kivi", 81)])  # 81 leaves one column to the last chunk
 def test_generate_gives_the_same_tokens(name: str, chunk: int | None) -> None:
     model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in (244, 180, 3)], 244, "left")
-    options = {"max_new_tokens": 40, "do_sample": False, "prefill_chunk_size": chunk, "attention_mask": mask}
+    options = {"max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": chunk, "attention_mask": mask}
     expected = model.generate(ids.long(), past_key_values=PlanCache(plan, model.config, mask), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=300)
     with attached(model):
         found = model.generate(ids.long(), past_key_values=static, **options)
     assert torch.equal(found, expected)
-    assert static.lengths == [244 + 39, 180 + 39, 3 + 39]
+    assert static.lengths == [244 + 19, 180 + 19, 3 + 19]
 
 
 def test_beams_reorder_rows_in_place() -> None:
@@ -134,7 +135,7 @@ def test_families(name: str) -> None:
         with pytest.raises(UnsupportedModel, match=rf"static cache cannot hold layer \d: {reason}"):
             PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=40)
         return
-    options = {"max_new_tokens": 20, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     found = []
     for max_tokens in (None, 40):
         cache = PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=max_tokens)
@@ -155,25 +156,25 @@ def test_a_shared_attention_module_cannot_be_attached() -> None:
 
 def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:
     model, plan = tiny_llama(2, 2), plan_for("kitty", num_layers=2)
-    ids = random_ids(2, 200)
+    ids = random_ids(2, 140)
     backend = CompileCounter()
 
     def step(token: Tensor, position: Tensor, cache: PlanCache) -> Tensor:
         return model(token, position_ids=position, past_key_values=cache).logits
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    caches = [PlanCache(plan, model.config, max_tokens=200) for _ in range(2)]
+    caches = [PlanCache(plan, model.config, max_tokens=140) for _ in range(2)]
     with attached(model), torch.no_grad():
         expected = decode(model, caches[0], ids, 120)[:, 120:]
         feed(model, caches[1], ids[:, :120])
-        found = [compiled(ids[:, i : i + 1], torch.full((2, 1), i), caches[1]) for i in range(120, 200)]
+        found = [compiled(ids[:, i : i + 1], torch.full((2, 1), i), caches[1]) for i in range(120, 140)]
     assert torch.equal(torch.cat(found, dim=1), expected)
-    assert backend.frame_count == 1 and caches[1].lengths == [200, 200]
+    assert backend.frame_count == 1 and caches[1].lengths == [140, 140]
 
 
 def test_generate_compiles_the_step_by_itself() -> None:
     model, plan = tiny_llama(2, 2), plan_for("kivi", num_layers=2)
-    assert_generate_compiles_one_graph(model, plan, random_ids(2, 120), 40)
+    assert_generate_compiles_one_graph(model, plan, random_ids(2, 120), 12)
 
 
 def test_scaling_softcap_and_sinks_of_attention() -> None:

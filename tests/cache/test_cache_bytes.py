@@ -40,7 +40,7 @@ RECIPES = {
     if all(fmt.boost is None and fmt.lattice_dim is None and fmt.quantizer == "uniform" for fmt in formats)
 }
 PLANS = {name: llama_plan(*formats) for name, formats in RECIPES.items()}
-PLANS |= {f"{name}, bf16": llama_plan(*pair, cache_dtype="bfloat16") for name, pair in KINDS.items()}
+PLANS["windows, bf16"] = llama_plan(*KINDS["windows"], cache_dtype="bfloat16")
 PLANS["GQA 8"] = llama_plan(*SINKS_3, num_kv_heads=1, cache_dtype="float16")
 PLANS["GQA 1"] = llama_plan(*KINDS["sinks"], num_kv_heads=8)
 
@@ -75,8 +75,7 @@ def test_predicted_bytes_are_allocated(name):
         start = stop
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "side"), [("windows, bf16", "left"), ("GQA 8", "right"), ("GQA 1", "left")])
 def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
     """A prompt of 1000 columns in chunks that end at the token counts above, then 200 more tokens for each row."""
     plan = PLANS[name]
@@ -104,7 +103,7 @@ def test_bytes_are_exact_at_every_token_count(name: str) -> None:
     plan = llama_plan(*KINDS[name], num_kv_heads=4, num_layers=1)
     cache = PlanCache(plan, tiny_llama(4, 1).config)
     step = random_states(2, 4, 1)
-    for count in range(1, 420):
+    for count in range(1, 260):
         cache.update(step, step, 0)
         assert cache.nbytes == plan.nbytes([count, count]) == expected_bytes(plan, [count, count])
 
@@ -124,8 +123,7 @@ def tensors_reachable(root: object) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("formats", [KIVI_2, SINKS_3, (RAW, RAW)], ids=["kivi", "sinks", "raw"])
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("formats", "ragged"), [(KIVI_2, False), (SINKS_3, True), ((RAW, RAW), False)])
 def test_nothing_but_the_counted_bytes_is_held(formats, ragged):
     """No tensor reachable from the cache is beyond ``nbytes``: no full-precision copy, no mask, no larger base."""
     plan, model = llama_plan(*formats), tiny_llama()
@@ -166,8 +164,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(("name", "ragged"), [("16 bits", False), ("2 bits", True), ("Kitty", False)])
 def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragged, monkeypatch):
     """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many layers are
     packed in the step."""

@@ -30,7 +30,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.plan import RAW, SIDES, Format, Plan
 
-HEADS = 4
+HEADS, TOKENS = 2, 290
 PLANS = {name: llama_plan(*pair, num_kv_heads=HEADS, num_layers=1) for name, pair in KINDS.items()}
 PLANS_BF16 = {name: replace(plan, cache_dtype="bfloat16") for name, plan in PLANS.items()}
 
@@ -64,10 +64,10 @@ def records(cache: PlanCache) -> dict[tuple[str, int, int, int], bytes]:
 
 @pytest.mark.parametrize("plan", [*PLANS.values(), PLANS_BF16["sinks"]], ids=[*PLANS, "bf16"])
 def test_every_token_count_reads_what_the_oracle_says(plan):
-    keys, values = random_states(2, HEADS, 430, seed=1), random_states(2, HEADS, 430, seed=2)
+    keys, values = random_states(2, HEADS, TOKENS, seed=1), random_states(2, HEADS, TOKENS, seed=2)
     expected = {"k": oracle_of(plan, "k", keys), "v": oracle_of(plan, "v", values)}
     cache, written = empty_cache(plan), {}
-    for count in range(430):
+    for count in range(TOKENS):
         new = slice(count, count + 1)
         k, v = cache.update(keys[:, :, new], values[:, :, new], 0)
         assert torch.equal(k, torch.cat([stored(expected["k"], count), keys[:, :, new]], 2)), count
@@ -75,7 +75,7 @@ def test_every_token_count_reads_what_the_oracle_says(plan):
         now = records(cache)
         assert now.items() >= written.items(), f"a written page changed at token {count}"
         written = now
-    assert len(written) == 2 * 3 * 2 * HEADS
+    assert len(written) == 2 * 2 * 2 * HEADS
     for (side, row, head, page), record in written.items():
         oracle = expected[side][row][head]
         fmt = oracle.fmt
@@ -85,9 +85,9 @@ def test_every_token_count_reads_what_the_oracle_says(plan):
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("sizes", [(430,), (3, 127, 1, 299), (128, 128, 128, 46), (132, 1, 160, 137)])
+@pytest.mark.parametrize("sizes", [(3, 127, 1, 159), (128, 128, 34)])
 def test_a_chunk_reads_the_past_as_stored_and_itself_raw(sizes, name):
-    keys, values = random_states(2, HEADS, 430, seed=1), random_states(2, HEADS, 430, seed=2)
+    keys, values = random_states(2, HEADS, TOKENS, seed=1), random_states(2, HEADS, TOKENS, seed=2)
     expected = oracle_of(PLANS[name], "k", keys), oracle_of(PLANS[name], "v", values)
     cache, start = empty_cache(PLANS[name]), 0
     for size in [*sizes, 0]:
@@ -149,20 +149,19 @@ def test_tokens_to_next_page_counts_down_to_every_page(plan):
         cache.update(step, step, 0)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
 def test_16_bit_plan_equals_the_model_without_it(num_kv_heads):
-    """GQA 8, 4 and 1."""
+    """GQA 8 and 1."""
     model, ids = tiny_llama(num_kv_heads), random_ids(2, 300)
     plan = llama_plan(RAW, RAW, num_kv_heads)
     with torch.no_grad():
         exact = model(ids, use_cache=False).logits
-    for cuts in ((), (1, 127, 128, 129), (100, 257)):
+    for cuts in ((), (1, 127, 128, 129)):
         logits = feed(model, PlanCache(plan, model.config), ids, cuts)
         assert (logits - exact).abs().max() <= 2e-5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("side", "bad"), [("k", float("nan")), ("v", float("inf"))])
 def test_non_finite_activations_are_refused_when_their_page_is_packed(side, bad):
     plan = llama_plan(Format(2, "channel", 32), Format(2, "token", 32), num_layers=1)
     cache, good = empty_cache(plan), random_states(1, 2, 126)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_cases import (
-    KINDS,
     KIVI_2,
     SINKS_3,
     assert_exact_bytes,
@@ -22,7 +21,7 @@ from kvcal import PlanCache
 from kvcal.plan.plan import RAW
 
 RAW_PLAN = llama_plan(RAW, RAW)
-QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3), "windows": llama_plan(*KINDS["windows"])}
+QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3)}
 PROMPT = 244  # the next pages are full after 12 new tokens
 RAGGED = (244, 180, 3)
 
@@ -61,8 +60,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "ragged"), [("greedy", False), *((way, True) for way in WAYS)])
 def test_a_16_bit_plan_generates_what_the_model_does(way, ragged):
     inputs = ragged_prompt() if ragged else prompt()
     cache = plan_cache(RAW_PLAN, inputs if ragged else None)
@@ -72,12 +70,10 @@ def test_a_16_bit_plan_generates_what_the_model_does(way, ragged):
     assert_generated_bytes(cache, inputs, found.shape[0])
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", ["kivi", "windows"])
-def test_quantized_plans_generate_with_exact_bytes(plan, way, ragged):
+@pytest.mark.parametrize(("way", "ragged"), [("greedy", True), *((way, False) for way in WAYS)])
+def test_quantized_plans_generate_with_exact_bytes(way, ragged):
     inputs = ragged_prompt() if ragged else prompt()
-    cache = plan_cache(QUANTIZED[plan], inputs if ragged else None)
+    cache = plan_cache(QUANTIZED["kivi"], inputs if ragged else None)
     found = generate(cache, inputs, **WAYS[way])
     assert found.shape[1] == PROMPT + 24
     assert_generated_bytes(cache, inputs, found.shape[0])
@@ -107,38 +103,28 @@ def test_generated_rows_of_a_ragged_batch_equal_rows_alone(side):
         assert torch.equal(found[row, PROMPT:], alone[0, length:])
 
 
-def test_sampling_repeats_with_its_seed():
-    first, again, other = (
-        generate(plan_cache(QUANTIZED["kivi"]), prompt(), do_sample=True, temperature=1.5, seed=seed)
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
 def repetitive_prompt() -> dict[str, torch.Tensor]:
     ids = random_ids(1, 20).repeat(1, 13)[:, :PROMPT]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("draft", [3, 10])
-def test_prompt_lookup_with_a_16_bit_plan_is_greedy_decoding(draft):
+def test_prompt_lookup_with_a_16_bit_plan_is_greedy_decoding():
     inputs, cache = repetitive_prompt(), plan_cache(RAW_PLAN)
-    found = generate(cache, inputs, new_tokens=40, prompt_lookup_num_tokens=draft)
+    found = generate(cache, inputs, new_tokens=40, prompt_lookup_num_tokens=10)
     assert torch.equal(found, generate(native_cache(), inputs, new_tokens=40))
     assert_exact_bytes(cache, [cache.get_seq_length()])
     assert PROMPT + 38 <= cache.get_seq_length() <= PROMPT + 40
 
 
-@pytest.mark.parametrize("plan", QUANTIZED)
-def test_prompt_lookup_with_quantized_plans(plan, monkeypatch):
+def test_prompt_lookup_with_a_quantized_plan(monkeypatch):
     """Tokens are rejected, before and after pages fill; bytes are exact after every crop."""
     crops = checked_crops(monkeypatch)
-    cache = plan_cache(QUANTIZED[plan])
+    cache = plan_cache(QUANTIZED["sinks"])
     found = generate(cache, repetitive_prompt(), new_tokens=90, prompt_lookup_num_tokens=5)
     assert found.shape[1] == PROMPT + 90
     assert min(crops) < 0  # some drafts were rejected
-    for formats in zip(QUANTIZED[plan].layers[0].k, QUANTIZED[plan].layers[0].v, strict=True):
-        assert any(fmt.pages_read(PROMPT + 89) > fmt.pages_read(PROMPT) for fmt in formats)  # and pages came to be read
+    (fmt,) = QUANTIZED["sinks"].layers[0].k
+    assert fmt.pages_read(PROMPT + 89) > fmt.pages_read(PROMPT)  # and pages came to be read
 
 
 def test_reset_and_reuse_generate_the_same_again():

@@ -23,7 +23,7 @@ from cache_cases import (
 
 from kvcal import Plan, PlanCache
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.plan.plan import RAW, SIDES, Format
+from kvcal.plan.plan import SIDES, Format
 
 HEADS = 4
 PLAN = llama_plan(KINDS["windows"][0], KINDS["sinks"][1], num_kv_heads=HEADS, num_layers=1)
@@ -49,8 +49,7 @@ def filled(plan: Plan, tokens: int, batch: int = 1, seed: int = 0) -> PlanCache:
     return cache
 
 
-@pytest.mark.parametrize("cuts", [(300,), (1, 170, 100, 29), (299, 1)])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "cuts"), [("left", (1, 170, 100, 29)), ("right", (299, 1))])
 def test_padded_rows_equal_rows_alone_and_padding_is_ignored(side, cuts):
     """Rows of 300, 1, 129, 0 and 129 tokens, NaN in every padded column, then 150 tokens more for each."""
     prompts = [random_states(1, HEADS, length, seed=length)[0] for length in LENGTHS]
@@ -76,8 +75,7 @@ def test_padded_rows_equal_rows_alone_and_padding_is_ignored(side, cuts):
             assert not together[row][:, ~columns].any()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("formats", [KIVI_2, SINKS_3, (RAW, RAW)], ids=["kivi", "sinks", "raw"])
+@pytest.mark.parametrize(("formats", "side"), [(KIVI_2, "left"), (SINKS_3, "right")], ids=["kivi", "sinks"])
 def test_logits_of_padded_rows_equal_those_of_rows_alone(formats, side):
     model, plan = tiny_llama(), llama_plan(*formats)
     prompts = [random_ids(1, length, seed=length)[0] for length in (40, 200, 131)]
@@ -164,8 +162,11 @@ def test_selecting_rows_of_an_empty_cache_does_nothing():
     assert cache.nbytes == 0 and cache.lengths == []
 
 
-@pytest.mark.parametrize("kept", [419, 390, 385, 384, 383, 300, 257, 256, 255, 130, 128, 5, 4, 3, 1])
-@pytest.mark.parametrize("name", [*KINDS, "no window"])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [*((name, kept) for name in (*KINDS, "no window") for kept in (385, 255, 4)),
+     *(("windows", kept) for kept in (419, 384, 383, 257, 256, 128, 1))],
+)  # fmt: skip
 def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept):
     """Into the ring or into a page: what comes back into the ring is raw where the ring still has it, else as
     decoded."""
@@ -185,12 +186,7 @@ def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept)
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda cache: cache.crop(-5),
-        lambda cache: cache.crop(-100),
-        lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
-        lambda cache: cache.batch_select_indices(torch.tensor([1])),
-    ],
+    [lambda cache: cache.crop(-100), lambda cache: cache.batch_select_indices(torch.tensor([1]))],
 )
 def test_a_decoded_copy_follows(change):
     """Pages that are decoded once, and again once rows or tokens have gone."""
@@ -248,7 +244,7 @@ def filled_alone(prompt: torch.Tensor, more: torch.Tensor, kept: int) -> tuple[t
     return read(single)
 
 
-@pytest.mark.parametrize("kept", [450, 310, 300, 299])
+@pytest.mark.parametrize("kept", [450, 299])
 def test_crop_of_a_ragged_batch(kept):
     lengths = (300, 140, 7)
     states, mask = padded([random_states(1, HEADS, n, seed=n)[0] for n in lengths], 300, "left", math.nan)

@@ -82,16 +82,16 @@ def history(fmt: Format, written: int, now: int) -> tuple[int, ...]:
     return tuple(b for b in (16, 8, 4, 2, 1) if fmt.bits_at(now) <= b <= fmt.bits_at(written))
 
 
-@pytest.mark.parametrize("kind", SHIFTS)
+@pytest.mark.parametrize("kind", ["equivalent", "modified"])
 def test_every_page_reads_as_its_chain_of_shifts(kind):
     """Single steps; pages are written at 16, 8, 4 and 2 bits and meet some, all or none of the shifts."""
-    plan = fixed((200, 390, 600), (300, 300, 410, 610), shift=kind)
-    states = random_states(1, 2, 660)
+    plan = fixed((200, 390, 400), (300, 300, 392, 402), shift=kind)
+    states = random_states(1, 2, 410)
     cache, shapes = empty_cache(plan), []
-    for count in range(660):
+    for count in range(410):
         update_all(cache, states[:, :, count : count + 1])
         shapes.append({side: tuple(tensor.shape) for side, tensor in pages(cache).items()})
-        if count + 1 not in (200, 389, 390, 660):
+        if count + 1 not in (200, 389, 390, 410):
             continue
         found = dict(zip(SIDES, cache.update(states[:, :, :0], states[:, :, :0], 0), strict=True))
         for side, sign in (("k", 1), ("v", -1)):
@@ -137,11 +137,10 @@ def test_bytes_are_predicted_and_within_the_budget_at_every_token_count(batch, d
     assert all(paged.num_bits == paged.format.num_bits for layer in cache.layers for paged in layer.parts)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_ragged_batches_shrink_with_their_longest_sequence(side):
+def test_ragged_batches_shrink_with_their_longest_sequence():
     plan, budget = scheduled(K_2, V_2, 3)
     rows = [random_states(1, 2, length, seed=length)[0] for length in (444, 260, 1)]
-    states, mask = padded(rows, 444, side)
+    states, mask = padded(rows, 444, "left")
     cache, start = empty_cache(plan, mask), 0
     for stop in (1, 127, 300, 301, 444):
         update_all(cache, states[:, :, start:stop])
@@ -157,30 +156,29 @@ def test_ragged_batches_shrink_with_their_longest_sequence(side):
 
 def test_chunks_cut_at_events_equal_single_steps():
     """Even by the shift that is not what quantizing once would give."""
-    plan = fixed((200, 390, 600), (300, 300, 410), shift="modified")
-    states = random_states(2, 2, 660)
+    plan = fixed((200, 390, 400), (300, 300, 396), shift="modified")
+    states = random_states(2, 2, 420)
     chunked, stepped = empty_cache(plan), empty_cache(plan)
     start, cuts = 0, []
-    while start < 660:
-        stop = min(660, start + chunked.tokens_to_next_page())
+    while start < 420:
+        stop = min(420, start + chunked.tokens_to_next_page())
         update_all(chunked, states[:, :, start:stop])
         cuts.append(stop)
         start = stop
-    for count in range(660):
+    for count in range(420):
         update_all(stepped, states[:, :, count : count + 1])
-    assert {200, 300, 390, 410, 600} <= set(cuts) and len(cuts) < 20
+    assert {200, 300, 390, 396, 400} <= set(cuts) and len(cuts) < 20
     assert all(torch.equal(pages(chunked)[side], pages(stepped)[side]) for side in SIDES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_of_transformed_keys_are_transformed_when_they_leave_16_bits(dtype):
+def test_pages_of_transformed_keys_are_transformed_when_they_leave_16_bits():
     """λ and offset: the 16-bit page holds K as it came, and the chain starts from (K - offset) / λ in fp32."""
     generator = torch.Generator().manual_seed(0)
     rescale, offset = (torch.rand(2, HEAD_DIM, generator=generator) + 0.5 for _ in range(2))
     plain = fixed((200, 201, 202), (200, 201, 202))
     layers = (dataclasses.replace(plain.layers[0], k_rescale=True, k_offset=True),)
     tensors = {"layers.0.k_rescale": rescale, "layers.0.k_offset": offset}
-    plan = dataclasses.replace(plain, cache_dtype=dtype, layers=layers, tensors=tensors)
+    plan = dataclasses.replace(plain, cache_dtype="bfloat16", layers=layers, tensors=tensors)
     states = random_states(1, 2, 202)
     cache = empty_cache(plan)
     update_all(cache, states[:, :, :199])

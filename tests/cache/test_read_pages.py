@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -75,7 +74,6 @@ def held_pages(plan: Plan, loaded: LoadedModel, replay: Replay) -> dict[tuple[in
 
 WINDOWS = {
     "no window": {},
-    "sinks": {"num_sink_tokens": 5},
     "sinks and a window": {"num_sink_tokens": 3, "recent_window": 100},
     "a window that jumps": {"window_rule": WindowRule("paged", 0.4, 300)},
     "a window that grows": {"window_rule": WindowRule("clamped", 0.3, 300)},
@@ -83,9 +81,8 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("score", ["query_range", "magnitude"])
-def test_pages_of_boosted_keys_are_what_decoding_packs(window: str, score, monkeypatch: pytest.MonkeyPatch) -> None:
-    k = Format(2, "channel", 32, boost=replace(BOOST, score=score), **WINDOWS[window])
+def test_pages_of_boosted_keys_are_what_decoding_packs(window: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    k = Format(2, "channel", 32, boost=BOOST, **WINDOWS[window])
     compare(monkeypatch, k, Format(2, "token", 32, **WINDOWS[window]))
 
 

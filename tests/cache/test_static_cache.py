@@ -32,8 +32,9 @@ def served(cache: PlanCache, ids: Tensor, cuts=(), mask: Tensor | None = None, l
         return feed(tiny_llama(2, layers), cache, ids, cuts, mask)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 127, 128, 129, 500, 1000])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "max_tokens"), [*((name, 500) for name in ALL), *(("queries", n) for n in (1, 127, 128, 129))]
+)
 def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int) -> None:
     plan = plan_for(name, num_layers=2)
     cache = static_cache(plan, max_tokens, layers=2)
@@ -60,11 +61,13 @@ def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
 
 
 # On, before and behind the boundaries of pages, and of windows of 9 (137, 265) and of 33 (161, 289), too.
-CUTS = [(128,), (127, 128), (1, 129), (64, 256), (50, 100, 150, 200, 250, 300), (137, 265), (161, 289)]
+CUTS = [(1, 129), (50, 100, 150, 200, 250, 300), (265,)]
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [*((name, (127, 128, 137, 161, 256, 289)) for name in ALL), *(("queries", cuts) for cuts in CUTS)],
+)
 def test_prompts_in_chunks_are_those_of_the_dynamic_cache(name: str, cuts: tuple[int, ...]) -> None:
     plan, ids = plan_for(name), drifting_ids(2, 384)
     dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 384)
@@ -81,7 +84,7 @@ def test_ragged_prompts_in_chunks_that_end_within_padding() -> None:
     ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (300, 130, 3)], 300, "left")
     ids = torch.cat([ids, random_ids(3, 60)], dim=1).long()
     mask = torch.nn.functional.pad(mask, (0, 60), value=1)
-    for cuts in ((170, 171, 298, 299, 300), (299,), (1, 2, 3, 300, 301)):
+    for cuts in ((1, 170, 171, 298, 299, 300, 301), (299,)):
         dynamic = PlanCache(plan, tiny_llama(2, 1).config, mask[:, :300])
         static = static_cache(plan, 360, mask[:, :300])
         with listened(2, 1, plan):
@@ -92,20 +95,19 @@ def test_ragged_prompts_in_chunks_that_end_within_padding() -> None:
         assert static.lengths == [360, 190, 63]
 
 
-@pytest.mark.parametrize("name", ["kivi", "queries"])
-def test_memory_stays_where_it_is(name: str) -> None:
-    cache = static_cache(plan_for(name), 300)
+def test_memory_stays_where_it_is() -> None:
+    cache = static_cache(plan_for("queries"), 300)
     cache.allocate(2, "cpu")
     state = cache.static
     held = [*(tensor for layer in cache.paged_layers for tensor in layer.tensors), state.lengths, state.columns]
     before = [tensor.data_ptr() for tensor in held]
-    served(cache, random_ids(2, 270), (120, *range(121, 270)))
+    served(cache, random_ids(2, 140), (120, *range(121, 140)))
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-1)
     length = cache.get_seq_length()
     assert cache.get_max_length() == 300
     cache.reset()
-    assert isinstance(length, Tensor) and int(length) == 269  # what was asked for does not move with the cache
+    assert isinstance(length, Tensor) and int(length) == 139  # what was asked for does not move with the cache
     served(cache, random_ids(2, 130))
     after = [*(tensor for layer in cache.paged_layers for tensor in layer.tensors), state.lengths, state.columns]
     assert [tensor.data_ptr() for tensor in after] == before
@@ -113,17 +115,16 @@ def test_memory_stays_where_it_is(name: str) -> None:
     with pytest.raises(UsageError, match="is allocated already"):
         cache.allocate(2, "cpu")
     with pytest.raises(UsageError, match=r"allocate\(\) is for static caches"):
-        PlanCache(plan_for(name), tiny_llama(2, 1).config).allocate(2, "cpu")
+        PlanCache(plan_for("queries"), tiny_llama(2, 1).config).allocate(2, "cpu")
 
 
-@pytest.mark.parametrize("name", ["kivi", "queries"])
-def test_reset_and_reuse(name: str) -> None:
-    plan, ids = plan_for(name), random_ids(2, 280, seed=3)
+def test_reset_and_reuse() -> None:
+    plan, ids = plan_for("queries"), random_ids(2, 270, seed=3)
     fresh, used = static_cache(plan, 300), static_cache(plan, 300)
-    served(used, random_ids(2, 300, seed=5), (200, *range(201, 300)))
+    served(used, random_ids(2, 300, seed=5), (280, *range(281, 300)))
     used.reset()
     assert used.lengths == [] or used.lengths == [0, 0]
-    cuts = (200, *range(201, 280))
+    cuts = (250, *range(251, 270))
     assert torch.equal(served(used, ids, cuts), served(fresh, ids, cuts))
     rows, mask = padded([random_ids(1, n, seed=n)[0] for n in (150, 90)], 150, "left")
     used.reset(mask)
@@ -136,11 +137,11 @@ def test_reset_and_reuse(name: str) -> None:
 def test_rows_change_places() -> None:
     plan, order = plan_for("queries"), torch.tensor([2, 0, 0])
     swapped, alike = static_cache(plan, 300), static_cache(plan, 300)
-    prompt, rest = random_qkv(3, 2, 150), random_qkv(3, 2, 130, seed=8)
+    prompt, rest = random_qkv(3, 2, 240), random_qkv(3, 2, 20, seed=8)
     attended(swapped, *prompt)
     swapped.reorder_cache(order)
     attended(alike, *(x[order] for x in prompt))
-    found, expected = (attended(cache, *rest, range(1, 130)) for cache in (swapped, alike))
+    found, expected = (attended(cache, *rest, range(1, 20)) for cache in (swapped, alike))
     assert torch.equal(found, expected)
     swapped.batch_select_indices(torch.tensor([1, 2, 0]))
     for wrong in (lambda: swapped.batch_repeat_interleave(2), lambda: swapped.batch_select_indices(torch.tensor([0]))):
@@ -149,8 +150,11 @@ def test_rows_change_places() -> None:
         assert "without max_tokens" in str(error.value.hint)
 
 
-@pytest.mark.parametrize("kept", [259, 256, 255, 140, 128, 127, 3])
-@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", *TRANSFORMED])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [*((name, 140) for name in ("uniform", "kivi", "queries", "paged window", *TRANSFORMED)),
+     *(("kitty", kept) for kept in (259, 256, 255, 128, 3))],
+)  # fmt: skip
 def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, kept: int) -> None:
     """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last bit."""
     plan, given, more = plan_for(name), random_qkv(2, 2, 260), random_qkv(2, 2, 150, seed=4)
@@ -182,7 +186,7 @@ def test_tokens_of_the_ring_can_be_removed() -> None:
 
 
 def test_removed_queries_stay_counted_as_in_the_dynamic_cache() -> None:
-    plan, ids = plan_for("queries"), random_ids(2, 240)
+    plan, ids = plan_for("queries"), random_ids(2, 190)
     dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 300)
     with listened(2, 1, plan):
         feed(tiny_llama(2, 1), dynamic, ids[:, :100])
@@ -191,8 +195,8 @@ def test_removed_queries_stay_counted_as_in_the_dynamic_cache() -> None:
         cache.crop(-30)
     assert assert_same_pages(static, dynamic) == 0
     with listened(2, 1, plan):
-        feed(tiny_llama(2, 1), dynamic, ids[:, 100:], range(1, 140))
-    served(static, ids[:, 100:], range(1, 140))
+        feed(tiny_llama(2, 1), dynamic, ids[:, 100:], range(50, 90))
+    served(static, ids[:, 100:], range(50, 90))
     assert assert_same_pages(static, dynamic) > 0
 
 
@@ -320,7 +324,7 @@ def test_a_variant_is_its_number() -> None:
     assert variants[0] == variants[3] and len({variant.number for variant in variants}) == 3
 
 
-@pytest.mark.parametrize("name", ["queries", "clamped window", "transformed", "rotated", "16 bits"])
+@pytest.mark.parametrize("name", ["queries", "rotated, feedback"])
 def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)

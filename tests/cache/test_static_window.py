@@ -31,12 +31,7 @@ from kvcal.plan.plan import Workload
 
 FAMILIES = ("gemma3", "gpt_oss", "mistral_all_sliding")
 RAGGED = (20, 3, 9)
-CUTS = [
-    range(20, 60),
-    (3, 4, 11, 20, *range(21, 60)),
-    (5, 6, 19, 20, 27, 28, 40, *range(41, 60)),
-    (1, 2, 3, 20, 33),
-]
+CUTS = [(3, 4, 11, 20, *range(21, 42)), (5, 6, 19, 20, 27, 28), (1, 2, 3, 20, 33)]
 
 
 def two_bits(name: str) -> Plan:
@@ -53,7 +48,7 @@ def both(name: str, plan: Plan, ids: Tensor, cuts, mask: Tensor, prompt: int):
     return found
 
 
-def ragged(new: int = 40) -> tuple[Tensor, Tensor]:
+def ragged(new: int = 22) -> tuple[Tensor, Tensor]:
     ids, mask = padded([random_ids(1, n, seed=n)[0] for n in RAGGED], max(RAGGED), "left")
     ids = torch.cat([ids, random_ids(len(RAGGED), new)], dim=1).long()
     return ids, torch.nn.functional.pad(mask, (0, new), value=1)
@@ -87,9 +82,9 @@ def test_ragged_prompts_chunks_and_steps_are_those_of_the_dynamic_cache(name: st
     ids, mask = ragged()
     (dynamic, expected), (static, found) = both(name, model_plan(built(name)), ids, cuts, mask, prompt=20)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
-    assert assert_same_windows(static, dynamic, exact=cuts == CUTS[3]) > 0
-    assert static.lengths == [60, 43, 49]
-    assert static.nbytes == static.plan.nbytes([60] * 3)
+    assert assert_same_windows(static, dynamic, exact=cuts == CUTS[2]) > 0
+    assert static.lengths == [42, 25, 31]
+    assert static.nbytes == static.plan.nbytes([42] * 3)
 
 
 @pytest.mark.parametrize("cuts", [(50, 129, 130, 200, 300), (7, 128, 256)])
@@ -102,8 +97,7 @@ def test_chunks_of_long_prompts_beside_packed_pages(name: str, cuts: tuple[int, 
     assert assert_same_windows(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("window", [2, 3, 17, 64, 65])
-@pytest.mark.parametrize("max_tokens", [40, 64, 65, 100])
+@pytest.mark.parametrize(("window", "max_tokens"), [(2, 20), (3, 5), (17, 40), (64, 40), (64, 64), (64, 65), (65, 100)])
 def test_windows_and_rooms_of_any_size(window: int, max_tokens: int) -> None:
     model = windowed(window)
     plan, ids = model_plan(model), random_ids(2, min(max_tokens, 80))
@@ -165,7 +159,7 @@ def slid_plan(window: int, dim: int, num_layers: int = 1) -> Plan:
 def test_generate_gives_the_tokens_of_the_models_own_cache(name: str) -> None:
     model, plan = built(name), model_plan(built(name))
     ids, mask = ragged(0)
-    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=60)
     with attached(model):
@@ -178,7 +172,7 @@ def test_generate_gives_the_tokens_of_the_models_own_cache(name: str) -> None:
 
 def test_beams_reorder_rings() -> None:
     model, ids = built("gemma3"), random_ids(2, 15)
-    options = {"max_new_tokens": 25, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False, "eos_token_id": None}
     options["attention_mask"] = torch.ones_like(ids)
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     static = PlanCache(model_plan(model), model.config, max_tokens=40)
@@ -186,10 +180,9 @@ def test_beams_reorder_rings() -> None:
         assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_compiles_into_one_graph(name: str) -> None:
-    model = built(name)
-    assert_generate_compiles_one_graph(model, model_plan(model), random_ids(2, 9), 30)
+def test_a_step_compiles_into_one_graph() -> None:
+    model = built("gemma3")
+    assert_generate_compiles_one_graph(model, model_plan(model), random_ids(2, 9), 8)
 
 
 def test_memory_stays_where_it_is_and_is_used_again() -> None:
@@ -198,9 +191,9 @@ def test_memory_stays_where_it_is_and_is_used_again() -> None:
     used.allocate(2, "cpu")
     before = [tensor.data_ptr() for layer in used.paged_layers for tensor in layer.tensors]
     with attached(model):
-        feed(model, used, random_ids(2, 220, seed=3), range(100, 220))
+        feed(model, used, random_ids(2, 220, seed=3), range(200, 220))
         used.reset()
-        found, expected = (feed(model, cache, ids, range(150, 200)) for cache in (used, fresh))
+        found, expected = (feed(model, cache, ids, range(185, 200)) for cache in (used, fresh))
         assert torch.equal(found, expected)
         order = torch.tensor([1, 0])
         used.reorder_cache(order)
@@ -271,13 +264,11 @@ def test_the_kernels_take_windows_of_their_head_sizes() -> None:
     assert not list(refusals(fine, "bfloat16")) and len(list(refusals(odd, "float32"))) == 2
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
-def test_the_kernels_compile(capability: tuple[int, int]) -> None:
-    arch = f"sm_{capability[0]}{capability[1]}"
-    found = resources(cubin("window", {}, arch))["append_window"]
+def test_the_kernels_compile() -> None:
+    found = resources(cubin("window", {}))["append_window"]
     assert found.local_bytes == 0 and found.static_shared_bytes == 0
     variant = window_variant(AttentionGeometry(0, 64, 8, 64, 64, 128), 127, "bfloat16")
-    found = resources(cubin("decode", decode_defines(variant, "bfloat16", True, capability), arch))["decode"]
+    found = resources(cubin("decode", decode_defines(variant, "bfloat16", True, (9, 0))))["decode"]
     assert found.local_bytes <= 256
 
 

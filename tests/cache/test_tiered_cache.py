@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +11,11 @@ from cache_cases import (
     HEAD_DIM,
     after_crop,
     assert_exact_bytes,
-    attended,
     feed,
     llama_plan,
     padded,
     plan_of,
     random_ids,
-    random_qkv,
     random_states,
     tiny_llama,
 )
@@ -28,7 +25,7 @@ from static_cases import pages_of
 from tier_oracle import OraclePage, channel_bits, record_bytes
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, attached, load_plan, save_plan
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry
 from kvcal.pages.scores import channel_scores
@@ -36,8 +33,8 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.recipe_files import load_recipe
 
-TOKENS = (1, 63, 127, 128, 129, 1000)
-HEADS = 4
+TOKENS = (1, 127, 128, 129, 1000)
+HEADS = 2
 GQA = {1: 8, 4: 2, 8: 1}  # query heads per KV head -> KV heads of the tiny model
 
 
@@ -109,12 +106,9 @@ def test_heads_of_128_take_the_bits_of_the_paper(formats, record, bits):
 @pytest.mark.parametrize(
     ("name", "group", "cache_dtype"),
     [
-        ("kitty", 1, "bfloat16"),
-        ("kitty", 4, "float32"),
         ("kitty", 8, "float16"),
         ("kitty-pro", 4, "bfloat16"),
         ("three tiers", 4, "bfloat16"),
-        ("three tiers", 8, "float32"),
         ("base 4", 1, "float32"),
     ],
 )
@@ -128,27 +122,6 @@ def test_predicted_bytes_are_allocated(name, group, cache_dtype):
         assert_exact_bytes(cache, [stop])
         assert cache.nbytes == bytes_by_hand(plan, [stop])
         start = stop
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["kitty", "three tiers"])
-def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
-    plan = plan_with(name)
-    states, mask = padded([random_states(1, 2, length)[0] for length in (1000, 129, 1)], 1000, side)
-    cache, start = PlanCache(plan, tiny_llama().config, attention_mask=mask), 0
-    for stop in TOKENS:
-        for layer in range(2):
-            cache.update(states[:, :, start:stop], states[:, :, start:stop], layer)
-        lengths = mask[:, :stop].sum(1).tolist()
-        assert_exact_bytes(cache, lengths, stop)
-        assert cache.nbytes == bytes_by_hand(plan, lengths)
-        start = stop
-    more = random_states(3, 2, 200, seed=1)
-    for part in more.split([1, 126, 73], dim=2):
-        for layer in range(2):
-            cache.update(part, part, layer)
-    assert_exact_bytes(cache, [1200, 329, 201], 1200)
-    assert cache.nbytes == bytes_by_hand(plan, [1200, 329, 201])
 
 
 class Contents:
@@ -182,8 +155,9 @@ class Contents:
         return out
 
 
-@pytest.mark.parametrize("name", BOOSTED)
-@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"), [("three tiers", "bfloat16"), ("4 bits", "float32"), ("kitty", "bfloat16")]
+)
 def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype, name):
     """Sinks and ring are raw, and pages are what the oracle makes of their tokens; token by token where one fills."""
     plan = replace(BOOSTED[name], cache_dtype=cache_dtype)
@@ -202,7 +176,7 @@ def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype, name):
     assert written == 2 * 2 * HEADS
 
 
-@pytest.mark.parametrize("sizes", [(300,), (3, 127, 1, 169), (160, 140)])
+@pytest.mark.parametrize("sizes", [(300,), (3, 127, 1, 169)])
 def test_chunks_write_the_pages_of_single_steps(sizes):
     plan, keys = BOOSTED["three tiers"], random_states(2, HEADS, 300, seed=1)
     contents, cache = Contents(plan, keys), PlanCache(plan, tiny_llama(HEADS, 1).config)
@@ -231,17 +205,17 @@ def test_rows_of_a_ragged_batch_are_rows_alone(side):
         assert alone.nbytes == plan.nbytes([row.shape[1] + 150])
 
 
-@pytest.mark.parametrize(("name", "group"), [("kitty", 1), ("kitty", 4), ("kitty", 8), ("three tiers", 4)])
+@pytest.mark.parametrize(("name", "group"), [("kitty", 8), ("three tiers", 4)])
 def test_generate_keeps_bytes_exact_and_rows_apart(name, group):
     """Pages fill while a ragged batch is generated; every row writes what it would write alone."""
     heads, lengths, width = GQA[group], (250, 120, 9), 250
     plan, model = plan_with(name, heads), tiny_llama(heads)
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], width, "left")
     cache = PlanCache(plan, model.config, attention_mask=mask)
-    options = {"do_sample": False, "max_new_tokens": 50}
+    options = {"do_sample": False, "max_new_tokens": 20}
     found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
-    assert_exact_bytes(cache, [length + 49 for length in lengths], width + 49)
-    assert [num_pages(length + 49) - num_pages(length) for length in lengths] == [1, 1, 0]
+    assert_exact_bytes(cache, [length + 19 for length in lengths], width + 19)
+    assert [num_pages(length + 19) - num_pages(length) for length in lengths] == [1, 1, 0]
     for row, length in enumerate(lengths):
         alone = ids[row : row + 1, width - length :]
         expected = model.generate(
@@ -253,7 +227,7 @@ def test_generate_keeps_bytes_exact_and_rows_apart(name, group):
         assert torch.equal(found[row, width:], expected[0, length:])
 
 
-@pytest.mark.parametrize("kept", [299, 257, 256, 255, 160, 159, 128, 127, 100, 32, 1])
+@pytest.mark.parametrize("kept", [299, 255, 159, 32])
 @pytest.mark.parametrize("plan", BOOSTED.values(), ids=BOOSTED)
 def test_crop_keeps_what_was_read_or_was_there(kept, plan):
     """Into the ring, into pages and into the sinks: what a page no longer serves is raw where the ring has it."""
@@ -267,41 +241,6 @@ def test_crop_keeps_what_was_read_or_was_there(kept, plan):
         assert torch.equal(now, after_crop(plan, side, then, states, kept))
     cache.update(states, states, 0)
     assert_exact_bytes(cache, [kept + 300] * 2)
-
-
-def test_rows_are_selected_with_their_pages():
-    lengths = (300, 170, 40)
-    states, mask = padded([random_states(1, HEADS, n, seed=n)[0] for n in lengths], 300, "left")
-    nothing = states[:, :, :0]
-    cache = PlanCache(BOOSTED["4 bits"], tiny_llama(HEADS, 1).config, attention_mask=mask)
-    cache.update(states, states, 0)
-    before = cache.update(nothing, nothing, 0)
-    rows = [2, 0, 0]
-    cache.batch_select_indices(torch.tensor(rows))
-    assert_exact_bytes(cache, [lengths[row] for row in rows], 300)
-    for now, then in zip(cache.update(nothing, nothing, 0), before, strict=True):
-        assert torch.equal(now, then[rows])
-
-
-def test_more_boosted_channels_leave_less_error():
-    """All of them are a plain 4-bit cache; none a plain 2-bit one."""
-    keys, config = random_states(2, 2, 300, seed=3), tiny_llama(2, 1).config
-
-    def read(fmt: Format) -> Tensor:
-        cache = PlanCache(llama_plan(fmt, V, num_layers=1), config)
-        for part in (keys, keys[:, :, :1]):
-            found, _ = cache.update(part, part, 0)
-        return found[:, :, :300]
-
-    plain = {bits: read(Format(bits, "channel", 64, 8)) for bits in (2, 4)}
-    by_share = [
-        read(boosted("variance", Tier(4, share), group_size=64, num_sink_tokens=8))
-        for share in (0.125, 0.25, 0.5, 0.75, 1.0)
-    ]
-    assert torch.equal(by_share[-1], plain[4])
-    errors = [(found - keys).square().sum().item() for found in (plain[2], *by_share)]
-    assert errors == sorted(errors, reverse=True) and len(set(errors)) == 6
-    assert errors[1] < 0.2 * errors[0]  # one channel of the eight is the outlier
 
 
 @pytest.mark.parametrize("score", ["query_range", "running_query_range"])
@@ -341,36 +280,18 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_al
     assert {row for row, bits in chosen if bits[1] == 16} == {0}  # the channel that only row 0's queries look at
 
 
-@pytest.mark.parametrize("score", ["query_range", "running_query_range", "query_magnitude"])
-def test_query_scores_generate_when_the_model_is_heard(score):
-    plan = llama_plan(boosted(score, Tier(4, 0.25)), V)
+def test_query_scores_generate_when_the_model_is_heard():
+    plan = llama_plan(boosted("query_range", Tier(4, 0.25)), V)
     model, lengths = tiny_llama(), (150, 120)
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], 150, "left")
     cache = PlanCache(plan, model.config, attention_mask=mask)
-    options = {"do_sample": False, "max_new_tokens": 60}
+    options = {"do_sample": False, "max_new_tokens": 12}
     with attached(model):
         model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
-    assert_exact_bytes(cache, [209, 179], 209)
+    assert_exact_bytes(cache, [161, 131], 161)
     deaf = PlanCache(plan, model.config)
     with pytest.raises(UsageError, match="needs the queries of its tokens, which it was not given"):
         model.generate(input_ids=ids[:1], past_key_values=deaf, **options)
-
-
-def test_chunks_cut_at_pages_equal_single_steps():
-    plan, given = plan_with("kitty", num_layers=1), random_qkv(2, 2, 200)
-    chunked, stepped, exact = (
-        PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, llama_plan(RAW, RAW, num_layers=1))
-    )
-    by_step = attended(stepped, *given, range(120, 200))  # no page is read before 128
-    torch.testing.assert_close(attended(chunked, *given, None), by_step, atol=1e-4, rtol=1e-4)
-    assert (by_step - attended(exact, *given)).abs().max() > 1e-2  # quantization is really there
-
-
-def test_a_boosted_plan_survives_its_file(tmp_path: Path):
-    plan = llama_plan(QUERY, V)
-    save_plan(plan, tmp_path / "plan.safetensors")
-    loaded = load_plan(tmp_path / "plan.safetensors")
-    assert loaded.layers == plan.layers and loaded.nbytes([999]) == plan.nbytes([999])
 
 
 def test_boosts_that_cannot_be_stored_are_refused():

@@ -26,7 +26,7 @@ LENGTH = 410
 
 
 def plans() -> dict[str, Plan]:
-    found = {name: staged_plan(*counts) for name, counts in SCHEDULES.items()}
+    found = {name: staged_plan(*SCHEDULES[name]) for name in ("with the pages", "two at once", "from the start")}
     found |= {f"{shift} shift": staged_plan(*SCHEDULES["two at once"], shift) for shift in SHIFTS[1:]}
     return found | {"transformed": transformed(staged_plan(*SCHEDULES["unlike"])), "mixed": mixed_plan()}
 
@@ -42,34 +42,32 @@ def test_every_step_stores_and_reads_what_the_dynamic_cache_does(name: str) -> N
     static.allocate(3, "cpu")
     starts = {at for layer in plan.layers for f in (*layer.k, *layer.v) for at in f.shrink_at if 0 < at < LENGTH}
     held, count, seen = static.nbytes, 0, set()
-    # Before 120 tokens nothing is packed: two plans go there in single steps.
-    cuts = range(40, LENGTH) if name in ("mixed", "from the start") else (40, *range(120, LENGTH))
+    steps = {at + more for at in (*starts, 128, 137, 160, 256, 384) for more in range(-2, 3) if 40 < at < LENGTH}
+    cuts = (40, *sorted(steps))
     for stop, found, expected in fed_alike(static, dynamic, ids, cuts, mask):
         real = mask[:, stop - found.shape[1] : stop].bool()
         torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
-        if name in ("unlike", "two at once") or stop % 7 == 0 or not starts.isdisjoint({stop - 1, stop, stop + 1}):
-            count += assert_same_bytes(static, dynamic)
+        count += assert_same_bytes(static, dynamic)
         seen.add(int(static.static.phases.stage))
         assert static.nbytes == held
     static.check()
-    assert seen == set(range(len(starts) + 1)) and count > 100
+    assert seen == set(range(len(starts) + 1)) and count > 50
 
 
 @pytest.mark.parametrize(
-    "cuts", [(), (128,), (139, 140, 141), (200,), (127, 262), (1, 256, 384), (100, 261, 262, 263, 264)]
+    ("name", "cuts"),
+    [("two at once", (139, 140, 141)), ("two at once", ()), ("mixed", (127, 262)), ("transformed", (1, 256, 261, 263))],
 )
-@pytest.mark.parametrize("name", ["two at once", "modified shift", "mixed"])
 def test_prompts_in_chunks_store_what_the_dynamic_cache_does(name: str, cuts: tuple[int, ...]) -> None:
     static, dynamic = caches(plans()[name], 400)
     for _ in fed_alike(static, dynamic, random_ids(2, 330), cuts):
         assert_same_bytes(static, dynamic)
-    for _ in fed_alike(static, dynamic, random_ids(2, 70, seed=1), range(1, 70)):
+    for _ in fed_alike(static, dynamic, random_ids(2, 70, seed=1), range(51, 56)):
         pass
     assert assert_same_bytes(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("max_tokens", [100, 200, 333, 560])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "max_tokens"), [(1, 560), (3, 333)])
 def test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget(batch: int, max_tokens: int) -> None:
     """Four layers that shrink one after the other, with unlike windows, and one that cannot shrink."""
     k, v = Format(2, "channel", 32, 3, 20), Format(4, "token", 32)
@@ -105,7 +103,7 @@ def test_layers_that_shrink_apart_keep_their_pages() -> None:
     static, dynamic = caches(plan, 400)
     static.allocate(2, "cpu")
     parts = [random_qkv(2, 2, 400, seed=i) for i in range(3)]
-    for t in range(400):
+    for t in range(300):
         one = slice(t, t + 1)
         for index, (q, k, v) in enumerate(parts):
             dynamic.update(k[:, :, one], v[:, :, one], index)
@@ -159,7 +157,7 @@ def test_reset_reorder_and_crop() -> None:
     assert used.lengths == [280] * 3
 
 
-@pytest.mark.parametrize("kept", [380, 300, 256, 255, 201])
+@pytest.mark.parametrize("kept", [380, 255, 201])
 def test_tokens_removed_between_stages_leave_what_they_leave_in_the_dynamic_cache(kept: int) -> None:
     static, dynamic = caches(transformed(staged_plan((140, 200), (150, 190, 395))), 400)
     given, more, read = random_qkv(2, 2, 390), random_qkv(2, 2, 390 - kept + 8, seed=4), []
