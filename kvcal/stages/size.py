@@ -88,20 +88,22 @@ def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit
     is_predicted = any(layer.predictor(side) is not None for layer in plan.layers for side in SIDES)
     distinct = plan.layers if is_predicted else tuple(alike)
 
+    def row(context: int) -> int:
+        return sum(count * layer.nbytes(plan.cache_dtype, (context,), context) for layer, count in alike.items())
+
     def total(batch: int, context: int) -> int:
-        row = sum(count * layer.nbytes(plan.cache_dtype, (context,), context) for layer, count in alike.items())
-        cache = batch * row + tensors
+        cache = batch * row(context) + tensors
         if weights is None:
             return cache
         workspace = step_workspace(distinct, plan.cache_dtype, batch, context).nbytes
         return weights + cache + logits_bytes(batch, vocab_size) + workspace
 
     batch, context = plan.workload.batch, plan.workload.context
-    counts = range(1, MAX_BATCH + 1), range(1, MAX_CONTEXT + 1)
+    most = min(MAX_BATCH, memory // max(1, row(context)))  # the cache alone is within the memory
     return Fit(
         total(batch, context),
-        bisect_left(counts[0], True, key=lambda count: total(count, context) > memory),
-        bisect_left(counts[1], True, key=lambda count: total(batch, count) > memory),
+        bisect_left(range(1, most + 1), True, key=lambda count: total(count, context) > memory),
+        bisect_left(range(1, MAX_CONTEXT + 1), True, key=lambda count: total(batch, count) > memory),
     )
 
 
