@@ -38,7 +38,6 @@ from torch import Tensor
 
 from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.artifact import write_text_atomic
-from kvcal.charts.figures import Point, Series, draw_quality
 from kvcal.console import TerminalReporter
 from kvcal.data.pools import TokenDataset, require_unseen
 from kvcal.data.reading import readings
@@ -46,6 +45,7 @@ from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import KvcalError
 from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
+from kvcal.report import Point, Series, draw_quality
 from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
 

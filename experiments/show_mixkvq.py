@@ -25,7 +25,6 @@ import torch
 from shared import arguments, mean_and_error, print_table
 from torch import Tensor
 
-from kvcal.charts.figures import draw_quality, trials_series
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
@@ -35,6 +34,7 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
+from kvcal.report import draw_quality, trials_series
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.tune.objective import TaskObjective

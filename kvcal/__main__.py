@@ -18,7 +18,6 @@ import typer
 
 from kvcal import distributed
 from kvcal.commands import about, plans, run, stages
-from kvcal.commands.doctor import doctor
 from kvcal.commands.options import for_ranks, needs_compile
 from kvcal.commands.serve import bench, capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -99,7 +98,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "size": about.size,
         "recipes": about.recipes,
         "models": about.models,
-        "doctor": doctor,
+        "doctor": about.doctor,
     },
     "Whole recipes": {"run": run.run, "search": run.search, "tune": run.tune, "compare": run.compare},
     "Stage by stage": {

@@ -1,21 +1,16 @@
 """Every file kvcal writes between two stages, and the only file that touches the safetensors container.
 
-An artifact is one safetensors file with exactly one metadata key, ``kvcal``, whose value is canonical JSON
-(sorted keys, no spaces, ASCII, finite numbers): ``{"body", "digest", "inputs", "kind", "schema"}``. One key,
-because safetensors orders several keys at random per process, and then equal content would give unequal
-files. ``digest`` is the sha256 over that JSON without the digest, then, for every tensor in sorted name
-order, the canonical JSON of [name, dtype, shape] and the tensor's bytes (little-endian, row-major): it covers
-all that a reader gets, so a flipped bit is refused and never read as another plan. ``inputs`` says what the
-artifact was made from; a stage is skipped when they equal what it would use now.
-
-The finite check, the atomic rename and one error per way to be wrong follow safetensors' own rule of
-validating before use. Left out: compression.
+An artifact is one safetensors file with exactly one metadata key, ``kvcal`` (safetensors orders several at random),
+whose value is canonical JSON (sorted keys, no spaces, ASCII, finite numbers): ``{"body", "digest", "inputs", "kind",
+"schema"}``. ``digest`` is the sha256 over that JSON without the digest, then, for every tensor in order of the names,
+the canonical JSON of [name, dtype, shape] and the tensor's bytes (little-endian, row-major): a flipped bit is refused.
+``inputs`` says what the artifact was made from; a stage is skipped when they equal what it would use now. Other files
+are written by the same atomic rename; grids and compiled kernels lie in the user's cache folder.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -23,18 +18,19 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import safetensors
 
 from kvcal import distributed
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.stored_tensor import DTYPES, NAMES, StoredTensor, StoredTensors, stored
+from kvcal.stored_tensor import NAMES, StoredTensor, StoredTensors, stored
 
 
 def require_file(path: str | Path, error: type[KvcalError]) -> None:
@@ -65,8 +61,9 @@ def read_text(path: Path) -> str:
 
 
 METADATA_KEY = "kvcal"
+_warned: set[Path] = set()
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}
-_EMPTY_SECONDS = 60.0
+_STALE_SECONDS = 3600.0
 _MOST_LEVELS = 64  # of lists and objects within each other; what reads them may recurse
 # By kind, the command that makes an artifact which others need.
 COMMANDS = {
@@ -79,12 +76,12 @@ COMMANDS = {
     "kv-quantization-plan": "kvcal compile",
     "prefix": "kvcal pack-prefix",
 }
-_MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 
 def make_again(kind: str | None) -> str:
     """The hint for a file that is refused: the command that makes one of this kind, if there is one."""
-    return f"{_MAKE_AGAIN}: {COMMANDS[kind]}" if kind in COMMANDS else _MAKE_AGAIN
+    hint = "delete the file and run the stage that makes it again"
+    return f"{hint}: {COMMANDS[kind]}" if kind in COMMANDS else hint
 
 
 @dataclass(frozen=True)
@@ -134,8 +131,7 @@ def to_bytes(artifact: Artifact) -> bytes:
 
 
 def write(path: str | Path, artifact: Artifact) -> None:
-    """Writes the artifact whole or not at all. ArtifactError on non-finite content or when the system refuses
-    (full disk, no permission, no such folder); the file that was there before then stays as it was."""
+    """Writes the artifact whole or not at all. ArtifactError on non-finite content or when the system refuses."""
     write_bytes_atomic(path, to_bytes(artifact))
 
 
@@ -146,25 +142,22 @@ def write_text_atomic(path: str | Path, text: str) -> None:
 
 def write_bytes_atomic(path: str | Path, data: bytes, by_all_ranks: bool = False) -> None:
     """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure, Ctrl-C included,
-    the temporary file is removed. What killed processes left there is removed, too. A file with these bytes stays as it
-    is, so that a finished run can be repeated where nothing can be written. Of several ranks the first alone writes,
-    unless ``by_all_ranks``. ArtifactError with the path and the system's reason."""
+    the temporary file is removed. A file with these bytes stays as it is, so that a finished run can be repeated where
+    nothing can be written. Of several ranks the first alone writes, unless ``by_all_ranks``."""
     if distributed.rank() > 0 and not by_all_ranks:
         return
     path = Path(path)
     require_file(path, ArtifactError)
     temporary = path.parent / f".kvcal-{secrets.token_hex(8)}.tmp"
     try:
-        remove_stale(path.parent)
         if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
             return
         try:
             with open(temporary, "xb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(temporary, path)  # while it is locked: unlocked, it is a killed process's
+            os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)  # already gone once it was renamed
     except OSError as error:
@@ -175,14 +168,37 @@ def write_bytes_atomic(path: str | Path, data: bytes, by_all_ranks: bool = False
         ) from error
 
 
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/kvcal, or ~/.cache/kvcal where the variable is unset or (as its standard asks) not absolute. The
+    home of a user without one is /."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not folder.is_absolute():
+        folder = Path("/", os.path.expanduser("~").removeprefix("~"), ".cache")
+    return folder / "kvcal"
+
+
+def keep(path: Path, data: bytes, what: str) -> None:
+    """Write a file of the cache folder whole, and its folder; where that fails, warn, once a folder, that ``what`` will
+    be made again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(path, data, by_all_ranks=True)
+    except (OSError, ArtifactError) as error:
+        if path.parent not in _warned:
+            _warned.add(path.parent)
+            warnings.warn(
+                f"{what} are not kept in {path.parent} and will be made again at every start: {error}; hint: set "
+                "XDG_CACHE_HOME to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
 def remove_stale(folder: Path) -> None:
-    """Removes temporary files of killed processes. A living process holds a lock on its own, from before it writes its
-    first byte; an empty file may be about to be locked for a while."""
+    """Remove what killed processes left: temporary files that nothing was written to for an hour."""
     for path in folder.glob(".kvcal-*.tmp"):
-        with suppress(OSError), open(path, "rb") as file:  # another process may be as fast, or own it
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            status = os.fstat(file.fileno())
-            if status.st_size or time.time() - status.st_mtime > _EMPTY_SECONDS:
+        with suppress(OSError):  # another process may be as fast
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 path.unlink()
 
 
@@ -231,64 +247,42 @@ def read_bytes(path: str | Path, kind: str) -> bytes:
 
 def read(path: str | Path, kind: str, schema: int) -> Artifact:
     """Reads and verifies an artifact of this ``kind`` and ``schema``, without torch; tensors come on the CPU, in own
-    memory, each made on its first use.
-
-    ArtifactError, each with its own message, when the file is missing or unreadable, is not safetensors,
-    has other metadata than the one key, its JSON is not canonical, its kind, schema version or digest
-    differs, or a tensor holds NaN or infinity.
+    memory, each made on its first use. ArtifactError for a file that is missing, damaged or another one, or that holds
+    NaN or infinity.
     """
     path = Path(path)
-    with _refused_as(path, kind):
+    try:
         data = read_bytes(path, f"{kind} artifact")
         try:
             parts = safetensors.deserialize(data)
         except (safetensors.SafetensorError, ValueError) as error:
             raise ArtifactError(
                 f"{path} is truncated or is not a safetensors file ({len(data)} bytes): {error}",
-                hint=f"check the path; if it is the right one, {_MAKE_AGAIN}",
+                hint=f"check the path; if it is the right one, {make_again(kind)}",
             ) from error
         head = _read_head(path, data)
         _check_head(path, head, kind, schema)
-        tensors = {name: _stored(path, name, about) for name, about in parts}
+        tensors = {}
+        for name, about in parts:
+            if about["dtype"] not in NAMES:
+                raise ArtifactError(f"{path}: the tensor '{name}' has the dtype {about['dtype']}")
+            tensors[name] = StoredTensor(NAMES[about["dtype"]], tuple(about["shape"]), about["data"])
         stated, found = head.pop("digest"), _digest(head, tensors)
         if found != stated:
             found, stated = (_shorten(canonical_json(digest), 0) for digest in (found, stated))
-            raise ArtifactError(
-                f"{path} is corrupt: its content has the digest {found}, expected {stated}", hint=_MAKE_AGAIN
-            )
+            raise ArtifactError(f"{path} is corrupt: its content has the digest {found}, expected {stated}")
         _check_finite(tensors, str(path))
+    except ArtifactError as refused:
+        refused.hint = refused.hint or make_again(kind)
+        raise refused.at(path) from refused.__cause__
     return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
 
 
-@contextmanager
-def _refused_as(path: Path, kind: str) -> Iterator[None]:
-    """Gives an ArtifactError the path of an artifact of this kind, and its hint the command that makes one."""
-    try:
-        yield
-    except ArtifactError as refused:
-        if refused.hint and refused.hint.endswith(_MAKE_AGAIN):
-            refused.hint = refused.hint.replace(_MAKE_AGAIN, make_again(kind))
-        refused.at(path)
-        raise
-
-
-def _stored(path: Path, name: str, about: Mapping[str, Any]) -> StoredTensor:
-    """A tensor as safetensors has read it."""
-    dtype = NAMES.get(about["dtype"])
-    if dtype is None:
-        raise ArtifactError(
-            f"{path}: the tensor '{name}' has the dtype {about['dtype']}; allowed: {', '.join(DTYPES)}",
-            hint=_MAKE_AGAIN,
-        )
-    return StoredTensor(dtype, tuple(about["shape"]), about["data"])
-
-
 def read_inputs(path: Path) -> dict[str, Any]:
-    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none, or
-    the system refuses."""
+    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none."""
     inputs = _unverified_head(path).get("inputs")
     if not isinstance(inputs, dict):
-        raise ArtifactError(f"{path} has no artifact's header: inputs are no object", hint=_MAKE_AGAIN)
+        raise ArtifactError(f"{path} has no artifact's header: inputs are no object", make_again(None))
     return inputs
 
 
@@ -305,15 +299,11 @@ def _unverified_head(path: Path) -> dict[str, Any]:
     require_file(path, ArtifactError)
     try:
         with open(path, "rb") as file:
-            return _read_head(path, _header(file))
+            size = file.read(8)
+            length = min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size)
+            return _read_head(path, size + file.read(length))
     except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
-        raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
-
-
-def _header(file: BinaryIO) -> bytes:
-    """A file's bytes up to its tensors'."""
-    size = file.read(8)
-    return size + file.read(min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size))
+        raise ArtifactError(f"{path} has no artifact's header: {wrong}", make_again(None)) from None
 
 
 def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
@@ -347,25 +337,21 @@ def _read_head(path: Path, data: bytes) -> dict[str, Any]:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__") or {}  # safetensors takes null for none
     if set(metadata) != {METADATA_KEY}:
-        raise ArtifactError(
-            f"{path} is not a kvcal artifact: its metadata keys are {sorted(metadata)}, "
-            f"expected exactly ['{METADATA_KEY}']",
-            hint="was it written by another program, such as a model's checkpoint?",
-        )
+        found = f"its metadata keys are {sorted(metadata)}, expected exactly ['{METADATA_KEY}']"
+        hint = "was it written by another program, such as a model's checkpoint?"
+        raise ArtifactError(f"{path} is not a kvcal artifact: {found}", hint)
     text = metadata[METADATA_KEY]
     try:
         head = json.loads(text)
-        canonical = isinstance(head, dict) and canonical_json(head) == text
-    except (ValueError, RecursionError, ArtifactError):
-        canonical = False
-    if not canonical:
-        raise ArtifactError(
-            f"{path} is corrupt: its '{METADATA_KEY}' metadata ({_shorten(text, 0)}) is not canonical JSON "
-            "of an object (sorted keys, no spaces, ASCII, finite numbers)",
-            hint=_MAKE_AGAIN,
-        )
+        is_sound = canonical_json(head) == text and head.keys() == _FIELDS
+        is_sound = is_sound and isinstance(head["inputs"], dict) and isinstance(head["body"], dict)
+    except (ValueError, AttributeError, RecursionError, ArtifactError):
+        is_sound = False
+    if not is_sound:
+        wrong = f"({_shorten(text, 0)}) is not canonical JSON with the fields {sorted(_FIELDS)}"
+        raise ArtifactError(f"{path} is corrupt: its '{METADATA_KEY}' metadata {wrong}")
     require_shallow(head, path)
-    return head
+    return cast(dict[str, Any], head)
 
 
 def require_shallow(value: Any, path: str | Path, levels: int = _MOST_LEVELS) -> None:
@@ -373,19 +359,12 @@ def require_shallow(value: Any, path: str | Path, levels: int = _MOST_LEVELS) ->
     if not isinstance(value, dict | list):
         return
     if not levels:
-        raise ArtifactError(f"{path}: more than {_MOST_LEVELS} lists and objects within each other", hint=_MAKE_AGAIN)
+        raise ArtifactError(f"{path}: more than {_MOST_LEVELS} lists and objects within each other")
     for item in value.values() if isinstance(value, dict) else value:
         require_shallow(item, path, levels - 1)
 
 
 def _check_head(path: Path, head: dict[str, Any], kind: str, schema: int) -> None:
-    mappings = all(isinstance(head.get(field), dict) for field in ("inputs", "body"))
-    if set(head) != _FIELDS or not mappings:
-        raise ArtifactError(
-            f"{path} is corrupt: its metadata has the fields {sorted(head)}, expected {sorted(_FIELDS)} with "
-            "objects for 'inputs' and 'body'",
-            hint=_MAKE_AGAIN,
-        )
     if head["kind"] != kind:
         found = _shorten(canonical_json(head["kind"]), 0)
         raise ArtifactError(

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from io import StringIO, UnsupportedOperation
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
@@ -32,8 +31,8 @@ View = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # a table: title, hea
 PLAIN_SECONDS = 15.0
 # The speed is that of all steps in so many seconds: a step may take minutes.
 SPEED_SECONDS = 3600.0
-# Longer words, such as paths, may be broken.
-LONG_WORD = 24
+# Columns of longer cells are aligned on the left.
+SHORT_CELL = 16
 # Wider than any table: without a terminal nothing is wrapped.
 PIPED_WIDTH = 1000
 
@@ -129,34 +128,19 @@ def discard_stdout() -> None:
 
 
 def show(part: View | str) -> None:
-    """A table or a text on stdout. Piped output is as wide as it needs to be; on a terminal, the last columns that do
-    not fit with their words whole are left out, and named below."""
+    """A table or a text on stdout. Piped output is as wide as it needs to be."""
     if isinstance(part, str):
         print_text(part)
         return
-    drawn, width = StringIO(), stdout.width if stdout.is_terminal else PIPED_WIDTH
     title, headers, rows = part
-    columns = [[header, *(row[number] for row in rows)] for number, header in enumerate(headers)]
-    most, widths, left = [max(1, *map(cell_len, cells)) for cells in columns], list[int](), width - 1
-    for cells in columns:
-        longest = max((min(LONG_WORD, cell_len(word)) for word in " ".join(cells).split()), default=1)
-        left -= longest + 3  # a border and two spaces
-        if left < 0 and widths:
-            left += longest + 3
-            break
-        widths.append(longest)
-    while left > 0 and (wanting := [n for n, room in enumerate(widths) if room < most[n]]):
-        for number in wanting[:left]:
-            widths[number] += 1
-            left -= 1
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    if len(widths) < len(headers):
-        table.caption = f"not shown in {width} columns: {', '.join(headers[len(widths) :])}"
-    for number, room in enumerate(widths):
-        justify: JustifyMethod = "right" if number and room == most[number] else "left"
-        table.add_column(headers[number], justify=justify, overflow="fold", width=room)
+    table = Table(title=title, title_justify="left")
+    for number, header in enumerate(headers):
+        is_short = all(len(row[number]) <= SHORT_CELL for row in rows)
+        justify: JustifyMethod = "right" if number and is_short else "left"
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=not number)
     for row in rows:
-        table.add_row(*row[: len(widths)])
+        table.add_row(*row)
+    drawn, width = StringIO(), stdout.width if stdout.is_terminal else PIPED_WIDTH
     console = Console(file=drawn, width=width, force_terminal=stdout.is_terminal, markup=False, emoji=False)
     console.print(table)
     print_text(drawn.getvalue().removesuffix("\n"))

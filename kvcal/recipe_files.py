@@ -15,8 +15,25 @@ from typing import Any
 from kvcal.artifact import require_file
 from kvcal.errors import UsageError, did_you_mean
 from kvcal.recipe import BUDGET_KINDS, Recipe, knobs
-from kvcal.recipe_names import ABLATIONS, RECIPE_FOLDERS, ablation_names, recipe_names
 from kvcal.strict import dump, parse
+
+# In the wheel, and in a clone.
+RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
+ABLATIONS = "ablations"
+
+
+def recipe_names() -> tuple[str, ...]:
+    """All of them, ablations included."""
+    return tuple(sorted({*_names("*.toml"), *ablation_names()}))
+
+
+def ablation_names() -> tuple[str, ...]:
+    """Names of those that vary a system for comparison alone."""
+    return _names(f"{ABLATIONS}/*.toml")
+
+
+def _names(pattern: str) -> tuple[str, ...]:
+    return tuple(sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob(pattern)}))
 
 
 def find_recipe(name: str) -> Path:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,6 @@ from kvcal.errors import UsageError
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from kvcal.plan.diff import PlanDiff
     from kvcal.plan.plan import Plan, Workload
     from kvcal.stages.evaluate.gates import Gates
     from kvcal.stages.evaluate.record import Row
@@ -89,8 +89,8 @@ def report(folder: options.FolderArgument, given: options.OutputOptions) -> None
 
     Example: `kvcal report artifacts/first`
     """
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder
+    from kvcal.report import write_report
 
     path = write_report(Folder.of_plan(folder))
     given.show({"report": str(path)})
@@ -109,38 +109,58 @@ def diff(
 
     Example: `kvcal diff artifacts/first/plan.safetensors artifacts/second/plan.safetensors --context 32768`
     """
-    from kvcal.plan.diff import diff_plans
-    from kvcal.plan.plan import load_plan
-    from kvcal.strict import dump
+    from kvcal import tables
+    from kvcal.plan.plan import load_plan, plan_record
+    from kvcal.stored_tensor import stored
+    from kvcal.strict import dump, flat
 
     plans = load_plan(before), load_plan(after)
     workload = sizes.workload(plans[0].workload)
-    found = diff_plans(*plans, workload)
     measured = [_measured(path, one) for path, one in zip((before, after), plans, strict=True)]
+    provenance = _changes(*(flat("", one.provenance) for one in plans))
+    kept = ("model", "cache_dtype", "workload")
+    facts = _changes(*({k: v for k, v in flat("", plan_record(one)).items() if k.startswith(kept)} for one in plans))
+    words = {(False, True): "added", (True, False): "removed", (True, True): "changed"}
+    held = [stored(one.tensors) for one in plans]
+    tensors = {name: words[name in held[0], name in held[1]] for name in _changes(*held)}
+    changed = _changes(*({layer.geometry.index: layer for layer in one.layers} for one in plans))
+    layers, rows = [], []
+    shown = [{int(row[0]): row[1:] for row in tables.layer_table(p.layers, p.cache_dtype, workload)[2]} for p in plans]
+    for index, pair in changed.items():
+        sizes_of = [
+            0 if layer is None else layer.nbytes(one.cache_dtype, workload.lengths, workload.context)
+            for layer, one in zip(pair, plans, strict=True)
+        ]
+        ends = [None if layer is None else dump(layer) for layer in pair]
+        layers.append({"layer": index, "before": ends[0], "after": ends[1], "bytes": sizes_of})
+        cells = zip(*(side.get(index, ("none",) * 5) for side in shown), strict=True)
+        rows.append((str(index), *(" -> ".join(dict.fromkeys(both)) for both in cells)))
     totals = [(one.nbytes(workload.lengths), one.bits_per_value(workload)) for one in plans]
-    layers = [
-        {
-            "layer": one.index,
-            "before": None if one.before is None else dump(one.before),
-            "after": None if one.after is None else dump(one.after),
-            "bytes": [one.bytes_before, one.bytes_after],
-        }
-        for one in found.layers
-    ]
+    is_same = not (facts or layers or tensors)
     value = {
-        "is_same": found.is_same,
+        "is_same": is_same,
         "workload": dump(workload),
         "bytes": [nbytes for nbytes, _ in totals],
         "bits_per_value": [bits for _, bits in totals],
-        "facts": found.facts,
+        "facts": facts,
         "layers": layers,
-        "tensors": found.tensors,
-        "provenance": found.provenance,
+        "tensors": tensors,
+        "provenance": provenance,
         "measured": [None if row is None else dump(row) for row in measured],
     }
-    shown = [_totals_table(totals, measured, workload), _layers_table(found), _values_table(found)]
-    given.show(value, *(table for table in shown if table[2]))
-    given.reporter().say("the plans do the same" if found.is_same else "the plans differ")
+    headers = ("layer", "K", "V", "sinks + window", "bytes per token", "bytes")
+    others = [(name, *map(str, pair)) for name, pair in (facts | provenance).items()]
+    others += [(f"tensor {name}", "", word) for name, word in tensors.items()]
+    parts: list[console.View] = [_totals_table(totals, measured, workload), ("Layers that differ", headers, rows)]
+    parts += [("Model, tensors and provenance", ("", "before", "after"), others)]
+    given.show(value, *(part for part in parts if part[2]))
+    given.reporter().say("the plans do the same" if is_same else "the plans differ")
+
+
+def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    """By name, both values where they differ; None for an absent one."""
+    pairs = {name: (before.get(name), after.get(name)) for name in sorted(before.keys() | after.keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _measured(path: Path, plan: Plan) -> Row | None:
@@ -158,41 +178,14 @@ def _totals_table(totals: list[tuple[int, float]], measured: list[Row | None], w
         ("cache", *(f"{format_bytes(nbytes)} ({nbytes})" for nbytes, _ in totals), f"{totals[1][0] - totals[0][0]:+d}"),
         ("bits per value", *(f"{bits:.3f}" for _, bits in totals), f"{totals[1][1] - totals[0][1]:+.3f}"),
     ]
-    if None not in measured:
-        columns: dict[str, Any] = {"KL": lambda row: row.text.kl, "top-1": lambda row: row.text.top1_agreement}
-        columns |= {"accuracy": lambda row: row.accuracy}
-        for name, read in columns.items():
-            values = [read(row) for row in measured]
+    found = [row for row in measured if row is not None]
+    if len(found) == 2:
+        columns: dict[str, list[Any]] = {"KL": [row.text.kl for row in found]}
+        columns |= {"top-1": [row.text.top1_agreement for row in found], "accuracy": [row.accuracy for row in found]}
+        for name, values in columns.items():
             if None not in values:
                 rows.append((name, *(f"{one:.5g}" for one in values), f"{values[1] - values[0]:+.3g}"))
     return f"Plans at batch {workload.batch} x {workload.context} tokens", ("", "before", "after", "change"), rows
-
-
-def _layers_table(found: PlanDiff) -> console.View:
-    from kvcal.plan.plan import SIDES
-    from kvcal.tables import side_name
-
-    rows = []
-    for one in found.layers:
-        cells = []
-        for side in SIDES:
-            names = [
-                "none" if layer is None or not layer.is_paged else side_name(layer, side)
-                for layer in (one.before, one.after)
-            ]
-            cells.append(names[0] if names[0] == names[1] else " -> ".join(names))
-        rows.append((str(one.index), *cells, f"{one.bytes_after - one.bytes_before:+d}"))
-    return "Layers that differ", ("layer", "K", "V", "bytes"), rows
-
-
-def _values_table(found: PlanDiff) -> console.View:
-    rows = [(name, str(pair[0]), str(pair[1])) for name, pair in (found.facts | found.provenance).items()]
-    rows += [(f"tensor {name}", *_presence(change)) for name, change in found.tensors.items()]
-    return "Model, tensors and provenance", ("", "before", "after"), rows
-
-
-def _presence(change: str) -> tuple[str, str]:
-    return {"added": ("absent", "there"), "removed": ("there", "absent"), "changed": ("there", "other values")}[change]
 
 
 @options.spread
@@ -250,10 +243,10 @@ def eval_command(
     Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
     """
     from kvcal import tables
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder
     from kvcal.plan.damage import require_undamaged
     from kvcal.plan.plan import load_plan
+    from kvcal.report import write_report
     from kvcal.run.pipeline import evaluate_plan
     from kvcal.stages.damage import damage_of_row
     from kvcal.stages.evaluate.gates import require_passed

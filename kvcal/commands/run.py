@@ -63,11 +63,11 @@ def plan(
 
     from kvcal import tables
     from kvcal.artifact import require_output
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder, Job
     from kvcal.plan.damage import require_undamaged, save_damage
     from kvcal.plan.plan import KIND, save_plan
     from kvcal.recipe_files import load_recipe
+    from kvcal.report import write_report
     from kvcal.run import pipeline
     from kvcal.stages.allocate import record as allocation_record
     from kvcal.stages.damage import measure_damage
@@ -170,11 +170,11 @@ def run(
     Example: `kvcal run default --budget 24GB --batch 8 --context 32768 --set evaluate.tasks=[]`
     """
     from kvcal import tables
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder
     from kvcal.plan.damage import require_undamaged
     from kvcal.plan.plan import DEFAULT_WORKLOAD
     from kvcal.recipe_files import load_recipe
+    from kvcal.report import write_report
     from kvcal.run import pipeline
     from kvcal.stages.damage import damage_of_row
     from kvcal.stages.search.record import load as load_search
@@ -235,10 +235,10 @@ def search(
     Example: `kvcal search best --model Qwen/Qwen3-8B --for storage --dry-run`
     """
     from kvcal import tables
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder, Job
     from kvcal.plan.damage import require_undamaged
     from kvcal.recipe_files import load_recipe
+    from kvcal.report import write_report
     from kvcal.run import pipeline
     from kvcal.stages.damage import measure_damage
     from kvcal.stages.search.record import load as load_search
@@ -283,11 +283,11 @@ def tune(
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
     """
     from kvcal import tables
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder
     from kvcal.plan.plan import DEFAULT_WORKLOAD
     from kvcal.quantities import parse_bytes
     from kvcal.recipe_files import load_recipe
+    from kvcal.report import write_report
     from kvcal.run.formats import formats_plan, tune_plan
     from kvcal.stages.tune.study import FILE as STUDY
     from kvcal.strict import dump
@@ -352,9 +352,9 @@ def compare(
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
     from kvcal import tables
-    from kvcal.charts.report import write_report
     from kvcal.folder import Folder, sequences
     from kvcal.plan.plan import DEFAULT_WORKLOAD
+    from kvcal.report import write_report
     from kvcal.run import pipeline
     from kvcal.stages.compare import FILE, points_of
     from kvcal.stages.compare import compare as compare_points

@@ -71,53 +71,29 @@ def capacity(
     plan: options.PlanOption,
     given: options.OutputOptions,
     context: Annotated[int, typer.Option(help="Tokens of a request at most.", min=1, max=MAX_CONTEXT)],
+    kv_memory: Annotated[str, typer.Option(help="Of one device, for the cache alone, such as 50GB.")],
     engine: EngineOption = "vllm",
-    memory: Annotated[
-        str | None, typer.Option(help="Of one device, such as 80GB; weights and overhead are taken off.")
-    ] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Of one device, for the cache alone, such as 50GB.")] = None,
     tp: RanksOption = 1,
     max_requests: RequestsOption = 64,
     drafts: DraftsOption = 0,
-    weights: options.Weights = None,
-    utilization: Annotated[
-        float, typer.Option(help="Share of the device that the engine takes, vLLM's own.", min=0.01, max=1)
-    ] = 0.92,
-    overhead: Annotated[
-        str, typer.Option(help="Bytes of a device for activations and graphs, which an engine measures at its start.")
-    ] = "3GB",
 ) -> None:
     """Tell what fits into an engine's memory with a plan: blocks, tokens, and requests of a context, as the engine will
-    count them. With --kv-memory, exactly so; with --memory, as far as the overhead is right.
+    count them. `kvcal size` counts weights and workspace, too.
 
-    Example: `kvcal capacity meta-llama/Llama-3.1-8B --plan plan.safetensors --memory 80GB --tp 4 --context 32768`
+    Example: `kvcal capacity meta-llama/Llama-3.1-8B --plan plan.safetensors --kv-memory 50GB --tp 4 --context 32768`
     """
     from dataclasses import asdict
 
     from kvcal.engines.capacity import capacity as capacity_of
     from kvcal.models.config import read_sizes
 
-    if (memory is None) == (kv_memory is None):
-        raise UsageError("expected exactly one of --memory and --kv-memory")
     loaded = _served(plan, engine, drafts)
     facts = read_sizes(model)
     if loaded.geometry.layers != facts.geometry.layers:
         raise ArtifactError(
             f"{plan}: the plan is for {loaded.model.id}, whose layers or heads are others than those of {facts.id}"
         )
-    nbytes = 0 if kv_memory is None else parse_bytes(kv_memory)
-    if memory is not None:
-        weight_bytes = facts.weight_bytes if weights is None else parse_bytes(weights)
-        if weight_bytes is None:
-            raise UsageError(f"{facts.id}: its weights are not here", hint="state their bytes, such as --weights 16GB")
-        share = -(-weight_bytes // tp)
-        nbytes = int(parse_bytes(memory) * utilization) - share - parse_bytes(overhead)
-        if nbytes < 1:
-            raise UsageError(
-                f"--memory {memory}: {utilization:g} of it is less than {format_bytes(share)} of weights and "
-                f"{overhead} of overhead",
-                hint="raise --memory, --utilization or --tp, or lower --overhead",
-            )
+    nbytes = parse_bytes(kv_memory)
     found = capacity_of(engine, loaded, nbytes, tp, context, drafts, max_requests)
     value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
     rows = [
@@ -138,12 +114,6 @@ def capacity(
         )
     if engine == "sglang" and found.concurrency > max_requests:
         say(f"note: sglang runs at most {max_requests} of them at once, which --max-requests states")
-    if memory is not None:
-        words: list[object] = ["--kv-memory", nbytes, "--context", context]
-        words += (["--tp", tp] if tp > 1 else []) + (["--drafts", drafts] if drafts else [])
-        words += ["--max-requests", max_requests] if engine == "sglang" else []
-        fixed = options.command_line("serve-args", plan, "--engine", engine, *words)
-        say(f"note: {overhead} of overhead is assumed; `{fixed}` fixes the memory")
 
 
 @options.spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -198,34 +198,6 @@ def fit_predictors(
     job.reporter.say(f"predictors: {job.folder.predictors}")
 
 
-@dataclass(frozen=True)
-class EarlierOptions:
-    """Options of the stages before: `kvcal compile` tells where they belong."""
-
-    budget: Annotated[str | None, typer.Option(hidden=True)] = None
-    kv_budget: Annotated[str | None, typer.Option(hidden=True)] = None
-    bits: Annotated[str | None, typer.Option(hidden=True)] = None
-    batch: Annotated[str | None, typer.Option(hidden=True)] = None
-    context: Annotated[str | None, typer.Option(hidden=True)] = None
-    data: Annotated[str | None, typer.Option(hidden=True)] = None
-
-    def require_none(self, folder: Path) -> None:
-        """UsageError, with the command that was meant, for such an option, or for a model instead of artifacts."""
-        from kvcal.folder import Folder
-
-        given = {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
-        words = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
-        if not words and (not options.is_model(str(folder)) or Folder(folder).allocation.exists()):
-            return
-        meant = f"kvcal plan {folder}{words or ' --budget 24GB'}"
-        if Folder(folder).profile.exists():
-            meant = f"kvcal allocate {folder}{words}, then kvcal compile {folder}"
-        raise UsageError(
-            f"kvcal compile{words or f' {folder}'}: it writes the plan of an allocation, and takes its folder",
-            hint=f"from here: {meant}",
-        )
-
-
 @options.spread
 def feedback(
     folder: options.FolderArgument,
@@ -254,7 +226,6 @@ def feedback(
 def compile_command(
     folder: options.FolderArgument,
     given: options.ModelOptions,
-    earlier: EarlierOptions,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The plan; default DIR/plan.safetensors.")
     ] = None,
@@ -283,7 +254,6 @@ def compile_command(
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import dump
 
-    earlier.require_none(folder)
     paths = Folder.of_plan(folder)
     reporter = given.reporter()
     path = output or paths.plan

@@ -21,11 +21,10 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from kvcal.artifact import sha256_json
+from kvcal.artifact import cache_folder, keep, sha256_json
 from kvcal.errors import KernelError
 from kvcal.kernels.launch import Kernel
 from kvcal.lazy_torch import torch
-from kvcal.user_cache import cache_folder, keep
 
 __all__ = ["Kernel", "cubin", "kernel"]
 

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcal import artifact
-from kvcal.artifact import Artifact
+from kvcal.artifact import Artifact, cache_folder, keep
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec, refusing, require_tensors
-from kvcal.user_cache import cache_folder, keep
 
 GRIDS = ((2, 16), (2, 64), (2, 256), (4, 256))  # (dim, num_points)
 KIND = "gaussian-grid"

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_file, sha256_json
 from kvcal.data.pools import calibration, data_inputs, with_calibration
@@ -26,28 +28,54 @@ from kvcal.folder import (
     profile_spec,
     sequences,
 )
-from kvcal.models.load import LoadedModel
+from kvcal.geometry import Geometry
+from kvcal.models.attention import attention_modules
+from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan.plan import RAW, Plan, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
-from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.feasible import reserved_for
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.centre import DATA, centring, takes_mean
+from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
-from kvcal.stages.profile.record import Profile
+from kvcal.stages.profile.record import Profile, ProfileSetup
 from kvcal.stages.tune.objective import HIGHEST_SHARE, TaskObjective, score_quantile
 from kvcal.stages.tune.study import Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
+
+
+def require_feasible(job: Job) -> None:
+    """Raises what the allocate stage of a recipe will raise, whatever its profile measures (one of zeros stands in for
+    it); before it, the reason why the model has no profile. Schedules of pages that shrink are left out."""
+    recipe, loaded = job.recipe, job.loaded
+    attention_modules(loaded.model)
+    assert recipe.allocate is not None
+    setup = ProfileSetup(
+        loaded.identity, loaded.geometry, weight_bytes(loaded.model), loaded.vocab_size, recipe.profile, recipe.cache,
+        data_fingerprint="", data_description="", num_samples=1, num_tokens=0, num_loss_tokens=0,
+    )  # fmt: skip
+    zeros = {name: Mean(torch.zeros(of.extents, dtype=torch.float64), 1) for name, of in setup.totals().items()}
+    reserved = reserved_for(recipe, recipe.allocate, loaded.geometry, recipe.cache)
+    allocation_stage.require_feasible(Profile(setup, zeros), recipe.allocate, reserved)
+
+
+def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: CacheSpec) -> int:
+    """Bytes that are kept free for what the recipe's transforms take."""
+    is_counted = spec.budget is not None and spec.workspace == "auto"
+    workload = Workload(spec.batch, spec.context) if is_counted else None
+    return allocation_budget.reserved_bytes(
+        geometry, cache, recipe.reparam, recipe.predictors, workload, recipe.feedback
+    )
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:

@@ -22,8 +22,14 @@ from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run.feasible import require_feasible
-from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, tune_folder
+from kvcal.run.formats import (
+    allocate_recipe,
+    fix_folder,
+    formats_plan,
+    profile_folder,
+    require_feasible,
+    tune_folder,
+)
 from kvcal.run.search import search_folder
 from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages.allocate import record as allocation_record

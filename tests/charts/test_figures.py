@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from report_cases import K3, UNIFORM, V2, V8, attention, plan_of, row
 
-from kvcal.charts import figures
-from kvcal.charts.figures import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series, trials_series
+from kvcal import report as figures
 from kvcal.errors import ArtifactError
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import RAW, LayerPlan
+from kvcal.report import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series, trials_series
 from kvcal.stages.tune.study import Outcome, Trial, Tuning
 
 MIXED = plan_of(

@@ -12,11 +12,11 @@ import pytest
 from artifact_subjects import save_comparison, search_result
 from report_cases import UNIFORM, evaluation, row
 
-from kvcal.charts.report import write_report
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import SILENT
+from kvcal.report import write_report
 from kvcal.stages.allocate.record import Split, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare import Comparison, Entry

@@ -212,37 +212,14 @@ def plan_path(model: Path) -> Path:
     return path
 
 
-def test_capacity_of_a_device_and_of_the_cache_alone(model: Path, plan_path: Path) -> None:
+def test_capacity_of_a_memory_for_the_cache(model: Path, plan_path: Path) -> None:
     shared = ("capacity", model, "--plan", plan_path, "--context", 1000, "--tp", 2)
     value = ran_well(*shared, "--kv-memory", "100MB", "--json").json
     assert value["memory"] == 10**8 and value["num_blocks"] == 10**8 // value["block_bytes"]
     assert value["blocks_per_request"] == 8 + value["ring_blocks"] and value["tp"] == 2
     assert value["tokens"] == int(value["concurrency"] * 1000)
-    device = ("--memory", "1GB", "--weights", "300MB", "--overhead", "100MB", "--utilization", 0.5)
-    done = run_kvcal(*shared, *device, "--json")
-    assert done.json["memory"] == 250_000_000
     done = run_kvcal(*shared, "--kv-memory", "100MB")
     assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
-    done = run_kvcal(*shared, *device)
-    assert "100MB of overhead is assumed" in done.err and "--engine vllm --kv-memory 250000000" in done.err
-
-
-@pytest.mark.parametrize("own", [("vllm", "--drafts", 5), ("sglang", "--max-requests", 8)])
-def test_the_command_that_fixes_the_memory_serves_what_was_counted(
-    own: tuple[object, ...], model: Path, plan_path: Path
-) -> None:
-    sized = ("--memory", "1GB", "--weights", "300MB", "--overhead", "100MB", "--context", 1000, "--tp", 2)
-    done = run_kvcal("capacity", model, "--plan", plan_path, "--engine", *own, *sized, "--json")
-    fixed = shlex.split(done.err.split("`")[1])[1:]
-    words = ran_well(*fixed, "--model", model, "--json").json["arguments"]
-    given = dict(zip(words, words[1:], strict=False))
-    if own[0] == "vllm":
-        assert (given["--tensor-parallel-size"], given["--max-model-len"]) == ("2", "1000")
-        assert int(given["--kv-cache-memory-bytes"]) == done.json["memory"] and '": 5}' in given["--speculative-config"]
-    else:
-        assert (given["--tp-size"], given["--context-length"], given["--max-running-requests"]) == ("2", "1000", "8")
-        assert int(given["--max-total-tokens"]) == 128 * done.json["num_blocks"]
-        assert done.json["concurrency"] > 8 and "sglang runs at most 8 of them at once" in done.err
 
 
 def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
@@ -332,9 +309,6 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("capacity {model} --plan {plan} --context 8", 2, "expected exactly one of --memory and --kv-memory"),
-        ("capacity {model} --plan {plan} --context 8 --memory 1GB --kv-memory 1GB", 2, "expected exactly one of"),
-        ("capacity {model} --plan {plan} --context 8 --memory 1GB", 2, "or lower --overhead"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none", 2, "'none' is not one of"),

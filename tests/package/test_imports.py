@@ -14,8 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvcal"
 # A module may import its own level and those before it. Names are files or folders directly under kvcal/.
 LEVELS = (
-    {"errors", "quantities", "progress", "embedded", "lazy_torch", "recipe_names"},
-    {"strict", "stored_tensor", "artifact", "records", "distributed", "user_cache"},
+    {"errors", "quantities", "progress", "embedded", "lazy_torch"},
+    {"strict", "stored_tensor", "artifact", "records", "distributed"},
     {"geometry"},
     {"data", "pages", "models"},
     {"plan"},
@@ -24,12 +24,12 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts", "engines"},
+    {"stages", "bench", "engines"},
     {"run"},
-    {"commands", "console", "tables", "lm_eval", "__main__", "charts.report"},
+    {"commands", "console", "tables", "lm_eval", "__main__", "report"},
 )
 RUNTIME = (
-    "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "user_cache", "pages",
+    "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages",
     "models.attention", "plan", "kernels", "store", "cache", "engines.support", "engines.shard",
     "engines.step", "engines.prefill",
 )  # fmt: skip

@@ -43,7 +43,7 @@ def test_the_wheel_carries_the_package_the_model_and_the_recipes(wheel: zipfile.
     }
     recipes = {f"kvcal/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*.toml")}
     assert {path.split("/")[-2] for path in recipes} == {"recipes", "ablations"}
-    assert package | model | recipes | {"kvcal/py.typed", "kvcal/charts/report.html"} <= set(wheel.namelist())
+    assert package | model | recipes | {"kvcal/py.typed", "kvcal/report.html"} <= set(wheel.namelist())
 
 
 def test_the_wheel_carries_nothing_else_and_names_the_command(wheel: zipfile.ZipFile) -> None:

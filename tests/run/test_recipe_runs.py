@@ -19,8 +19,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload, load_plan
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
-from kvcal.recipe_files import load_recipe
-from kvcal.recipe_names import recipe_names
+from kvcal.recipe_files import load_recipe, recipe_names
 from kvcal.run.pipeline import build_plan, evaluate_plan, run
 
 

@@ -15,8 +15,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import fixed_layers
-from kvcal.recipe_files import find_recipe, load_recipe
-from kvcal.recipe_names import recipe_names
+from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
 
 
 def layers_of(recipe: str, model: str) -> tuple[LayerPlan, ...]:

@@ -17,8 +17,7 @@ from kvcal.models.geometry import geometry_of
 from kvcal.plan.page_format import Side
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe_files import load_recipe
-from kvcal.recipe_names import recipe_names
+from kvcal.recipe_files import load_recipe, recipe_names
 from kvcal.store.state import Serving
 
 NUM_HEADS = 8

@@ -1,1 +1,0 @@
-"""Two figures, and the report that shows them."""
