@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,20 +76,25 @@ def with_loud_channels(model: Path) -> Path:
     return model
 
 
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A folder with a model, a recipe and its profile."""
+    folder = tmp_path_factory.mktemp("profiled")
+    model = with_loud_channels(save_llama(folder / "tiny", tokenizer, dtype=torch.float32))
+    (folder / "small.toml").write_text(RECIPE)
+    ran_well("profile", model, "--out", folder / "out", "--recipe", folder / "small.toml")
+    return folder
+
+
 @pytest.fixture
-def commands(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Commands:
-    model = with_loud_channels(save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32))
-    recipe, folder = tmp_path / "small.toml", tmp_path / "out"
-    recipe.write_text(RECIPE)
-    ran_well("profile", model, "--out", folder, "--recipe", recipe)
-    return Commands(model, recipe, folder)
+def commands(profiled: Path, tmp_path: Path) -> Commands:
+    folder = shutil.copytree(profiled / "out", tmp_path / "out")
+    return Commands(profiled / "tiny", Path(shutil.copy(profiled / "small.toml", tmp_path)), folder)
 
 
-def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    model = save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32)
-    recipe, folder = tmp_path / "small.toml", tmp_path / "out"
-    recipe.write_text(RECIPE)
-    options = ("--out", folder, "--recipe", recipe, "--dry-run")
+def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(profiled: Path, tmp_path: Path) -> None:
+    model, folder = profiled / "tiny", tmp_path / "out"
+    options = ("--out", folder, "--recipe", profiled / "small.toml", "--dry-run")
     for command in (("profile", model), ("plan", model, "--bits", "3")):
         done = run_kvcal(*command, *options, "--json")
         gradients, *others = done.json["stages"]
@@ -97,8 +103,6 @@ def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(tmp_path: Path, toke
         )
         assert gradients["steps"]["tokens"] > 0 < gradients["seconds"] and gradients["nbytes"] > 10**5
         assert not [path for path in folder.rglob("*") if path.is_file()]
-    shown = run_kvcal("profile", model, *options)
-    assert "Before it begins" in shown.out and "tokens at once" in shown.out
 
 
 def reserve_of(done: Outcome) -> str:
@@ -162,19 +166,11 @@ def test_a_recipe_reserves_what_follows(commands: Commands, reparam: bool) -> No
     assert split["kind"] == "kv_budget" and split["budget"] == BUDGET
 
 
-@pytest.mark.parametrize("budget", ["5MB", "1" + "0" * 30])
-def test_a_budget_that_16_bits_fit_and_a_context_beyond_the_model_are_told(commands: Commands, budget: str) -> None:
-    done = commands("allocate", "--kv-budget", budget, *WORKLOAD, "--json")
+def test_a_budget_that_16_bits_fit_and_a_context_beyond_the_model_are_told(commands: Commands) -> None:
+    done = commands("allocate", "--kv-budget", "1" + "0" * 30, *WORKLOAD, "--json")
     assert done.code == 0 and "16 bits fit" in done.err and "nothing to quantize" in done.err
     assert done.json["loss"] == 0 and "positions" not in done.err
-    again = commands("allocate", "--kv-budget", budget, *WORKLOAD)
-    assert again.code == 0 and "nothing to quantize" in again.err
     far = commands("allocate", "--bits", 10, "--batch", 1, "--context", 1025, "--set", "allocate.objective=sensitivity")
     assert far.code == 0 and "1025 tokens is beyond the model's 1024 positions" in far.err
     assert "16 bits fit" not in far.err
     assert commands("compile").code == 0
-
-
-def test_the_help_names_every_granularity() -> None:
-    text = " ".join(run_kvcal("allocate", "--help").out.replace("│", " ").split())
-    assert "granularity (layer, or block: K and V alike)" in text and "--reserve" in text

@@ -47,9 +47,7 @@ def test_a_plan_in_one_command(made: Path) -> None:
             (fit["max_batch"], 4096, True), (fit["max_batch"] + 1, 4096, False),
             (2, fit["max_context"], True), (2, fit["max_context"] + 1, False),
         ):  # fmt: skip
-            taken = (
-                sum(layer.nbytes(plan.cache_dtype, (context,) * batch, context) for layer in layers) if context else 0
-            )
+            taken = batch * sum(layer.nbytes(plan.cache_dtype, (context,), context) for layer in layers)
             assert (taken <= gain["budget"]) == fits
     assert gain["fit"]["max_batch"] >= 2 > gain["raw_fit"]["max_batch"]
     assert [check["name"] for check in value["checks"]] == ["file", "model", "bytes", "bytes", "bytes"]
@@ -118,34 +116,18 @@ def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(made: Path, tmp_pat
     assert "ragged batch of 64, 129 tokens" in verified.out
 
 
-def test_named_allocations_lie_side_by_side(made: Path, tmp_path: Path) -> None:
-    shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
-    for name, bits in (("small", 4), ("large", 9)):
-        done = ran_well("allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
-        assert f"next: kvcal compile {tmp_path / name}" in done.err
-    assert not Folder(tmp_path).allocation.exists()
-    notes = [
-        run_kvcal("allocate", tmp_path, "--bits", bits, *SIZES).err.count("--name NAME keeps several")
-        for bits in (4, 4, 9)
-    ]
-    assert notes == [0, 0, 1]
-    for name in ("small", "large"):
-        ran_well("compile", tmp_path / name)
-    small, large = (load_plan(tmp_path / name / "plan.safetensors") for name in ("small", "large"))
-    assert small.bits_per_value() <= 4 < large.bits_per_value() <= 9
-    again = run_kvcal("allocate", tmp_path, "--bits", 4, "--name", "small", *SIZES)
-    assert "allocation.safetensors is current" in again.err
-    done = run_kvcal("allocate", tmp_path / "none", "--bits", 3, "--name", "x")
-    assert done.code == 5 and not (tmp_path / "none").exists()
-
-
-def test_the_difference_of_two_plans(made: Path, tmp_path: Path) -> None:
+def test_named_allocations_lie_side_by_side_and_differ(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
     for name, bits in (("a", 4), ("b", 9)):
-        ran_well("allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
+        done = ran_well("allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
+        assert f"next: kvcal compile {tmp_path / name}" in done.err
         ran_well("compile", tmp_path / name)
+    assert not Folder(tmp_path).allocation.exists()
+    notes = [run_kvcal("allocate", tmp_path, "--bits", bits, *SIZES).err.count("--name NAME keeps") for bits in (4, 9)]
+    assert notes == [0, 1]
     paths = [tmp_path / name / "plan.safetensors" for name in ("a", "b")]
     plans = [load_plan(path) for path in paths]
+    assert plans[0].bits_per_value() <= 4 < plans[1].bits_per_value() <= 9
     value = ran_well("diff", *paths, "--context", 1024, "--json").json
     assert not value["is_same"] and value["bytes"] == [plan.nbytes((1024, 1024)) for plan in plans]
     changed = [one.geometry.index for one, other in zip(*(plan.layers for plan in plans), strict=True) if one != other]
@@ -155,11 +137,8 @@ def test_the_difference_of_two_plans(made: Path, tmp_path: Path) -> None:
     assert value["facts"] == {} and value["tensors"] == {} and value["measured"] == [None, None]
     text = run_kvcal("diff", *paths)
     assert "->" in text.out and "the plans differ" in text.err
-
     same = ran_well("diff", paths[0], paths[0])
     assert "the plans do the same" in same.err and "Layers that differ" not in same.out
-    done = run_kvcal("diff", paths[0], tmp_path / "none")
-    assert done.code == 5 and "does not exist" in done.err
 
 
 def test_a_difference_shows_models_tensors_and_what_was_measured(
@@ -178,31 +157,18 @@ def test_a_difference_shows_models_tensors_and_what_was_measured(
     kls = [load_evaluation(path.parent / "evaluation.json").rows[-1].text.kl for path in paths]
     assert [row["text"]["kl"] for row in value["measured"]] == kls
     table = run_kvcal("diff", *paths).out
-    assert "KL" in table and "tensor lattice.d2.b2" in table and "none -> 2 lattice" in " ".join(table.split())
+    assert "KL" in table and "tensor lattice.d2.b2" in table and "none -> 2 lattice" in table
 
 
 FIRST = [  # what is typed, exit code, what is said
-    (("compile", "{model}", "--budget", "24GB"), 2, "from here: kvcal plan {model} --budget 24GB"),
-    (
-        ("compile", "reasoner-10m", "--bits", "3", "--context", "100"),
-        2,
-        "kvcal plan reasoner-10m --bits 3 --context 100",
-    ),
-    (("compile", "{model}"), 2, "from here: kvcal plan {model} --budget 24GB"),
-    (
-        ("compile", "{plans}", "--bits", "3"),
-        2,
-        "from here: kvcal allocate {plans} --bits 3, then kvcal compile {plans}",
-    ),
     (("run", "{model}"), 2, "kvcal plan {model} --budget 24GB, or kvcal run default --model {model}"),
-    (("run", "reasoner-10m", "--budget", "1GB"), 2, "a model, where a recipe's name or path is expected"),
     (("run", "kivi-2", "--budget", "24GB"), 2, "--budget: recipe 'kivi-2' has no [allocate]: no budget chooses its"),
 ]
 
 
 @pytest.mark.parametrize(("typed", "code", "says"), FIRST)
 def test_what_everyone_types_first_is_answered(typed: tuple[str, ...], code: int, says: str, made: Path) -> None:
-    places = {"model": made / "model", "plans": made / "plans"}
+    places = {"model": made / "model"}
     done = run_kvcal(*(word.format(**places) for word in typed))
     assert done.code == code and says.format(**places) in done.err and "No such option" not in done.err
 
@@ -215,7 +181,3 @@ def test_run_takes_a_budget_and_a_workload(made: Path, tmp_path: Path) -> None:
     assert "profile: profile.safetensors is current" in done.err
     plan = load_plan(tmp_path / "plan.safetensors")
     assert plan.predicted_bytes <= 550_000 and (plan.workload.batch, plan.workload.context) == (2, 300)
-    done = ran_well("run", "uniform-4", "--model", made / "model", "--out", tmp_path / "u", *few,
-                    "--samples", 1, "--seq-len", 200, "--batch", 3, "--context", 700)  # fmt: skip
-    workload = load_plan(tmp_path / "u" / "plan.safetensors").workload
-    assert (workload.batch, workload.context) == (3, 700)

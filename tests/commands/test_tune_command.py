@@ -127,10 +127,6 @@ def test_a_study_of_something_else_is_refused(
     assert refused.code == 5 and "model.weights_sha256 is" in refused.err
     refused = run_kvcal("tune", recipe, "--model", model, "--out", whole, "--set", 'tune.tasks=["times"]')
     assert refused.code == 5 and 'tune.tasks is ["chain"], expected ["times"]' in refused.err
-    changed = tmp_path / "changed.toml"
-    changed.write_text(RECIPE.replace("share = 0.2", "share = 0.3"))
-    refused = run_kvcal("tune", changed, "--model", model, "--out", whole)
-    assert refused.code == 5 and "plan.sha256 is" in refused.err
 
 
 def test_a_cap_that_nothing_fits_says_the_smallest(whole: Path, model: Path, recipe: Path) -> None:
@@ -146,13 +142,9 @@ def test_a_cap_that_nothing_fits_says_the_smallest(whole: Path, model: Path, rec
 @pytest.mark.parametrize(
     ("content", "arguments", "reason"),
     [
-        (RECIPE, ("--set", 'tune.tasks=["sums"]'), "tasks ['sums'] unknown"),
         (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "lm-evaluation-harness, of which lm_eval is not"),
-        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and"),
         (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
-        ('[allocate]\nbits = 3.0\n', (), "has no [formats]"),
-        (RECIPE, ("--kv-budget", "much"), "cannot read 'much' as a number of bytes"),
         (RECIPE.replace("seq_len = 300", "seq_len = 100"), (), "fill no page of layer 0"),
     ],
 )  # fmt: skip
@@ -202,9 +194,9 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
 
     def posed(spec: EvaluateSpec) -> set[str]:
         limits = {"max_steps": spec.max_steps, "max_size": spec.max_size, "max_hops": spec.max_hops}
-        return {p.prompt for task in ("ledger", "chain") for p in problems(task, 40, spec.seed, **limits)}
+        return {p.prompt for task in ("ledger", "chain") for p in problems(task, 20, spec.seed, **limits)}
 
-    for evaluation_seed, tune_seed in ((1, 0), (2, 0), (0, 5), (5, 0), (2**32 - 1, 0), (0, 2**32 - 2)):
+    for evaluation_seed, tune_seed in ((1, 0), (0, 2**32 - 2)):
         limits = EvaluateSpec(seed=evaluation_seed)
         tuned = TaskObjective(loaded, plan, TuneSpec(seed=tune_seed), limits, DATA).tasks
         assert not posed(tuned) & posed(limits)
@@ -259,34 +251,20 @@ def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
         tuned_bits(replace(plan, layers=(changed,), tensors={"layers.0.k_rescale": torch.ones(shape)}))
 
 
-def test_run_tunes_and_fits_the_rooms(model: Path, recipe: Path, tmp_path: Path) -> None:
-    """The row that carries the recipe's name is the tuned plan; a second run makes nothing again."""
-    command = ("run", recipe, "--model", model, "--out", tmp_path, "--json")
-    done = ran_well(*command)
-    tuning, plan = load_tuning(tmp_path), load_plan(tmp_path / "plan.safetensors")
-    chosen = choose(tuning)
-    assert plan.provenance["thresholds"] == chosen.thresholds and plan.predicted_bytes == chosen.outcome.total_bytes
-    assert plan.provenance["calibration"]["tune"]["purpose"] == "fit"
-    shown = done.json
-    assert {row["name"]: row["total_bytes"] for row in shown["evaluation"]["rows"]}["tiny"] == plan.predicted_bytes
+def test_rooms_are_what_pages_need(whole: Path, model: Path) -> None:
+    plan, thresholds = load_plan(whole / "plan.safetensors"), choose(load_tuning(whole)).thresholds
     loaded = load(str(model))
     scores = measure_scores(loaded, make_plan(loaded, PAIR), sequences(DATA, loaded), Silent())
-    needs = {layer.geometry.index: 0 for layer in plan.layers}
+    needs = 0
     for layer in plan.layers:
         boost = layer.k[0].boost
         rooms = {tier.num_bits: tier.num_channels(16) for tier in boost.tiers} if boost else {}
         for page in scores[layer.geometry.index].flatten(0, 1).tolist():
-            above = sum(score > chosen.thresholds["tau_16"] for score in page)
-            middle = sum(score > chosen.thresholds["tau_4"] for score in page) - min(above, rooms.get(16, 0))
-            needs[layer.geometry.index] += above > rooms.get(16, 0) or middle > rooms.get(4, 0)
+            above = sum(score > thresholds["tau_16"] for score in page)
+            middle = sum(score > thresholds["tau_4"] for score in page) - min(above, rooms.get(16, 0))
+            needs += above > rooms.get(16, 0) or middle > rooms.get(4, 0)
     num_pages = sum(values[..., 0].numel() for values in scores.values())
-    assert sum(needs.values()) / num_pages <= 2 * (1 - SPEC.page_share) + 2 / num_pages
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    again = ran_well(*command)
-    assert again.json == shown
-    for stage in ("tune: allocation.safetensors", "compile: plan.safetensors"):
-        assert f"{stage} is current, skipped" in again.err
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert needs / num_pages <= 2 * (1 - SPEC.page_share) + 2 / num_pages
 
 
 def test_compare_builds_the_tuned_plan(whole: Path, model: Path, recipe: Path, tmp_path: Path) -> None:
@@ -297,21 +275,14 @@ def test_compare_builds_the_tuned_plan(whole: Path, model: Path, recipe: Path, t
     assert plan_bytes(plan) == plan_bytes(tuned)
 
 
-@pytest.mark.parametrize("name", ["mixkvq", "aqua-kv", "pm-kvq-2", "kvmix"])
-def test_a_baseline_is_all_that_its_recipe_says_or_refused(name: str, model: Path) -> None:
+def test_a_baseline_is_all_that_its_recipe_says_or_refused(model: Path) -> None:
     loaded = load(str(model))
-    with pytest.raises(UsageError, match=f"'{name}' in evaluate.against needs stages of its own"):
-        baseline_plan(load_recipe(name), loaded, Workload(1, 256))
-    with pytest.raises(UsageError, match=f"same_bytes_as = '{name}' is no recipe of \\[formats\\] alone, its"):
-        resolve_budget(AllocateSpec(same_bytes_as=name), bare_layers(loaded.geometry), "bfloat16", 0, 0)
+    for name in ("mixkvq", "kvmix"):
+        with pytest.raises(UsageError, match=f"'{name}' in evaluate.against needs stages of its own"):
+            baseline_plan(load_recipe(name), loaded, Workload(1, 256))
+        with pytest.raises(UsageError, match=f"same_bytes_as = '{name}' is no recipe of \\[formats\\] alone, its"):
+            resolve_budget(AllocateSpec(same_bytes_as=name), bare_layers(loaded.geometry), "bfloat16", 0, 0)
     assert baseline_plan(load_recipe("kitty"), loaded, Workload(1, 256)).provenance["recipe"] == "kitty"
-
-
-def test_the_recipe_is_tuned_and_the_capped_one_says_so() -> None:
-    mixkvq, capped = load_recipe("mixkvq"), load_recipe("mixkvq-capped")
-    assert mixkvq.tune is not None and mixkvq.tune.fit_capacity and mixkvq.tune.max_bits is not None
-    assert capped.tune is None and "fixed room" in capped.description
-    assert mixkvq.formats is not None and capped.formats is not None and mixkvq.formats.v == capped.formats.v
 
 
 @pytest.mark.parametrize("name", ["mixkvq", "mixkvq-capped"])

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import resource
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -56,13 +54,6 @@ def test_round_trip(tmp_path):
     assert os.listdir(tmp_path) == ["demo.safetensors"]
 
 
-def test_views_and_shared_memory_are_stored_by_value():
-    base = torch.arange(6.0).reshape(2, 3)
-    shared = Artifact(tensors={"a": base, "b": base.T, "c": base[:, 1]}, **HEAD)
-    own = Artifact(tensors={n: t.contiguous().clone() for n, t in shared.tensors.items()}, **HEAD)
-    assert to_bytes(shared) == to_bytes(own)
-
-
 def test_the_digest_is_what_the_format_says():
     raw = to_bytes(Artifact(tensors={"a": torch.tensor([1.0])}, **HEAD))
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -77,18 +68,9 @@ def test_the_digest_is_what_the_format_says():
     assert text == text.encode("ascii").decode() and ": " not in text
 
 
-def test_same_bytes_in_another_process():
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "import test_artifact as t, hashlib\n"
-        "print(hashlib.sha256(t.to_bytes(t.example())).hexdigest())"
-    )
-    here = os.path.dirname(__file__)
-    command = [sys.executable, "-c", code, here, os.path.dirname(os.path.dirname(here))]
-    env = dict(os.environ, PYTHONHASHSEED="12345")
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    # Golden: changes only with the format or the safetensors layout, never silently.
-    assert run.stdout.strip() == hashlib.sha256(to_bytes(example())).hexdigest() == GOLDEN
+def test_golden_bytes():
+    """They change only with the format or the safetensors layout, never silently."""
+    assert hashlib.sha256(to_bytes(example())).hexdigest() == GOLDEN
 
 
 def test_any_flipped_bit_is_refused(tmp_path):
@@ -128,13 +110,6 @@ def test_missing_file_and_folder(tmp_path):
         read(tmp_path, "demo", 3)
 
 
-def test_not_safetensors(tmp_path):
-    path = tmp_path / "text"
-    path.write_text("hello, this is not a container at all")
-    with pytest.raises(ArtifactError, match="is not a safetensors file"):
-        read(path, "demo", 3)
-
-
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, {"kvcal": "{}", "other": ""}])
 def test_foreign_metadata(tmp_path, metadata):
     path = tmp_path / "a"
@@ -144,7 +119,7 @@ def test_foreign_metadata(tmp_path, metadata):
     assert all(key in caught.value.message for key in metadata)
 
 
-@pytest.mark.parametrize("header", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":null}'])
+@pytest.mark.parametrize("header", [b"{}", b'{"__metadata__":null}'])
 def test_no_metadata(tmp_path, header):
     path = tmp_path / "a"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -154,8 +129,7 @@ def test_no_metadata(tmp_path, header):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", "[]", "3", '{"b":1,"a":2}', '{"a": 1}', '{"a":NaN}', '{"a":1e999}', '{"a":1,"a":1}']
-    + ['{"a":"é"}', '{"a":1}\n', '{"a":1.50}', '{"a":' * 100_000],
+    ["", "[]", '{"b":1,"a":2}', '{"a":NaN}', '{"a":1e999}', '{"a":1,"a":1}', '{"a":"é"}', '{"a":' * 100_000],
 )
 def test_json_that_is_not_canonical(tmp_path, text):
     path = tmp_path / "a"
@@ -164,14 +138,11 @@ def test_json_that_is_not_canonical(tmp_path, text):
         read(path, "demo", 3)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [{}, HEAD, sealed(HEAD) | {"more": 1}, sealed(HEAD | {"inputs": []}), sealed(HEAD | {"body": None})],
-)
+@pytest.mark.parametrize("head", [{}, HEAD, sealed(HEAD) | {"more": 1}, sealed(HEAD | {"inputs": []})])
 def test_wrong_fields(tmp_path, head):
     path = tmp_path / "a"
     save(path, head)
-    with pytest.raises(ArtifactError, match="has the fields"):
+    with pytest.raises(ArtifactError, match="not canonical JSON with the fields"):
         read(path, "demo", 3)
 
 
@@ -186,21 +157,9 @@ def test_wrong_kind_and_schema(tmp_path):
     with pytest.raises(ArtifactError, match="schema version 3") as caught:
         read(path, "profile", 4)
     assert "make it again with this version of kvcal (kvcal profile)" in caught.value.hint
-    for schema in (True, 1.0, "1", None):
-        save(path, sealed(HEAD | {"schema": schema}))
-        with pytest.raises(ArtifactError, match="schema version"):
-            read(path, "demo", 1)
-    save(path, sealed(HEAD | {"kind": ["demo"]}))
-    with pytest.raises(ArtifactError, match="of the kind"):
-        read(path, "demo", 3)
-
-
-@pytest.mark.parametrize("digest", ["0" * 64, "", 5, None, ["x"]])
-def test_wrong_digest(tmp_path, digest):
-    path = tmp_path / "a"
-    save(path, HEAD | {"digest": digest})
-    with pytest.raises(ArtifactError, match="is corrupt: its content has the digest"):
-        read(path, "demo", 3)
+    save(path, sealed(HEAD | {"schema": True}))
+    with pytest.raises(ArtifactError, match="schema version"):
+        read(path, "demo", 1)
 
 
 def test_renamed_extra_reshaped_or_recast_tensor_breaks_the_digest(tmp_path):
@@ -225,10 +184,8 @@ def test_renamed_extra_reshaped_or_recast_tensor_breaks_the_digest(tmp_path):
     ("dtype", "value"),
     [
         (torch.float64, float("nan")),
-        (torch.float32, float("inf")),
         (torch.float16, -float("inf")),
         (torch.bfloat16, float("nan")),
-        (torch.float8_e4m3fn, float("nan")),
         (torch.float8_e5m2, float("inf")),
     ],
 )
@@ -241,12 +198,6 @@ def test_non_finite_tensors_are_neither_written_nor_read(tmp_path, dtype, value)
     save(path, sealed(HEAD, tensors), tensors)
     with pytest.raises(ArtifactError, match="'bad' holds NaN or infinity in 1 of 3 values"):
         read(path, "demo", 3)
-
-
-def test_non_finite_json_is_not_written(tmp_path):
-    with pytest.raises(ArtifactError, match="finite numbers"):
-        write(tmp_path / "a", replace(example(), body={"loss": float("nan")}))
-    assert os.listdir(tmp_path) == []
 
 
 class TestFailedWrites:
@@ -289,23 +240,9 @@ class TestFailedWrites:
         with pytest.raises(KeyboardInterrupt):
             write(path, example())
 
-    def test_target_is_below_a_file(self, path):
-        with pytest.raises(ArtifactError, match="cannot write .*Not a directory"):
-            write(path / "below", example())
-
     def test_no_such_folder(self, path):
         with pytest.raises(ArtifactError, match="cannot write .*No such file or directory"):
             write(path.parent / "none" / "a", example())
-
-
-def test_a_file_with_the_same_bytes_stays_as_it_is(tmp_path):
-    path = tmp_path / "a"
-    write_bytes_atomic(path, b"old")
-    before = path.stat().st_ino
-    write_bytes_atomic(path, b"old")
-    assert path.stat().st_ino == before
-    write_bytes_atomic(path, b"new")  # as long
-    assert path.read_bytes() == b"new" and path.stat().st_ino != before
 
 
 @pytest.mark.parametrize("other", ["artifact", "weights"])
@@ -321,17 +258,6 @@ def test_an_output_replaces_no_safetensors_file_of_another_kind(tmp_path, other)
     assert path.read_bytes() == before
 
 
-def test_an_output_may_replace_its_own_kind_and_what_is_broken(tmp_path):
-    path = tmp_path / "plan.safetensors"
-    require_output(path, example().kind)
-    write(path, example())
-    require_output(path, example().kind)
-    path.write_bytes(path.read_bytes()[:-1])
-    require_output(path, "plan")
-    path.write_text("bits")
-    require_output(path, "plan")
-
-
 def test_the_folder_of_an_output_is_made(tmp_path):
     require_output(tmp_path / "new" / "one" / "a", "plan")
     assert (tmp_path / "new" / "one").is_dir() and not list((tmp_path / "new" / "one").iterdir())
@@ -340,58 +266,13 @@ def test_the_folder_of_an_output_is_made(tmp_path):
         require_output(tmp_path / "file" / "a", "plan")
 
 
-def test_an_output_is_refused_where_nothing_can_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    with pytest.raises(ArtifactError, match=f"cannot write .*: no files can be made in {tmp_path}"):
-        require_output(tmp_path / "a", "plan")
-    (tmp_path / "a").write_text("")
-    require_output(tmp_path / "a", "plan")
-
-
-WRITES_AND_STOPS = """
-import os, sys, time
-sys.path.insert(0, sys.argv[1])
-from kvcal import artifact
-def stop(_):
-    print("here", flush=True)
-    time.sleep(600)
-os.fsync = stop
-artifact.write_bytes_atomic(sys.argv[2], b"x" * 1000)
-"""
-
-
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
-    package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    command = [sys.executable, "-c", WRITES_AND_STOPS, package, str(tmp_path / "a")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        try:
-            assert writer.stdout.readline() == "here\n"
-            write_bytes_atomic(tmp_path / "b", b"b")
-            (left,) = tmp_path.glob(".kvcal-*.tmp")
-        finally:
-            writer.kill()
-    write_bytes_atomic(tmp_path / "b", b"b")
-    assert not left.exists() and os.listdir(tmp_path) == ["b"]
-
-
-def test_no_file_is_taken_for_a_killed_process_s_before_it_has_its_name(tmp_path, monkeypatch):
-    def replace(source, target, rename=os.replace):
-        artifact.remove_stale(tmp_path)
-        rename(source, target)
-
-    monkeypatch.setattr(artifact.os, "replace", replace)
-    write_bytes_atomic(tmp_path / "a", b"a")
-    assert (tmp_path / "a").read_bytes() == b"a"
-
-
 def test_stale_files_are_removed_where_a_folder_is_opened(tmp_path):
-    new, old, written = (tmp_path / f".kvcal-{name}.tmp" for name in ("new", "old", "written"))
-    for path in (new, old, written):
-        path.touch()
+    """Those of killed processes; what a living one writes is new."""
+    new, old, other = (tmp_path / name for name in (".kvcal-new.tmp", ".kvcal-old.tmp", "mine.tmp"))
+    for path in (new, old, other):
+        path.write_bytes(b"x")
     os.utime(old, (1.0, 1.0))
-    written.write_bytes(b"x")
-    other = tmp_path / "mine.tmp"
-    other.write_bytes(b"x")
+    os.utime(other, (1.0, 1.0))
     Folder.create(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([new, other])
 
@@ -404,11 +285,6 @@ def test_text_and_pictures(tmp_path):
     umask = os.umask(0o022)
     os.umask(umask)
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o666 & ~umask
-
-
-def test_sha256_json():
-    assert artifact.canonical_json({"b": (1, "é"), "a": True}) == '{"a":true,"b":[1,"\\u00e9"]}'
-    assert artifact.sha256_json([]) == hashlib.sha256(b"[]").hexdigest()
 
 
 def test_differing_input():
