@@ -39,7 +39,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback
 from kvcal.stages.allocate.stage import allocate
-from kvcal.stages.batches import Batch
+from kvcal.stages.checkpoint import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room
 from kvcal.stages.predictors import stage
 from kvcal.stages.profile import stage as profile_stage

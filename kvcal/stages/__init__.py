@@ -11,5 +11,5 @@ In the order of ``kvcal.run.pipeline``; a folder opens with its stage, and holds
     evaluate, compare          texts and tasks through the plan's cache, beside bytes, of one plan or of all recipes
 
 Without an artifact of a run: size, estimate (before), verify, choices (of a plan), generate (with it).
-What stages share: passes over sequences (batches) that can be interrupted (checkpoint), and KL (divergence).
+What stages share: passes over sequences that can be interrupted (checkpoint), and KL (divergence).
 """

@@ -1,16 +1,27 @@
-"""A long stage's unfinished statistics, kept in a file beside its target, so that an interrupted run goes on.
+"""A long stage's passes over its data, and their unfinished statistics in a file, so that an interrupted run goes on.
 
-The file is written about every ``SAVE_SECONDS`` and when the stage is left by any error, Ctrl-C included, whole or
-not at all. It is taken up again only by a run with the same inputs, which declares what it must hold after the steps
-that it counts; anything else is discarded. Statistics are sums in fp64, and steps come in a fixed order: a resumed run
-gives the same bits as one that was not interrupted. Of several processes (kvcal.distributed) rank 0 keeps the file.
+The file lies beside the stage's target. It is written about every ``SAVE_SECONDS`` and when the stage is left by any
+error, Ctrl-C included, whole or not at all. It is taken up again by a run of the same version with the same inputs
+alone. Statistics are sums in fp64, and steps come in a fixed order: a resumed run gives the same bits as one that was
+not interrupted. Of several processes (kvcal.distributed) rank 0 keeps the file.
+
+``for_each_batch`` is a pass over sequences in batches, padded on the right, the longest first. Causal layers never read
+what stands behind a token, so right padding changes no real token, without any mask. Padding repeats a sequence's last
+token: it brings no token that the data do not hold. Batches follow from the data and from the most tokens of a batch
+alone, never from the memory that is free: other shapes round differently, and the same run must give the same bytes.
+When the device runs out of memory, the rest of the stage goes on with half as many tokens in a batch.
+
+A process may measure several of its batches together, each in its own shapes: a streamed model loads its layers once
+for all of them. Which ones depends on the memory and on the number of processes, the statistics do not. So when the
+device runs out of memory, fewer go together before a batch is halved.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +30,18 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.distributed import from_first, map_over_ranks, rank, require_same
-from kvcal.errors import ArtifactError
+from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import from_first, map_over_ranks, rank, require_same, size
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.folder import partial_path
 from kvcal.progress import Reporter
-from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.records import record_of
 from kvcal.strict import STRICT, Count, dump
+
+SCHEMA = 2
+SAVE_SECONDS = 20.0
+# Runs of a pass: as many processes have work, and statistics are sent and merged as often.
+MAX_SHARDS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,43 +76,14 @@ class Mean:
         return self.total / self.count
 
 
-SCHEMA = 1
-SAVE_SECONDS = 20.0
-LARGEST = 1e30  # of a total: sums of such are finite
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """Statistics by name, and how many steps of each phase of the stage are in them."""
-
-    means: Mapping[str, Mean]
-    done: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """A mean that a checkpoint must hold: its total, and how many observations are in it; None is 1 or more."""
-
-    total: TensorSpec
-    count: int | None = None
-
-    @classmethod
-    def of(cls, shape: Sequence[int], count: int | None = None, low: float = -LARGEST) -> Statistic:
-        """Of an fp64 total within ``low`` and ``LARGEST``."""
-        return cls(TensorSpec("float64", tuple(shape), low, LARGEST), count)
-
-
+Means = Mapping[str, Mean]
 # Statistics so far, and more: those that change, of both.
-Merge = Callable[[Mapping[str, Mean], Mapping[str, Mean]], Mapping[str, Mean]]
+Merge = Callable[[Means, Means], Means]
 
 
-def added(means: Mapping[str, Mean], observed: Mapping[str, Mean]) -> Mapping[str, Mean]:
+def added(means: Means, observed: Means) -> Means:
     """The statistics of both; what is new joins as it is."""
     return {name: means[name].merge(mean) if name in means else mean for name, mean in observed.items()}
-
-
-# Runs of a pass: as many processes have work, and statistics are sent and merged as often.
-MAX_SHARDS = 64
 
 
 def shards(count: int, most: int = MAX_SHARDS) -> list[range]:
@@ -105,7 +93,7 @@ def shards(count: int, most: int = MAX_SHARDS) -> list[range]:
     return [range(first, min(first + length, count)) for first in range(0, count, length)]
 
 
-def summed(measure: Callable[[int], Mapping[str, Mean]], merge: Merge = added) -> Callable[[range], dict[str, Mean]]:
+def summed(measure: Callable[[int], Means], merge: Merge = added) -> Callable[[range], dict[str, Mean]]:
     """``measure`` of one item, for a run of items: their statistics, merged in order."""
 
     def measure_run(run: range) -> dict[str, Mean]:
@@ -117,9 +105,12 @@ def summed(measure: Callable[[int], Mapping[str, Mean]], merge: Merge = added) -
     return measure_run
 
 
-# The content of a stage's checkpoint, by name, after ``done`` steps of each phase, when it holds these names.
-# ValueError for counts of steps that the stage does not have.
-Declare = Callable[[Mapping[str, int], Collection[str]], Mapping[str, Statistic]]
+@dataclass(frozen=True, eq=False)
+class State:
+    """Statistics by name, and how many steps of each phase of the stage are in them."""
+
+    means: Means
+    done: Mapping[str, int]
 
 
 @record(frozen=True, config=STRICT)
@@ -128,33 +119,18 @@ class _StateBody:
     done: dict[str, Count]
 
 
-def require_steps(done: Mapping[str, int], most: Mapping[str, int]) -> None:
-    """ValueError where more steps of a phase are done than there are."""
-    for phase, count in done.items():
-        if count > most[phase]:
-            raise ValueError(f"done.{phase} = {count}, expected at most {most[phase]}")
-
-
 class Checkpoint:
     """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it, by success removes the
     file."""
 
-    def __init__(
-        self,
-        target: Path,
-        kind: str,
-        inputs: dict[str, Any],
-        start: State,
-        declare: Declare,
-        reporter: Reporter,
-    ) -> None:
-        """``start``: the first state, unless an earlier run for the same ``target`` left one that is as declared."""
+    def __init__(self, target: Path, kind: str, inputs: dict[str, Any], start: State, reporter: Reporter) -> None:
+        """``start``: the first state, unless an earlier run for the same ``target`` and ``inputs`` left one."""
         self.path = partial_path(target)
         self._kind = f"{kind}-partial"
-        self._inputs = inputs
-        self._declare = declare
+        self._inputs = inputs | {"kvcal": version("kvcal")}
+        self.reporter = reporter
         require_same(f"what {self.path.name} is made from", inputs)
-        self.state = from_first(lambda: self._resumed(start, reporter))
+        self.state = from_first(lambda: self._resumed(start))
         self._saved = self.state
         self._saved_at = time.monotonic()
 
@@ -168,25 +144,19 @@ class Checkpoint:
         self,
         phase: str,
         runs: Sequence[range],
-        measure: Callable[[range], Mapping[str, Mean] | None],
-        reporter: Reporter,
+        measure: Callable[[range], Means | None],
         label: str,
         merge: Merge = added,
     ) -> range | None:
         """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that one process
         measures at once; rank 0's count, whose device may have more memory. All ranks merge what ``measure`` returns of
-        each run, in their order. The pass ends early with a run of which
-        ``measure`` returns None, and returns that run.
-
-        Raises:
-            What ``measure`` raises, on all ranks.
-        """
+        each run, in their order. The pass ends early with a run of which ``measure`` returns None, and returns it."""
         done = self.state.done[phase]
         total = runs[-1].stop if runs else done
         left = from_first(lambda: [range(max(done, run.start), run.stop) for run in runs if run.stop > done])
 
-        def step(run: range) -> Mapping[str, Mean] | None:
-            reporter(run.start, total, label)
+        def step(run: range) -> Means | None:
+            self.reporter(run.start, total, label)
             return measure(run)
 
         for run, found in zip(left, map_over_ranks(left, step), strict=False):
@@ -194,7 +164,7 @@ class Checkpoint:
                 return run
             means = {**self.state.means, **merge(self.state.means, found)}
             self.advance(State(means, {**self.state.done, phase: run.stop}))
-        reporter(total, total, label)
+        self.reporter(total, total, label)
         return None
 
     def __enter__(self) -> Checkpoint:
@@ -203,7 +173,7 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.path.unlink(missing_ok=True)
-        elif self.state is not self._saved and not (kind and issubclass(kind, ArtifactError)):  # such as a full disk
+        elif self.state is not self._saved and not issubclass(kind, ArtifactError):  # such as a full disk
             self._save()
 
     def _save(self) -> None:
@@ -215,7 +185,7 @@ class Checkpoint:
         artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, totals))
         self._saved, self._saved_at = self.state, time.monotonic()
 
-    def _resumed(self, start: State, reporter: Reporter) -> State:
+    def _resumed(self, start: State) -> State:
         if not self.path.exists():
             return start
         try:
@@ -223,26 +193,126 @@ class Checkpoint:
             difference = artifact.differing_input(self._inputs, stored.inputs)
             if difference is not None:
                 raise ArtifactError(difference)
-            state = self._checked(start, stored)
-        except ArtifactError as error:
-            reporter.say(f"{self.path.name} is discarded: {error.message}")
-            return start
-        steps = ", ".join(f"{count} {phase}" for phase, count in state.done.items())
-        reporter.say(f"{self.path.name}: goes on after {steps}")
-        return state
-
-    def _checked(self, start: State, stored: artifact.Artifact) -> State:
-        """ArtifactError unless the file holds what is declared."""
-        body = record_of(_StateBody, stored.body, self.path)
-        with refusing(self.path):
+            body = record_of(_StateBody, stored.body, self.path)
             if body.done.keys() != start.done.keys() or body.counts.keys() != stored.tensors.keys():
-                raise ValueError(f"phases {list(body.done)[:4]} and counts {list(body.counts)[:4]} are not the stage's")
-            declared = self._declare(body.done, body.counts.keys())
-            require_tensors(stored.tensors, {name: statistic.total for name, statistic in declared.items()})
-            for name, statistic in declared.items():
-                count, expected = body.counts[name], statistic.count
-                if not (count > 0 if expected is None else count == expected):
-                    allowed = "1 or more" if expected is None else expected
-                    raise ValueError(f"counts.{name} = {count}, expected {allowed}")
+                raise ArtifactError("its phases or counts are not the stage's")
+        except ArtifactError as error:
+            self.reporter.say(f"{self.path.name} is discarded: {error.message}")
+            return start
+        steps = ", ".join(f"{body.done[phase]} {phase}" for phase in start.done)
+        self.reporter.say(f"{self.path.name}: goes on after {steps}")
         means = {name: Mean(total, body.counts[name]) for name, total in stored.tensors.items()}
         return State(means, {phase: body.done[phase] for phase in start.done})
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B sequences of at most T tokens. ``numbers``: theirs in the data; ``tokens_BT`` int64; ``loss_mask_BT`` bool,
+    False in the padding; ``lengths``: without the padding."""
+
+    numbers: tuple[int, ...]
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, data: TokenDataset, numbers: Sequence[int]) -> Batch:
+        """The sequences of these numbers."""
+        lengths = [len(data.sequences[number]) for number in numbers]
+        tokens_BT = torch.empty(len(lengths), max(lengths), dtype=torch.int64)
+        loss_mask_BT = torch.zeros(tokens_BT.shape, dtype=torch.bool)
+        for row, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+            tokens_BT[row, :length], tokens_BT[row, length:] = data.sequences[number], data.sequences[number][-1]
+            loss_mask_BT[row, :length] = data.loss_masks[number]
+        return cls(tuple(numbers), tokens_BT, loss_mask_BT, tuple(lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        """Without the padding."""
+        return sum(self.lengths)
+
+
+def longest_first(data: TokenDataset) -> list[int]:
+    """Numbers of the sequences: batches waste little padding, and the first one takes the most memory."""
+    return sorted(range(len(data.sequences)), key=lambda number: -len(data.sequences[number]))
+
+
+# From batches to the statistics of each.
+Measure = Callable[[Sequence[Batch]], Sequence[Means]]
+
+
+def for_each_batch(
+    data: TokenDataset,
+    most_tokens: int,
+    measure: Measure,
+    phase: str,
+    checkpoint: Checkpoint,
+    label: str,
+    at_once: int = 1,
+) -> int:
+    """One pass over the sequences that ``checkpoint`` does not count as done in ``phase``, in batches of at most
+    ``most_tokens``, padding included: ``measure`` takes ``at_once`` batches of a process or fewer, and returns their
+    statistics, which are merged in the batches' order.
+
+    Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory.
+
+    Raises:
+        UsageError: a single sequence does not fit into the device's memory.
+    """
+    order = longest_first(data)
+
+    def measure_runs(runs: Sequence[range]) -> Sequence[Means]:
+        batches = [Batch.of(data, [order[position] for position in run]) for run in runs]
+        try:
+            return measure(batches)
+        except torch.OutOfMemoryError:  # whose traceback holds the batches' tensors until here
+            return ()
+
+    while True:
+        runs = _runs([len(data.sequences[number]) for number in order], most_tokens, checkpoint.state.done[phase])
+        too_large = checkpoint.run(phase, runs, _looking_ahead(measure_runs, runs, at_once), label)
+        if too_large is None:
+            return most_tokens
+        width = len(data.sequences[order[too_large.start]])
+        most_tokens = len(too_large) // 2 * width
+        require_smaller(most_tokens, f"one sequence of {width} tokens")
+        checkpoint.reporter.say(f"{label}: out of memory, goes on with at most {most_tokens} tokens in a batch")
+
+
+def _runs(widths: Sequence[int], most_tokens: int, first: int) -> list[range]:
+    """The positions from ``first`` on, of sequences of ``widths`` tokens, descending, in batches."""
+    runs = []
+    while first < len(widths):
+        stop = min(len(widths), first + max(1, most_tokens // widths[first]))
+        runs.append(range(first, stop))
+        first = stop
+    return runs
+
+
+def _looking_ahead(
+    measure_runs: Callable[[Sequence[range]], Sequence[Means]], runs: Sequence[range], at_once: int
+) -> Callable[[range], Means | None]:
+    """The statistics of a run, measured together with those that this process will be asked for next; with half as many
+    from then on where memory does not suffice. None where it does not suffice for the run alone."""
+    found: dict[range, Means] = {}
+
+    def measure_run(run: range) -> Means | None:
+        nonlocal at_once
+        while run not in found:
+            mine = runs[runs.index(run) :: size()][:at_once] if run in runs else [run]  # or rank 0 has other runs
+            found.update(zip(mine, measure_runs(mine), strict=False))
+            if run not in found and len(mine) == 1:
+                return None
+            at_once = at_once if run in found else len(mine) // 2
+        return found.pop(run)
+
+    return measure_run
+
+
+def require_smaller(most: int, what: str) -> None:
+    """UsageError where nothing is left to be halved."""
+    if most == 0:
+        raise UsageError(
+            f"{what} does not fit into the device's memory",
+            hint="shorten the sequences (seq_len), or take a larger device",
+        )

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import ArtifactError, NonFiniteActivations
-from kvcal.folder import partial_path
+from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.geometry import Index
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.load import LoadedModel
@@ -49,8 +48,7 @@ from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.stages.batches import Batch, for_each_batch, longest_first
-from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
 from kvcal.stages.reparam.search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
@@ -188,10 +186,10 @@ def run_feedback(
     continued. ``layers`` and ``tensors``: the plan's, with all transforms.
 
     Raises:
-        UsageError: a sequence longer than the model's context.
+        UsageError: a sequence longer than the model's context; too small a damping.
         UnsupportedModel: the model's queries cannot be observed, or its output projections are not found.
         NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
-        ArtifactError: a file cannot be written; a Hessian that is none.
+        ArtifactError: a file cannot be written.
     """
     places = feedback_places(layers, spec.sides)
     if loaded.geometry.has_latents:
@@ -202,29 +200,22 @@ def run_feedback(
     based = basis_places(layers, spec.sides) if spec.basis else []
     by_index = {layer.geometry.index: layer for layer in layers}
     calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale)
-    total = len(data.sequences) if calibration.start().means else 0
-
-    def declared(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
-        require_steps(done, {SAMPLES: total})
-        num_tokens = sum(len(data.sequences[number]) for number in longest_first(data)[: done[SAMPLES]])
-        return calibration.declared(num_tokens)
-
-    with Checkpoint(path, KIND, inputs, calibration.start(), declared, reporter) as checkpoint:
-        if total:
+    start = calibration.start()
+    with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
+        if start.means:
             check_taps(loaded.model, loaded.geometry)
             most_tokens = BATCH_TOKENS[loaded.model.device.type]
-            for_each_batch(data, most_tokens, calibration.means_of_each, SAMPLES, checkpoint, reporter, "feedback")
+            for_each_batch(data, most_tokens, calibration.means_of_each, SAMPLES, checkpoint, "feedback")
         factors, sides, bases = {}, [], {}
         for place in places:
             try:
                 hessian_NDD, basis = calibration.hessian(place, checkpoint.state.means)
                 factors[place], share_N = feedback_factor(hessian_NDD, spec.damping)
             except torch.linalg.LinAlgError as error:
-                raise ArtifactError(
-                    f"feedback: the Hessian of layer {place[0]}'s {place[1]} is not positive definite: no sum of "
-                    "squares gives it, so that the checkpoint beside this file is damaged, or the damping too small",
-                    hint=f"delete {partial_path(path).name}, or raise [feedback] damping",
-                ).at(path) from error
+                raise UsageError(
+                    f"the Hessian of layer {place[0]}'s {place[1]} is not positive definite",
+                    hint="raise [feedback] damping",
+                ) from error
             sides.append(SideFeedback(*place, min(1.0, float(share_N.mean())), basis is not None))
             if basis is not None:
                 bases[place] = basis
@@ -258,9 +249,6 @@ class _Calibration:
             if (index, side) in self.based:
                 means[f"moments.{index}.{side}"] = Mean.empty((heads, dim + 1, dim + 1))
         return State(means, {SAMPLES: 0})
-
-    def declared(self, num_tokens: int) -> dict[str, Statistic]:
-        return {name: Statistic.of(mean.total.shape, num_tokens) for name, mean in self.start().means.items()}
 
     def means_of_each(self, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
         """The sums of every batch."""

@@ -19,7 +19,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Plan
-from kvcal.stages.batches import Batch
+from kvcal.stages.checkpoint import Batch
 from kvcal.stages.predictors import reconstruct
 from kvcal.stages.predictors.reconstruct import PageReader, Reconstruction, Wanted
 

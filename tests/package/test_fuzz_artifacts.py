@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from artifact_mutations import canonical, content_of, sealed
 from artifact_subjects import KINDS, subjects
 from fuzz_artifacts import fuzz
-from partial_subjects import run_feedback
 
 from kvcal.artifact import COMMANDS, kind_of
 from kvcal.errors import ArtifactError
-from kvcal.stages import feedback
 
 FILES = 6
 
@@ -48,19 +44,3 @@ def test_a_file_of_another_build_is_refused_with_the_command_that_makes_it(kind:
         refused.value.hint
         == f"check the path; if it is the right one, delete the file and run the stage that makes it again: {command}"
     )
-
-
-def test_a_hessian_that_is_none_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by mutated files, too: sums that no queries give."""
-    made = feedback._Calibration.hessian
-
-    def indefinite(self: feedback._Calibration, place: Any, means: Any) -> tuple[torch.Tensor, Any]:
-        hessian, basis = made(self, place, means)
-        hessian = hessian.clone()
-        hessian[:, 0, 0] -= hessian.diagonal(dim1=1, dim2=2).sum(1) / 2
-        return hessian, basis
-
-    monkeypatch.setattr(feedback._Calibration, "hessian", indefinite)
-    with pytest.raises(ArtifactError, match="Hessian of layer 0's k is not positive definite") as error:
-        run_feedback(tmp_path / "x.safetensors")
-    assert error.value.hint is not None and "x.partial.safetensors" in error.value.hint

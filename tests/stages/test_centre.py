@@ -56,8 +56,8 @@ def keys_of(loaded: LoadedModel, tokens_BT: Tensor = TOKENS) -> dict[int, Captur
     return seen
 
 
-# gemma3: QK-norm, two bases; gpt_oss: YaRN, biases; glm4, stablelm: partial, the first interleaved; smollm3: no RoPE.
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss", "glm4", "stablelm", "llama_mha_yarn", "smollm3"])
+# gemma3: QK-norm, two bases; gpt_oss: YaRN, biases; glm4: partial, interleaved; smollm3: no RoPE.
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "glm4", "smollm3"])
 def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
     """The stored mean is that of an fp64 loop behind the first tokens, and pages are read back to 4 bits."""
     loaded = as_loaded(built(name))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cache_cases import assert_exact_bytes, feed
 from cli_cases import run_kvcal, save_llama
+from kvcal.stages.batches import Batch
 from oracles import dequantize_code, quantize_group
 from predictor_runs import (
     FIRST,
@@ -41,7 +42,6 @@ from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import build_plan
-from kvcal.stages.batches import Batch
 from kvcal.stages.estimate import host_bytes
 from kvcal.stages.predictors import reconstruct, stage, starts
 from kvcal.stages.predictors.reconstruct import (

@@ -21,8 +21,7 @@ from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import geometry_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import PageLayout
-from kvcal.stages.batches import Batch
-from kvcal.stages.checkpoint import Mean
+from kvcal.stages.checkpoint import Batch, Mean
 from kvcal.stages.profile.observers import OBSERVERS, BatchGradients, GradientPass, next_token_losses
 from kvcal.stages.profile.sensitivity import Candidate, Errors, candidates, quantization_errors, range_refusal
 
@@ -183,7 +182,7 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
         layout = PageLayout(side, *wanted[:3], head_dim, "float16", "bfloat16")
         rounded = x_NTD.bfloat16()
         errors[wanted] = (layout.decode(layout.encode(rounded)) - rounded.float()).abs().double()
-    for channel in (0, 2, 15, head_dim - 1):
+    for channel in (2, head_dim - 1):
         g_NTD = torch.zeros_like(x_NTD)
         g_NTD[..., channel] = -1.0
         found_NC = errors_of(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16).weighted_BNC
@@ -211,7 +210,7 @@ def test_a_range_beyond_the_parameters_is_refused() -> None:
     assert torch.isfinite(wide.weighted_BNC).all()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3"])
 def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference(name: str) -> None:
     """Reference: the model in fp64 with all weights trained and every key and value retaining its gradient. Pairing
     a layer's error with the gradient of the layer at the other end, as the paper's public code does, must fail."""
@@ -242,7 +241,7 @@ def reference_errors(cache: Watched, number: int, gradient_of: int, wanted, side
     return torch.tensor(sums, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama"])
 def test_sensitivities_agree_with_finite_differences_of_the_loss(name: str) -> None:
     """No gradient at all: every cached key and value of every layer is nudged up and down, and the loss is measured.
     A reversed or shifted order of the layers fails, and so does a gradient of another loss."""
@@ -297,15 +296,6 @@ def test_labels_are_shifted_once_and_the_prompt_is_left_out() -> None:
     assert not torch.isclose(next_token_loss(other_TV, tokens_T, mask_T), loss)
 
 
-def test_a_loss_on_the_first_token_changes_nothing() -> None:
-    tokens_T, mask_T = sample_of(12, num_prompt=1)
-    logits_TV = torch.randn(12, 64)
-    assert torch.equal(
-        next_token_loss(logits_TV, tokens_T, mask_T),
-        next_token_loss(logits_TV, tokens_T, torch.ones(12, dtype=torch.bool)),
-    )
-
-
 def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
     """Appending tokens outside the loss must not change the earlier tokens' sensitivity; a mean over all tokens
     would scale it."""
@@ -321,29 +311,7 @@ def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss"])
-def test_full_attention_layers_alone_are_measured_in_every_family(name: str) -> None:
-    model, geometry = built(name), measured(name)
-    tokens_T, mask_T = sample_of(30)
-    wanted = {side: FEW[side] for side in "kv"}
-    found = measure(GradientPass(model, geometry, wanted, 4, "float16"), 0, tokens_T, mask_T)
-    full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
-    assert len(full) > 0
-    assert found.errors.keys() == found.weight_grad_norms.keys() == set(product(full, "kv"))
-    assert all(float(part.min()) > 0 for errors in found.errors.values() for part in errors)
-    assert all(norm > 0 for norm in found.weight_grad_norms.values())
-
-
-def test_a_model_in_bfloat16_gives_nearly_the_same() -> None:
-    tokens_T, mask_T = sample_of(140)
-    exact = measure(observer(gqa_model("llama"), FEW), 0, tokens_T, mask_T)
-    rough = measure(observer(gqa_model("llama", torch.bfloat16), FEW), 0, tokens_T, mask_T)
-    for key in exact.errors:
-        torch.testing.assert_close(rough.errors[key].weighted_BNC, exact.errors[key].weighted_BNC, rtol=0.25, atol=0)
-        assert rough.weight_grad_norms[key] == pytest.approx(exact.weight_grad_norms[key], rel=0.25)
-
-
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_oss", "gpt2"])
 def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> None:
     """Padded on the right: behind two pages, within the first, and behind the sinks alone.
 
@@ -358,6 +326,8 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> No
     samples[2][1][:] = torch.arange(5) > 2
     data = TokenDataset(*(tuple(parts) for parts in zip(*samples, strict=True)), "f", "random")
     together = gradients.measure(Batch.of(data, (2, 0, 1)))
+    full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
+    assert together.errors.keys() == together.weight_grad_norms.keys() == set(product(full, "kv")) != set()
     assert together.loss_B.shape == (3,)
     for row, number in enumerate((2, 0, 1)):
         alone, one = measure(gradients, number, *samples[number]), row_of(together, row)
@@ -368,10 +338,9 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> No
                 torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-12)
 
 
-@pytest.mark.parametrize("head_dim", [16, 40])
-def test_errors_of_a_padded_batch_are_bit_for_bit_those_of_its_sequences(head_dim: int) -> None:
+def test_errors_of_a_padded_batch_are_bit_for_bit_those_of_its_sequences() -> None:
     """Given the same keys, padding changes nothing at all but the order of fp64 sums."""
-    x_BNTD, g_BNTD = (torch.randn(4, 2, 4 + 128 + 41, head_dim) for _ in range(2))
+    x_BNTD, g_BNTD = (torch.randn(4, 2, 4 + 128 + 41, 40) for _ in range(2))
     lengths = (173, 140, 3, 5)
     for side in ("k", "v"):
         others = ((*ALL[side], Candidate(2, "token", 128, "rotated")), 4, torch.bfloat16, torch.float16, side)
@@ -457,54 +426,19 @@ def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
     assert both == (Candidate(2, "token", 32), Candidate(2, "token", 32, "other"))
 
 
-@pytest.fixture(scope="module")
-def samples() -> list[BatchGradients]:
-    """Three sequences through a model, one of them shorter than a page."""
-    gradients = observer(gqa_model("llama"), FEW)
-    lengths = enumerate((140, 30, 60))
-    return [gradients.measure(batch_of(seed, *sample_of(length, seed=seed))) for seed, length in lengths]
-
-
-@pytest.mark.parametrize("name", OBSERVERS)
-@pytest.mark.parametrize("place", [(0, "k"), (3, "v")])
-def test_an_observer_streams_and_merges_to_the_statistic_of_the_batch(samples, name, place) -> None:
+def test_observers_stream_and_merge_to_the_statistic_of_the_batch() -> None:
     """Of any observer: the declared shape; streaming equals batch; parts merge in any order; results change nothing."""
-    observing = OBSERVERS[name]
-    shape = observing.shape(2, len(FEW[place[1]]))
-    observed = [observing.observe(sample, place) for sample in samples]
-    assert all(x.dtype == torch.float64 and x.shape == (1, *shape) and bool((x > 0).all()) for x in observed)
-    assert all(torch.equal(observing.observe(sample, place), x) for sample, x in zip(samples, observed, strict=True))
-    batch, parts = (
-        Mean.of(torch.cat(observed)),
-        [Mean.of(x) for x in observed],
-    )
-    stream = parts[0].merge(parts[1]).merge(parts[2])
-    other = parts[0].merge(parts[1].merge(parts[2]))
-    assert batch.count == stream.count == other.count == 3
-    before = stream.result()
-    for mean in (batch, stream, other):
-        torch.testing.assert_close(mean.result(), torch.cat(observed).mean(0), rtol=1e-13, atol=0)
-    assert torch.equal(stream.result(), before)
-
-
-def test_a_stream_of_observations_gives_the_mean_of_the_batch() -> None:
-    values = torch.randn(37, 3, 2, dtype=torch.float64)
-    batch = Mean.empty((3, 2)).update(values)
-    stream = Mean.empty((3, 2))
-    for part in values.split([1, 5, 0, 30, 1]):
-        stream = stream.update(part)
-    assert stream.count == batch.count == 37
-    torch.testing.assert_close(stream.result(), values.mean(0), rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(stream.result(), batch.result(), rtol=1e-13, atol=1e-15)
-
-
-def test_merging_is_associative_and_changes_neither_part() -> None:
-    # Dyadic numbers: their sums are exact, so that associativity holds bit for bit.
-    a, b, c = (Mean.empty((4,)).update(torch.randint(-99, 99, (n, 4)) / 64) for n in (3, 1, 8))
-    before = a.total.clone()
-    left, right = a.merge(b).merge(c), a.merge(b.merge(c))
-    assert torch.equal(left.total, right.total) and left.count == right.count == 12
-    assert torch.equal(a.total, before) and a.count == 3
-    assert torch.equal(left.result(), left.result())
+    gradients, place = observer(gqa_model("llama"), FEW), (3, "k")
+    samples = [gradients.measure(batch_of(n, *sample_of(length, seed=n))) for n, length in enumerate((140, 30, 60))]
+    for observing in OBSERVERS.values():
+        observed = [observing.observe(sample, place) for sample in samples]
+        shape = (1, *observing.shape(2, len(FEW["k"])))
+        assert all(x.dtype == torch.float64 and x.shape == shape and bool((x > 0).all()) for x in observed)
+        first, second, third = (Mean.of(x) for x in observed)
+        before = first.total.clone()
+        stream = Mean.empty(shape[1:]).update(observed[0]).update(observed[1]).update(observed[2])
+        for mean in (Mean.of(torch.cat(observed)), stream, first.merge(second.merge(third))):
+            torch.testing.assert_close(mean.result(), torch.cat(observed).mean(0), rtol=1e-13, atol=0)
+            assert mean.count == 3 and torch.equal(first.total, before) and first.count == 1
     with pytest.raises(ValueError, match="no observations"):
         Mean.empty((4,)).result()

@@ -24,7 +24,6 @@ from kvcal.pages.uniform import dequantize, quantize
 from kvcal.plan.plan import RAW, SIDES, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
-from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
@@ -149,41 +148,15 @@ def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, mon
     """To the rounding of forwards of other shapes; the size is in the artifact, which counts no padding."""
     expected, _ = finished
     assert expected.setup.batch_tokens == 1
-    for most_tokens in (400, 2048):
-        monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", most_tokens)
-        listener = Listener()
-        run(tmp_path / str(most_tokens), listener, spec=replace(SPEC, kl_samples=0))
-        found = profile_record.load(tmp_path / str(most_tokens) / "profile.safetensors")
-        # Longest first: two of 200 tokens and two of 170 in 400, all four of 200 in 2,048.
-        assert [done for _, done, _ in listener.steps] == ([0, 2, 4, 0] if most_tokens == 400 else [0, 4, 0])
-        assert found.setup.batch_tokens == most_tokens and found.setup.num_tokens == expected.setup.num_tokens
-        for name, mean in found.means.items():
-            assert mean.count == 4
-            torch.testing.assert_close(mean.result(), expected.means[name].result(), rtol=1e-4, atol=0)
-
-
-def test_out_of_memory_halves_the_batch_and_goes_on(finished, tmp_path: Path, monkeypatch) -> None:
-    """A device that holds 210 tokens: four sequences, then two, then one at a time."""
-    original, fed = GradientPass.measure_together, []
-
-    def limited(self, batches):
-        fed.extend(batch.numbers for batch in batches)
-        if any(batch.tokens_BT.numel() > 210 for batch in batches):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, batches)
-
-    monkeypatch.setattr(GradientPass, "measure_together", limited)
-    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 2048)
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 400)
     listener = Listener()
-    found = run(tmp_path, listener, spec=replace(SPEC, kl_samples=0))
-    assert fed == [(2, 3, 0, 1), (2, 3), (2,), (3,), (0,), (1,)] and found.setup.batch_tokens == 200
-    assert [said.split("goes on with ")[1] for said in listener.said] == [
-        f"at most {most_tokens} tokens in a batch" for most_tokens in (400, 200)
-    ]
+    run(tmp_path, listener, spec=replace(SPEC, kl_samples=0))
+    found = profile_record.load(tmp_path / "profile.safetensors")
+    assert [done for _, done, _ in listener.steps] == [0, 2, 4, 0]  # two of 200 tokens, two of 170
+    assert found.setup.batch_tokens == 400 and found.setup.num_tokens == expected.setup.num_tokens
     for name, mean in found.means.items():
-        assert torch.equal(mean.total, finished[0].means[name].total)
-    with pytest.raises(UsageError, match="one sequence of 300 tokens does not fit into the device's memory"):
-        run(tmp_path / "long", data=data_of(300), spec=replace(SPEC, kl_samples=0))
+        assert mean.count == 4
+        torch.testing.assert_close(mean.result(), expected.means[name].result(), rtol=1e-4, atol=0)
 
 
 def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
@@ -215,67 +188,21 @@ def test_losses_name_every_candidate_per_head_or_per_layer(finished) -> None:
         assert bits_2 > 3 * bits_4  # 15 levels against 3: about 5 times
 
 
-# 5 calls of the reporter for the gradients of 4 samples, 5 for 2 x 2 divergence steps.
-@pytest.mark.parametrize("stop_at", [2, 5, 6, 7, 9])
-def test_an_interrupted_profile_resumes_to_the_same_bytes(finished, tmp_path: Path, stop_at: int) -> None:
+def test_a_profile_that_is_interrupted_twice_resumes_to_the_same_bytes(finished, tmp_path: Path) -> None:
+    """5 calls of the reporter for the gradients of 4 samples, 5 for 2 x 2 divergence steps."""
     _, path = finished
-    partial = tmp_path / "profile.partial.safetensors"
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Listener(stop_at))
-    assert [file.name for file in tmp_path.iterdir()] == [partial.name]
-    resumed = Listener()
-    run(tmp_path, resumed)
-    done = stop_at - 1 if stop_at <= 5 else 5 + stop_at - 6
-    assert len(resumed.steps) == 10 - min(done, 4) - max(0, done - 5)
-    assert resumed.said == [
-        f"{partial.name}: goes on after {min(done, 4)} gradient samples, {max(0, done - 5)} divergence steps"
-    ]
+    partial, listener = tmp_path / "profile.partial.safetensors", Listener()
+    for stop_at, steps in ((3, None), (6, "2 gradient samples, 0"), (0, "4 gradient samples, 2")):
+        listener = Listener(stop_at)
+        if stop_at:
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, listener)
+            assert [file.name for file in tmp_path.iterdir()] == [partial.name]
+        else:
+            run(tmp_path, listener)
+        assert listener.said == ([] if steps is None else [f"{partial.name}: goes on after {steps} divergence steps"])
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-
-
-def test_it_can_be_interrupted_again_and_again(finished, tmp_path: Path) -> None:
-    for _ in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, Listener(2))
-    run(tmp_path)
-    assert (tmp_path / "profile.safetensors").read_bytes() == finished[1].read_bytes()
-
-
-def test_unfinished_statistics_are_saved_now_and_then(tmp_path: Path, monkeypatch) -> None:
-    """A killed process has no chance to save: what was saved in time is taken up."""
-    monkeypatch.setattr(checkpoint_module, "SAVE_SECONDS", 0.0)
-    seen = []
-
-    class Watcher(Silent):
-        def __call__(self, done: int, total: int, label: str) -> None:
-            seen.append((tmp_path / "profile.partial.safetensors").exists())
-
-    run(tmp_path, Watcher())
-    assert seen == [False] + 9 * [True]
-    assert not (tmp_path / "profile.partial.safetensors").exists()
-
-
-def test_unfinished_statistics_of_other_inputs_are_discarded(finished, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Listener(3), inputs={**INPUTS, "data.fingerprint": "g"})
-    listener = Listener()
-    run(tmp_path, listener)
-    assert listener.said == ['profile.partial.safetensors is discarded: data.fingerprint is "g", expected "f"']
-    assert (tmp_path / "profile.safetensors").read_bytes() == finished[1].read_bytes()
-
-
-def test_a_corrupt_file_of_unfinished_statistics_is_discarded(finished, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Listener(3))
-    partial = tmp_path / "profile.partial.safetensors"
-    content = bytearray(partial.read_bytes())
-    content[-3] ^= 1
-    partial.write_bytes(content)
-    listener = Listener()
-    run(tmp_path, listener)
-    assert len(listener.said) == 1 and "is discarded" in listener.said[0]
-    assert (tmp_path / "profile.safetensors").read_bytes() == finished[1].read_bytes()
 
 
 def test_nan_names_layer_and_sample_and_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -288,41 +215,22 @@ def test_nan_names_layer_and_sample_and_keeps_what_was_measured(tmp_path: Path) 
     data = replace(DATA, sequences=tuple(sequences))
     with pytest.raises(NonFiniteActivations, match="the keys of layer 0 are not finite in sample 1"):
         run(tmp_path, loaded=loaded, data=data)
-    listener = Listener()
-    with pytest.raises(NonFiniteActivations):
-        run(tmp_path, listener, loaded=loaded, data=data)
-    assert listener.steps == [("profile: gradients", 3, 4)]
+    assert (tmp_path / "profile.partial.safetensors").exists()
     assert not (tmp_path / "profile.safetensors").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_artifact(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="cannot write .*profile.safetensors"):
-        profile_stage.run_profile(
-            loaded_model(),
-            data_of(30),
-            replace(SPEC, kl_samples=0),
-            CACHE,
-            INPUTS,
-            tmp_path / "nowhere" / "profile.safetensors",
-            Silent(),
-        )
-
-
-def test_sequences_too_short_for_a_page_are_refused_at_once() -> None:
+def test_sequences_too_short_for_a_page_are_refused_unless_without_kl(tmp_path: Path) -> None:
     listener = Listener()
     with pytest.raises(UsageError, match="none of 2 sequences has a loss token behind token 145") as refused:
         run(Path("/nonexistent"), listener, data=data_of(90, 145))
     assert "kl_samples = 0" in refused.value.hint and not listener.steps
-
-
-def test_without_kl_short_sequences_are_enough(tmp_path: Path) -> None:
     found = run(tmp_path, data=data_of(40, 30), spec=replace(SPEC, kl_samples=0))
     assert profile_record.load(tmp_path / "profile.safetensors").losses("sensitivity", 0, "v")
     with pytest.raises(UsageError, match="holds no KL"):
         found.losses("kl", 0, "v")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "mistral_all_sliding", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral_all_sliding"])
 def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> None:
     model, geometry = built(name), measured(name)
     loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
@@ -389,28 +297,13 @@ def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
         assert set(found.setup.candidates(side)) == wanted
         assert set(found.setup.kl_candidates(side)) == set(product((2, 4), ("token",), (64,), ("uniform",)))
     for objective in ("sensitivity", "kl", "combined"):
-        for bits in range(5, 16):
-            budget = AllocateSpec(bits=float(bits), batch=1, context=65536, objective=objective)
-            formats = {fmt for layer in allocate(found, budget, {}).layers for fmt in (*layer.k, *layer.v)}
-            assert {(fmt.num_bits, fmt.group_size) for fmt in formats} <= {*product((2, 4), (32, 64)), (16, 128)}
+        budget = AllocateSpec(bits=7.0, batch=1, context=65536, objective=objective)
+        formats = {fmt for layer in allocate(found, budget, {}).layers for fmt in (*layer.k, *layer.v)}
+        assert {(fmt.num_bits, fmt.group_size) for fmt in formats} <= {*product((2, 4), (32, 64)), (16, 128)}
+    with pytest.raises(ValueError, match=r"kl_num_bits: \[3\] are no candidates, expected some of \[2, 4\]"):
+        ProfileSpec(num_bits=(2, 4), kl_num_bits=(2, 3))
     assert ProfileSpec().kl_bits == (2, 3, 4) and ProfileSpec().kl_group == 128
     assert ProfileSpec(num_bits=(1, 8)).kl_bits == (1, 8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"num_bits": (2, 4), "kl_num_bits": (2, 3)},
-            r"kl_num_bits: \[3\] are no candidates, expected some of \[2, 4\]",
-        ),
-        ({"group_sizes": (32, 64), "kl_group_size": 128}, r"kl_group_size: \[128\] are no candidates"),
-        ({"kl_num_bits": ()}, "kl_num_bits is empty"),
-    ],
-)
-def test_divergence_of_no_candidate_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProfileSpec(**changes)
 
 
 def rewritten(path: Path, target: Path, change) -> Path:
@@ -426,19 +319,9 @@ BROKEN = {
     "missing tensor 'loss'": lambda body, tensors: tensors.pop("loss"),
     "unknown tensor 'more'": lambda body, tensors: tensors.update(more=torch.zeros(1)),
     "counts \\['loss'\\] are unknown": lambda body, tensors: body["counts"].pop("loss"),
-    "tensor 'kl.v.1' is float64 \\[3\\], expected float64 \\[2\\]": lambda body, tensors: tensors.update(
-        {"kl.v.1": torch.zeros(3, dtype=torch.float64)}
-    ),
-    "tensor 'loss' is float32 \\[\\]": lambda body, tensors: tensors.update(loss=torch.zeros(())),
     "counts.loss = 0, in a profile of 4 samples": lambda body, tensors: body["counts"].update(loss=0),
     "counts.kl.k.0 = 5000, ": lambda body, tensors: body["counts"].update({"kl.k.0": 5000}),
-    "counts.grad_norm.v.1 = 1": lambda body, tensors: body["counts"].update({"grad_norm.v.1": 10**8}),
     "tensor 'sensitivity.k.0' holds values from -1": lambda body, tensors: tensors["sensitivity.k.0"].fill_(-1),
-    "tensor 'kl.v.0' holds values .* to 1e\\+308": lambda body, tensors: tensors["kl.v.0"].fill_(1e308),
-    "subject.cache.num_sink_tokens = 10000000: Input should be less than or equal to 1000000": lambda body, tensors: (
-        body["subject"]["cache"].update(num_sink_tokens=10**7)
-    ),
-    "unknown key 'more'": lambda body, tensors: body.update(more=1),
     "missing key 'subject.spec'": lambda body, tensors: body["subject"].pop("spec"),
 }
 
@@ -450,17 +333,8 @@ def test_foreign_content_is_refused(finished, tmp_path: Path, message: str) -> N
         profile_record.load(broken)
 
 
-def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, monkeypatch) -> None:
-    for module in (profile_stage, divergence):
-        monkeypatch.setattr(module, "LOCKSTEP", 12)
-    monkeypatch.setitem(profile_stage.KL_BATCH, "cpu", 4)
-    found = run(tmp_path)
-    for index, side in product(range(2), SIDES):
-        torch.testing.assert_close(found.kl(index, side), finished[0].kl(index, side), rtol=1e-3, atol=0)
-
-
-def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: Path) -> None:
-    found = run(tmp_path, spec=replace(SPEC, kl_group_size=32))
+def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(finished) -> None:
+    found, _ = finished
     cells = [(layer.index, side) for layer in found.setup.layers for side in ("k", "v")]
     sensitivity = {cell: found.losses("sensitivity", *cell) for cell in cells}
     kl = {cell: found.losses("kl", *cell) for cell in cells}
@@ -516,7 +390,7 @@ def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_the_graph_of_a_backward_is_as_large_as_estimated(name: str) -> None:
     """Within a third, in bfloat16, against what autograd keeps for a forward of 300 tokens, weights left out."""
     model, held = TINY_MODELS[name]().to(torch.bfloat16), {}

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from cache_cases import KIVI_2, feed, llama_plan, model_plan, random_ids, tiny_llama
 from form_cases import KITTY, RULE, form_plan, with_tensors
-from partial_subjects import STAGES, use_partial, write_partial
 from predictor_runs import fitted_llama, loaded_llama, plan_with
 from report_cases import UNIFORM, evaluation, row
 from staged_cases import staged_plan, transformed
@@ -55,7 +54,6 @@ KINDS = (
     "comparison",
     "evaluation",
 )
-KINDS += tuple(f"{name}.partial" for name in STAGES)
 
 
 @dataclass(frozen=True)
@@ -301,9 +299,6 @@ def subjects() -> list[Subject]:
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
     ]
-    for name in STAGES:
-        write, use = functools.partial(write_partial, name), functools.partial(use_partial, name)
-        found.append(Subject(f"{name}.partial", "", write, use))
     return found
 
 

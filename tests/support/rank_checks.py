@@ -18,8 +18,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import from_first, gather, map_over_ranks, rank, require_same
 from kvcal.errors import InfeasibleBudget, KvcalError
 from kvcal.progress import SILENT
-from kvcal.stages.batches import Batch, for_each_batch
-from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic
+from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 
 folder = Path(sys.argv[1])
 
@@ -64,12 +63,9 @@ def batch_sums(most_tokens: int, at_once: int) -> list[Any]:
         widths.append([len(batch.numbers) for batch in batches])
         return [{"sum": Mean.of(batch.tokens_BT.double().sum(1) / 3)} for batch in batches]
 
-    def declared(*_: object) -> dict[str, Statistic]:
-        return {"sum": Statistic.of(())}
-
     target = folder / "batches" / "sums.safetensors"
-    with Checkpoint(target, "sums", {}, start, declared, SILENT) as checkpoint:
-        most = for_each_batch(data, most_tokens, measure, "steps", checkpoint, SILENT, "sums", at_once)
+    with Checkpoint(target, "sums", {}, start, SILENT) as checkpoint:
+        most = for_each_batch(data, most_tokens, measure, "steps", checkpoint, "sums", at_once)
         mean = checkpoint.state.means["sum"]
         return [most, float(mean.total), mean.count, checkpoint.state.done["steps"], widths]
 

@@ -35,7 +35,7 @@ from kvcal.pages.transforms import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
-from kvcal.stages.batches import Batch
+from kvcal.stages.checkpoint import Batch
 
 FIT, HELD_OUT = "fit", "held_out"
 

@@ -19,10 +19,10 @@ Left out: hidden states kept on disk, where memory does not hold them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,7 @@ from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import PredictorSpec
-from kvcal.stages.batches import Batch, require_smaller
-from kvcal.stages.checkpoint import (
-    Checkpoint,
-    Mean,
-    State,
-    Statistic,
-    added,
-    require_steps,
-    shards,
-)
+from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, added, require_smaller, shards
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (
     FIT,
@@ -147,31 +138,8 @@ class _Fitting:
         self.tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
         self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         start = State({}, {PASSES: 0, SEQUENCES: 0})
-        self.checkpoint = Checkpoint(path, KIND, inputs, start, self._declared, reporter)
+        self.checkpoint = Checkpoint(path, KIND, inputs, start, reporter)
         self.starts, self.most_tokens = Starts(loaded.model), BATCH_TOKENS[device.type]
-
-    def _declared(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
-        """Keys of paged layer l, counted from 0, are fitted in pass l, values in the next; the last pass measures
-        errors, of the predictors that are kept."""
-        position = {layer.geometry.index: n for n, layer in enumerate(self.paged)}
-        require_steps(done, {PASSES: len(position) + 1, SEQUENCES: len(self.splits)})
-        seen = {split for _, split in sorted(self.splits.items())[: done[SEQUENCES]]}
-        declared: dict[str, Statistic] = {}
-        for target in self.targets:
-            if target.shape is None:
-                continue
-            name, number = f"{target.index}.{target.side}", position[target.index] + (target.side == "v")
-            if number <= done[PASSES]:
-                for part, spec in target.shape.tensors().items():
-                    declared[f"fitted.layers.{target.index}.{target.side}_predictor.{part}"] = Statistic(spec, 1)
-                declared[f"facts.{name}"] = Statistic.of((3 if target.shape.group_size is None else 4,), 1)
-            elif number == done[PASSES] + 1:
-                shapes = NormalEquations.shapes(target.shape.num_inputs, target.shape.num_outputs)
-                for split, (part, shape) in product(seen, shapes.items()):
-                    declared[f"sums.{target.side}.{split}.{part}"] = Statistic.of(shape)
-            if f"errors.{name}" in names and sum(done.values()) > len(position):
-                declared[f"errors.{name}"] = Statistic.of((2,), low=0.0)
-        return declared
 
     def run(self) -> PredictorRecord:
         """All passes that are not done, then the record."""
@@ -291,7 +259,7 @@ class _Fitting:
             return {name: Mean(mean.total.cpu(), mean.count) for name, mean in means.items()}
 
         runs = shards(len(numbers), NUM_SHARDS)
-        self.checkpoint.run(SEQUENCES, runs, partial(self._halving, measure), self.reporter, label)
+        self.checkpoint.run(SEQUENCES, runs, partial(self._halving, measure), label)
 
     def _halving(self, measure: Callable[[range], dict[str, Mean]], run: range) -> dict[str, Mean]:
         """Measure a shard, in smaller batches from now on where the device runs out of memory."""

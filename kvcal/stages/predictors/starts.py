@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcal.models.streamed import is_streamed
-from kvcal.stages.batches import Batch
+from kvcal.stages.checkpoint import Batch
 from kvcal.stages.estimate import host_bytes
 from kvcal.stages.predictors.reconstruct import Start
 

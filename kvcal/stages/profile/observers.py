@@ -41,7 +41,7 @@ from kvcal.models.taps import Captured, tap
 from kvcal.models.turns import side_by_side
 from kvcal.pages.record_layout import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.stages.batches import Batch
+from kvcal.stages.checkpoint import Batch
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors, range_refusal
 
 LayerSide = tuple[int, Side]  # the layer's cache index first

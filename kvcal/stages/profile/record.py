@@ -39,14 +39,14 @@ from kvcal.pages.rotated import DISTORTION
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.stages.checkpoint import LARGEST, Mean
+from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.observers import OBSERVERS
 from kvcal.stages.profile.sensitivity import Candidate, candidates
 from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
 
 KIND = "profile"
-# Keeps a share defined where nothing was lost at all.
-TINY = 1e-300
+# Keeps a share defined where nothing was lost at all; of a total: sums of such are finite.
+TINY, LARGEST = 1e-300, 1e30
 SCHEMA = 2
 
 

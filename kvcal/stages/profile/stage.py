@@ -8,7 +8,7 @@ memory grows with the number of sequences.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -26,8 +26,7 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages.batches import Batch, for_each_batch, longest_first
-from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps, summed
+from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch, longest_first, summed
 from kvcal.stages.divergence import (
     LOCKSTEP,
     Room,
@@ -82,27 +81,19 @@ def run_profile(
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    totals, steps = setup.totals(), _divergence_steps(setup, texts, KL_BATCH.get(loaded.model.device.type, 4))
-    num_gradients = len(data.sequences) if spec.gradients else 0
-    start = State({name: Mean.empty(total.extents) for name, total in totals.items()}, {GRADIENTS: 0, DIVERGENCES: 0})
-
-    def declare(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
-        require_steps(done, {GRADIENTS: num_gradients, DIVERGENCES: len(steps)})
-        counts: dict[str, int | None] = dict.fromkeys(totals, done[GRADIENTS])
-        counts |= {_kl_name(*place): 0 for place in product(_indices(setup), SIDES)}
-        counts |= {_kl_name(*place): None for places, _ in steps[: done[DIVERGENCES]] for place in places}
-        return {name: Statistic(total, counts[name]) for name, total in totals.items()}
-
-    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
+    steps = _divergence_steps(setup, texts, KL_BATCH.get(loaded.model.device.type, 4))
+    means = {name: Mean.empty(total.extents) for name, total in setup.totals().items()}
+    start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
+    with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
         most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
         if spec.gradients:
             measure = partial(gradient_means, _gradient_pass(loaded, setup))
             at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
-            most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, label, at_once)
+            most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, label, at_once)
         room = Room(LOCKSTEP, reporter)
         runs = [range(number, number + 1) for number in range(len(steps))]
         kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room, basis))
-        checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
+        checkpoint.run(DIVERGENCES, runs, kl_means, "profile: divergence")
         profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
         save(profile, inputs, path)
     return profile

@@ -19,7 +19,7 @@ before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import ReparamSpec
-from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps, shards, summed
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, shards, summed
 from kvcal.stages.reparam.record import KIND, LayerReparam, Reparam, Subject, save
 from kvcal.stages.reparam.search import (
     KeyStatistics,
@@ -89,13 +89,13 @@ def run_reparam(
         reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
     search = _Search(loaded, searched, pairs, tensors, data, spec, scale)
-    with Checkpoint(path, KIND, inputs, search.start(), search.declared, reporter) as checkpoint:
+    with Checkpoint(path, KIND, inputs, search.start(), reporter) as checkpoint:
         if searched:
             count = len(data.sequences)
             statistics = summed(search.statistics, merged_statistics)
-            checkpoint.run(STATISTICS, shards(count), statistics, reporter, "reparam: statistics", merged_statistics)
+            checkpoint.run(STATISTICS, shards(count), statistics, "reparam: statistics", merged_statistics)
             errors = summed(partial(search.errors, KeyStatistics.by_layer(checkpoint.state.means)))
-            checkpoint.run(SEARCH, shards(count), errors, reporter, "reparam: search")
+            checkpoint.run(SEARCH, shards(count), errors, "reparam: search")
         record = search.record(checkpoint.state.means)
         save(record, inputs, path)
     return record
@@ -147,19 +147,6 @@ class _Search:
             means |= KeyStatistics.empty(layer.attention.num_kv_heads, layer.attention.k_head_dim).stored(index)
             means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(self.candidates),))}
         return State(means, {STATISTICS: 0, SEARCH: 0})
-
-    def declared(self, done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
-        """The checkpoint's content after ``done`` steps."""
-        require_steps(done, {STATISTICS: len(self.data.sequences), SEARCH: len(self.data.sequences)})
-        lengths = [len(tokens) for tokens in self.data.sequences[: done[STATISTICS]]]
-        declared = {}
-        for name, mean in self.start().means.items():
-            kind, index = name.split(".")
-            num_keys = sum(max(0, length - self.sinks[int(index)]) for length in lengths)
-            count = done[SEARCH] if kind in ("energy", "errors") else num_keys
-            low = 0.0 if kind in ("energy", "errors", "square") else -LARGEST
-            declared[name] = Statistic.of(mean.total.shape, count, low)
-        return declared
 
     def statistics(self, sample: int) -> dict[str, Mean]:
         """The statistics of one sequence."""

@@ -187,7 +187,8 @@ def _open(path: Path, is_new: bool) -> Study:
     try:
         if not is_new and not path.exists():
             raise ArtifactError(f"{path} is missing", hint="`kvcal tune` writes it")
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
+        # An empty one is another process's, which begins as this one does.
+        if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
             _remove_cut_line(path)
         storage = JournalStorage(JournalFileBackend(str(path)))
         if is_new and not storage.get_all_studies():
