@@ -82,28 +82,16 @@ def test_rows_and_a_refused_recipe(first: tuple[Path, Comparison]) -> None:
 
 
 def test_second_run_keeps_plans_and_rows(first: tuple[Path, Comparison], small_recipes: tuple[str, str]) -> None:
+    """Also one that is interrupted."""
     folder, comparison = first
     notes = Notes()
     content = (folder / "compare.json").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, small_recipes, [1, 3], Notes(interrupt_at="compare: fixed"))
+    assert (folder / "compare.json").read_bytes() == content
     assert run(folder, small_recipes, [1, 3], notes) == comparison
     assert sum("is measured already, kept" in message for message in notes.messages) == 5
     assert (folder / "compare.json").read_bytes() == content
-
-
-def test_interrupted_run_goes_on(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, small_recipes, [3], Notes(interrupt_at="compare: fixed"))
-    assert (tmp_path / "plans" / "small" / "3" / "plan.safetensors").exists()
-    assert len(run(tmp_path, small_recipes, [3]).measured) == 5
-
-
-def test_an_interrupted_repetition_keeps_the_rows(
-    first: tuple[Path, Comparison], small_recipes: tuple[str, str]
-) -> None:
-    content = (first[0] / "compare.json").read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        run(first[0], small_recipes, [1, 3], Notes(interrupt_at="compare: fixed"))
-    assert (first[0] / "compare.json").read_bytes() == content
 
 
 def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
@@ -125,20 +113,6 @@ def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: t
 
     with pytest.raises(KvcalError, match="not with this model"):
         run(tmp_path, small_recipes, [3], builder=refuse)
-
-
-def test_plans_of_one_recipe_share_a_profile(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    made: list[Path] = []
-
-    def profiling(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
-        if recipe.allocate is not None and not folder.profile.exists():
-            folder.profile.write_bytes(b"")
-            made.append(folder.profile)
-        return build(loaded, folder, recipe, workload, reporter)
-
-    run(tmp_path, small_recipes, [3, 4], builder=profiling)
-    run(tmp_path, small_recipes, [2], builder=profiling)  # a budget added later
-    assert made == [tmp_path / "plans" / "small" / "profile.safetensors"]
 
 
 def test_files_of_another_model_and_corrupt_ones_are_refused(

@@ -46,7 +46,6 @@ from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.store.workspace import step_workspace
 
-LATENT = ("deepseek_v2", "deepseek_v3")
 TWO_BITS = Format(2, "channel", 32)
 QUERY_SCORE = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),)))
 SPEC = ProfileSpec(num_bits=(2, 4, 8), group_sizes=(32,), kl_num_bits=(2, 4, 8), kl_samples=1, kl_tokens=220)
@@ -70,7 +69,7 @@ def layers_in(name: str, latent: Format, rotary: Format = RAW) -> tuple[LayerPla
     )
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", ["deepseek_v3"])
 def test_the_sensitivity_is_of_what_is_cached(name: str) -> None:
     """The gradients of latents and rotary keys, as the official cache is given them; norms of their projection's rows,
     the norms' and the rotation's own included."""
@@ -88,9 +87,9 @@ def test_the_sensitivity_is_of_what_is_cached(name: str) -> None:
             assert found.weight_grad_norms[number, side] == pytest.approx(float(rows.norm()), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_more_bits_are_nearer_to_16(name: str) -> None:
+def test_more_bits_are_nearer_to_16() -> None:
     """Latents of 1 to 8 bits, then rotary keys: KL falls with bits, and is 0 at 16."""
+    name = "deepseek_v2"
     loaded, cache_dtype = loaded_model(name), measured(name).cache_dtype
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     tokens_BT, mask_BT = (x.unsqueeze(0) for x in sample_of(300))
@@ -108,7 +107,7 @@ def test_more_bits_are_nearer_to_16(name: str) -> None:
     assert 0 < rotated < kl[0] and raw == 0
 
 
-@pytest.mark.parametrize("granularity", ["layer", "block"])
+@pytest.mark.parametrize("granularity", ["block"])
 def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
     measured_profile: profile_record.Profile, granularity: str
 ) -> None:
@@ -228,7 +227,7 @@ def save_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> P
     return folder
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", ["deepseek_v2"])
 def test_from_a_model_to_text(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Profile, allocate, compile, evaluate, verify, inspect, generate, size."""
     model, out, recipe = save_model(name, tmp_path / name, tokenizer), tmp_path / "out", tmp_path / "tiny.toml"
@@ -243,8 +242,8 @@ def test_from_a_model_to_text(name: str, tmp_path: Path, tokenizer: PreTrainedTo
     assert "allocated = predicted" in verified.out
     inspected = ran_well("inspect", out / "plan.safetensors")
     assert "latent" in inspected.out and "rotary key 16" in inspected.out
-    command = ("generate", "--plan", out / "plan.safetensors", "--model", model, "--prompt", "the beginning", "--json")
-    told = run_kvcal(*command, "--max-new-tokens", 140).json
+    command = ("generate", "--plan", out / "plan.safetensors", "--model", model, "--prompt", "the beginning " * 70)
+    told = run_kvcal(*command, "--max-new-tokens", 8, "--json").json
     assert told["cache_bytes"] == plan.nbytes([told["cached_tokens"]]) and told["cached_tokens"] > 128
 
     sized = run_kvcal("size", model, "--batch", 1, "--context", 256, "--json").json
@@ -257,7 +256,7 @@ def test_from_a_model_to_text(name: str, tmp_path: Path, tokenizer: PreTrainedTo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*LATENT, "kimi_linear"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "kimi_linear"])
 def test_latents_on_a_gpu(name: str) -> None:
     """The torch path: bytes as on a CPU, text of a 16-bit plan as with transformers' own cache, pages as on a CPU."""
     model = TINY_MODELS[name]().to("cuda")

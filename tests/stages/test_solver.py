@@ -1,12 +1,8 @@
 """The allocation solver against brute force in exact rational numbers, and its proofs, ties and refusals."""
 
 import itertools
-import json
 import math
-import os
 import random
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
@@ -52,7 +48,7 @@ STYLES = {
 def test_equals_brute_force_also_at_the_last_byte(style):
     """Losses to the gap that is proven; bytes exactly, also where floats do not resolve them."""
     rng = random.Random(style)
-    for _ in range(12):
+    for _ in range(4):
         units = random_units(rng, rng.randint(1, 5), 5, *STYLES[style])
         choices = list(all_choices(units))
         some = rng.choice(choices)[1]
@@ -70,11 +66,6 @@ def test_equals_brute_force_also_at_the_last_byte(style):
 def test_dominated_options_are_never_chosen_and_the_first_of_equals_is():
     units = units_of([(5, 1.0), (5, 1.0), (3, 2.0), (4, 2.0), (6, 1.0), (9, 0.5), (8, 0.7), (10, 0.5)])
     assert [solve(units, budget).choice for budget in (100, 8, 7, 3)] == [(5,), (6,), (0,), (2,)]
-
-
-def test_identical_units_in_bulk():
-    solution = solve(units_of(*[[(1, 1.0), (3, 0.25), (7, 0.0)]] * 60), 60 + 2 * 33 + 1)
-    assert solution.loss == 27 + 33 * 0.25 and solution.nbytes == 126
 
 
 def test_no_time_is_feasible_and_says_unproven():
@@ -128,24 +119,3 @@ def large_units(num_units):
             ]
         )
     return units_of(*rows)
-
-
-def as_json(num_units):
-    units = large_units(num_units)
-    solution = solve(units, int(num_units * 2.4 * 2**20))
-    return json.dumps([solution.choice, solution.nbytes, solution.loss, solution.bound, solution.gap])
-
-
-def test_same_answer_in_another_process():
-    code = "import sys; sys.path[:0] = sys.argv[1:]\nimport test_solver as t\nprint(t.as_json(160))"
-    here = os.path.dirname(__file__)
-    command = [sys.executable, "-c", code, here, os.path.dirname(os.path.dirname(here))]
-    env = dict(os.environ, PYTHONHASHSEED="7")
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    assert run.stdout.strip() == as_json(160)
-
-
-def test_a_large_model_is_proven():
-    units = large_units(160)
-    solution = solve(units, int(160 * 2.4 * 2**20))
-    assert solution.proof == "solver" and solution.gap <= 1e-6 and solution.nbytes <= solution.budget_bytes
