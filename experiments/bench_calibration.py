@@ -45,7 +45,7 @@ from kvcal.stages.predictors import stage
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
-from kvcal.stages.reparam.stage import run_reparam
+from kvcal.stages.reparam import run_reparam
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bf16
 FULL_SEQUENCES = 512

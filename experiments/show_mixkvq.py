@@ -37,8 +37,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.report import draw_quality, trials_series
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
-from kvcal.stages.tune.objective import TaskObjective
-from kvcal.stages.tune.study import Tuning, tune
+from kvcal.stages.tune import TaskObjective, Tuning, tune
 
 SCORES: tuple[Score, ...] = ("query_range", "range", "magnitude", "query_magnitude", "random")
 # (name, tiers): the recipe's rooms, and a single tier.

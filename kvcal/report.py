@@ -29,9 +29,9 @@ from kvcal.stages.compare import FILE as COMPARISON
 from kvcal.stages.compare import load_comparison
 from kvcal.stages.evaluate.record import Row, load_evaluation
 from kvcal.stages.profile.record import load as load_profile
-from kvcal.stages.search.record import load as load_search
-from kvcal.stages.tune.study import FILE as STUDY
-from kvcal.stages.tune.study import Tuning, load_tuning
+from kvcal.stages.search import load as load_search
+from kvcal.stages.tune import FILE as STUDY
+from kvcal.stages.tune import Tuning, load_tuning
 from kvcal.strict import flat
 
 if TYPE_CHECKING:

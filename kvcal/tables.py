@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from kvcal.stages.choices import Choices
     from kvcal.stages.compare import Comparison
     from kvcal.stages.estimate import Estimate
-    from kvcal.stages.evaluate.gates import GateResult
-    from kvcal.stages.evaluate.record import Evaluation
+    from kvcal.stages.evaluate.record import Evaluation, GateResult
     from kvcal.stages.profile.record import Profile
-    from kvcal.stages.search.record import SearchReport
-    from kvcal.stages.tune.study import Tuning
+    from kvcal.stages.search import SearchReport
+    from kvcal.stages.tune import Tuning
     from kvcal.stages.verify import Check
 
 

@@ -19,8 +19,7 @@ from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from kvcal.plan.plan import Plan, Workload
-    from kvcal.stages.evaluate.gates import Gates
-    from kvcal.stages.evaluate.record import Row
+    from kvcal.stages.evaluate.record import Gates, Row
 
 BASELINE = "16-bit"  # always measured beside a plan
 
@@ -37,7 +36,7 @@ class GateOptions:
     max_bytes: Annotated[str | None, typer.Option(help="Largest cache at the plan's workload, such as 1GB.")] = None
 
     def gates(self) -> Gates:
-        from kvcal.stages.evaluate.gates import Gates, read_accuracies
+        from kvcal.stages.evaluate.record import Gates, read_accuracies
 
         max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes)
         return Gates(self.max_kl, read_accuracies(self.min_accuracy or ()), max_bytes)
@@ -249,8 +248,8 @@ def eval_command(
     from kvcal.report import write_report
     from kvcal.run.pipeline import evaluate_plan
     from kvcal.stages.damage import damage_of_row
-    from kvcal.stages.evaluate.gates import require_passed
     from kvcal.stages.evaluate.harness import require_tasks
+    from kvcal.stages.evaluate.record import require_passed
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import dump
 

@@ -177,7 +177,7 @@ def run(
     from kvcal.report import write_report
     from kvcal.run import pipeline
     from kvcal.stages.damage import damage_of_row
-    from kvcal.stages.search.record import load as load_search
+    from kvcal.stages.search import load as load_search
     from kvcal.strict import dump
 
     if options.is_model(recipe):
@@ -241,7 +241,7 @@ def search(
     from kvcal.report import write_report
     from kvcal.run import pipeline
     from kvcal.stages.damage import measure_damage
-    from kvcal.stages.search.record import load as load_search
+    from kvcal.stages.search import load as load_search
     from kvcal.strict import dump
 
     base = load_recipe(recipe)
@@ -289,7 +289,7 @@ def tune(
     from kvcal.recipe_files import load_recipe
     from kvcal.report import write_report
     from kvcal.run.formats import formats_plan, tune_plan
-    from kvcal.stages.tune.study import FILE as STUDY
+    from kvcal.stages.tune import FILE as STUDY
     from kvcal.strict import dump
 
     base = load_recipe(recipe)

@@ -154,7 +154,7 @@ def reparam(
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
     from kvcal.run.transform import reparam_folder
-    from kvcal.stages.reparam.record import table_rows
+    from kvcal.stages.reparam import table_rows
     from kvcal.strict import dump
 
     with _job(folder, model, given, _with_own_sizes(given, recipe, "reparam")) as job:

@@ -49,8 +49,8 @@ from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup
-from kvcal.stages.tune.objective import HIGHEST_SHARE, TaskObjective, score_quantile
-from kvcal.stages.tune.study import Trial, Tuning, choose, tune
+from kvcal.stages.tier_capacity import score_quantile
+from kvcal.stages.tune import HIGHEST_SHARE, TaskObjective, Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
 
 

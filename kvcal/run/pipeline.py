@@ -32,13 +32,13 @@ from kvcal.run.formats import (
 )
 from kvcal.run.search import search_folder
 from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
+from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.record import Evaluation
 from kvcal.stages.evaluate.stage import evaluate, evaluation_inputs, require_scheduled_texts, scheduled_batch
-from kvcal.stages.search import record as search_record
 
 
 class Stage(NamedTuple):

@@ -29,15 +29,14 @@ from kvcal.quantities import format_bytes
 from kvcal.recipe import BUDGET_KINDS, Recipe, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import baseline_inputs, provenance_of, tell_doubts
+from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, resolve_budget
 from kvcal.stages.allocate.importance import layer_format
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.divergence import kl_texts, lockstep_bytes, seconds_a_plan
 from kvcal.stages.estimate import Estimate
-from kvcal.stages.search import record as search_record
-from kvcal.stages.search.choose import FINALISTS, KL_BATCH, choose_plan, not_for_decoding
-from kvcal.stages.search.record import SearchRecord
+from kvcal.stages.search import FINALISTS, KL_BATCH, SearchRecord, choose_plan, not_for_decoding
 from kvcal.strict import dump, flat_records
 
 PURPOSES: tuple[Purpose, ...] = ("select", "validate")

@@ -28,6 +28,7 @@ from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
 from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
+from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.allocate.record import layers_in
@@ -37,9 +38,7 @@ from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.reparam import record as reparam_record
-from kvcal.stages.reparam import stage as reparam_stage
-from kvcal.stages.reparam.record import Reparam
+from kvcal.stages.reparam import Reparam
 from kvcal.strict import dump, flat_records
 
 Layers = tuple[LayerPlan, ...]
@@ -106,7 +105,7 @@ class Transforms:
 
 # In order; the names are those of a folder's files.
 LOADS: dict[str, Callable[[Path], Record]] = {
-    "reparam": reparam_record.load,
+    "reparam": reparam_stage.load,
     "centre": centre_stage.load,
     "predictors": predictor_stage.load,
     "feedback": feedback_stage.load,
@@ -123,7 +122,7 @@ def reparam_folder(job: Job) -> Reparam:
     layers = allocation.layers
     inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
     make = partial(reparam_stage.run_reparam, loaded, layers, data, spec)
-    found = current_or("reparam", folder.reparam, reparam_record.load, inputs, make, reporter, data.description)
+    found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
     nbytes = tensors_nbytes(found.tensors())
     left = bytes_left(allocation, layers, nbytes)
     if left is not None and left < 0:

@@ -77,8 +77,6 @@ class Mean:
 
 
 Means = Mapping[str, Mean]
-# Statistics so far, and more: those that change, of both.
-Merge = Callable[[Means, Means], Means]
 
 
 def added(means: Means, observed: Means) -> Means:
@@ -93,13 +91,13 @@ def shards(count: int, most: int = MAX_SHARDS) -> list[range]:
     return [range(first, min(first + length, count)) for first in range(0, count, length)]
 
 
-def summed(measure: Callable[[int], Means], merge: Merge = added) -> Callable[[range], dict[str, Mean]]:
+def summed(measure: Callable[[int], Means]) -> Callable[[range], dict[str, Mean]]:
     """``measure`` of one item, for a run of items: their statistics, merged in order."""
 
     def measure_run(run: range) -> dict[str, Mean]:
         means: dict[str, Mean] = {}
         for number in run:
-            means |= merge(means, measure(number))
+            means |= added(means, measure(number))
         return means
 
     return measure_run
@@ -141,12 +139,7 @@ class Checkpoint:
             self._save()
 
     def run(
-        self,
-        phase: str,
-        runs: Sequence[range],
-        measure: Callable[[range], Means | None],
-        label: str,
-        merge: Merge = added,
+        self, phase: str, runs: Sequence[range], measure: Callable[[range], Means | None], label: str
     ) -> range | None:
         """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that one process
         measures at once; rank 0's count, whose device may have more memory. All ranks merge what ``measure`` returns of
@@ -162,7 +155,7 @@ class Checkpoint:
         for run, found in zip(left, map_over_ranks(left, step), strict=False):
             if found is None:
                 return run
-            means = {**self.state.means, **merge(self.state.means, found)}
+            means = {**self.state.means, **added(self.state.means, found)}
             self.advance(State(means, {**self.state.done, phase: run.stop}))
         self.reporter(total, total, label)
         return None

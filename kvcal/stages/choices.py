@@ -22,7 +22,7 @@ from kvcal.stages.allocate.record import load as load_allocation
 from kvcal.stages.allocate.stage import Problem, option_name
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
-from kvcal.stages.search.record import load as load_search
+from kvcal.stages.search import load as load_search
 from kvcal.strict import parse
 
 

@@ -50,7 +50,7 @@ from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
-from kvcal.stages.reparam.search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
+from kvcal.stages.reparam_search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"

@@ -23,7 +23,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.stages.divergence import feed
-from kvcal.stages.reparam.search import page_segments, read_back, searched_heads, with_candidate
+from kvcal.stages.reparam_search import page_segments, read_back, takes_rescale, with_candidate
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_rereading_is_what_the_cache_does(name, outliers):
 def test_segments_follow_pages():
     geometry = measured("phi3").layers[0]
     layer = LayerPlan(geometry, (PER_TOKEN,), (RAW,))
-    assert searched_heads(layer).tolist() == [True, True] and searched_heads(replace(layer, k=(RAW,))) is None
+    assert takes_rescale(layer) and not takes_rescale(replace(layer, k=(RAW,)))
     segments = page_segments(layer, 290)
     assert [(s.start, s.stop, s.is_stored_NT.sum(1).tolist()) for s in segments] == [
         (0, 144, [0, 0]),

@@ -15,7 +15,7 @@ from kvcal.errors import ArtifactError
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import RAW, LayerPlan
 from kvcal.report import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series, trials_series
-from kvcal.stages.tune.study import Outcome, Trial, Tuning
+from kvcal.stages.tune import Outcome, Trial, Tuning
 
 MIXED = plan_of(
     LayerPlan(attention(0), (RAW,), (V8,)),

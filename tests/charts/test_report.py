@@ -22,8 +22,8 @@ from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare import Comparison, Entry
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.record import save_evaluation
-from kvcal.stages.search.record import save as save_search
-from kvcal.stages.tune.study import Outcome, Search, tune
+from kvcal.stages.search import save as save_search
+from kvcal.stages.tune import Outcome, Search, tune
 
 HOSTILE = """</td></title><script>alert("1")</script><img src='http://x.example/a.png' onerror=alert(1)>&amp;"""
 LINKS = {"href", "action", "data", "poster", "srcset", "xlink:href", "background", "formaction"}

@@ -14,7 +14,7 @@ from kvcal.folder import Folder
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import load_plan
 from kvcal.stages.profile.record import load as load_profile
-from kvcal.stages.search.record import load as load_search
+from kvcal.stages.search import load as load_search
 
 SIZES = ("--batch", 2, "--context", 4096)
 SEARCH = """[search]

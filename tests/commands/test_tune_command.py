@@ -25,11 +25,11 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
+from kvcal.stages import tune as tune_objective
 from kvcal.stages.allocate.budget import resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
-from kvcal.stages.tune import objective as tune_objective
-from kvcal.stages.tune.objective import TaskObjective, measure_scores, tuned_bits
-from kvcal.stages.tune.study import Outcome, choose, load_tuning
+from kvcal.stages.tier_capacity import measure_scores
+from kvcal.stages.tune import Outcome, TaskObjective, choose, load_tuning, tuned_bits
 
 UNTUNED = RECIPE[: RECIPE.index("[tune]")]
 
@@ -145,7 +145,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(whole: Path, model: Path, rec
         (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "lm-evaluation-harness, of which lm_eval is not"),
         (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
-        (RECIPE.replace("seq_len = 300", "seq_len = 100"), (), "fill no page of layer 0"),
+        (RECIPE.replace("seq_len = 300", "seq_len = 100"), (), "fill no page"),
     ],
 )  # fmt: skip
 def test_refusals(

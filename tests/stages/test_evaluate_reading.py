@@ -1,4 +1,4 @@
-"""kvcal.stages.evaluate.reading: an answer is right where greedy decoding through the packed cache writes it."""
+"""kvcal.stages.evaluate.tasks: an answer is right where greedy decoding through the packed cache writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcal.models.cache_argument import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.progress import SILENT
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate.reading import measure_reading, read_answers
+from kvcal.stages.evaluate.tasks import measure_reading, read_answers
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import build_plan
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.estimate import host_bytes
-from kvcal.stages.predictors import reconstruct, stage, starts
+from kvcal.stages.predictors import reconstruct, stage
 from kvcal.stages.predictors.reconstruct import (
     FIT,
     HELD_OUT,
@@ -127,7 +127,7 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     memory = host_bytes()
     hidden_bytes = 4 * 260 * loaded.model.config.hidden_size
     for room in (0, 5 * hidden_bytes, 10**9):
-        monkeypatch.setattr(starts, "STARTS_SHARE", room / memory)
+        monkeypatch.setattr(reconstruct, "STARTS_SHARE", room / memory)
         path = tmp_path / f"{room}.safetensors"
         fit(loaded, aqua_layers(loaded), data, spec, path=path)
         contents.append(path.read_bytes())

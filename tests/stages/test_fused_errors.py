@@ -12,7 +12,7 @@ import torch
 from test_observers import ALL
 
 from kvcal.stages.profile import sensitivity
-from kvcal.stages.profile.fused_errors import fused_errors
+from kvcal.stages.profile.sensitivity import fused_errors
 
 LENGTHS = (4 + 128 + 41, 140, 3, 5)
 

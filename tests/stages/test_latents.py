@@ -35,6 +35,7 @@ from kvcal.recipe import (
     ReparamSpec,
 )
 from kvcal.stages import feedback
+from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
@@ -43,7 +44,6 @@ from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
-from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.store.workspace import step_workspace
 
 TWO_BITS = Format(2, "channel", 32)

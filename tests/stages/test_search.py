@@ -24,12 +24,12 @@ from kvcal.recipe import Recipe, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.run.search import estimate_search, system_recipes
+from kvcal.stages import search as choose
 from kvcal.stages.allocate.record import load as load_allocation
 from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
-from kvcal.stages.search import choose
-from kvcal.stages.search.record import SearchRecord
-from kvcal.stages.search.record import load as load_search
-from kvcal.stages.search.record import save as save_search
+from kvcal.stages.search import SearchRecord
+from kvcal.stages.search import load as load_search
+from kvcal.stages.search import save as save_search
 from kvcal.stages.verify import verify_plan
 from kvcal.tables import search_table
 

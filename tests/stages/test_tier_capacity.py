@@ -17,7 +17,7 @@ from kvcal.pages import codec as page_codec
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import Boost, Format, Tier, WindowRule
 from kvcal.progress import Silent
-from kvcal.stages.tune.objective import (
+from kvcal.stages.tier_capacity import (
     fitted_boost,
     key_code_bits,
     measure_scores,
@@ -107,7 +107,7 @@ def test_scores_are_those_that_the_cache_decides_by(boost: Boost, monkeypatch: p
 def test_scores_need_a_page() -> None:
     loaded = as_loaded(tiny_llama())
     plan = make_plan(loaded, (format_of(), V))
-    with pytest.raises(UsageError, match="at most 120 tokens fill no page of layer 0"):
+    with pytest.raises(UsageError, match="at most 120 tokens fill no page"):
         measure_scores(loaded, plan, text(100, 120), Silent())
 
 

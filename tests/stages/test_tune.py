@@ -12,7 +12,7 @@ import pytest
 
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import SILENT, Silent
-from kvcal.stages.tune.study import FILE, Outcome, Search, Trial, Tuning, choose, load_tuning, tune
+from kvcal.stages.tune import FILE, Outcome, Search, Trial, Tuning, choose, load_tuning, tune
 
 SEARCH = Search({"tau_16": (0.1, 2.0), "tau_4": (0.1, 2.0)}, num_trials=6, seed=7)
 INPUTS = {"model.weights_sha256": "w", "task.name": "chain"}
@@ -152,7 +152,7 @@ def test_the_choice_is_the_best_that_fits() -> None:
     tuning = tuning_of((0.5, 2.0), (0.9, 4.0), (0.7, 3.0), (0.7, 2.5), (0.9, 4.0))
     assert choose(tuning).number == 1
     assert choose(tuning, max_bits=3.5).number == 3 == choose(tuning, max_bytes=2500).number
-    with pytest.raises(InfeasibleBudget, match=r"none of 5 trials fits 1 bits and 500 B .*: the smallest takes 2.0000"):
+    with pytest.raises(InfeasibleBudget, match="none of 5 trials fits 1 bits and 500 bytes: .* takes 2.0000"):
         choose(tuning, 1, 500)
     with pytest.raises(UsageError, match="no trial is finished"):
         choose(tuning_of())

@@ -28,6 +28,8 @@ from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, Rep
 from kvcal.records import write_json
 from kvcal.stages import compare as compare_stage
 from kvcal.stages import feedback as feedback_stage
+from kvcal.stages import reparam as reparam_stage
+from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.stage import allocate, pareto
 from kvcal.stages.checkpoint import Mean
@@ -37,8 +39,6 @@ from kvcal.stages.evaluate.record import Row, load_evaluation, save_evaluation, 
 from kvcal.stages.evaluate.text import PartKL
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.profile import record as profile_record
-from kvcal.stages.reparam import record as reparam_record
-from kvcal.stages.search import record as search_record
 
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
@@ -211,24 +211,24 @@ def open_predictors(path: Path) -> None:
 
 
 @functools.cache
-def reparam_result() -> reparam_record.Reparam:
+def reparam_result() -> reparam_stage.Reparam:
     loaded = loaded_llama()
-    subject = reparam_record.Subject(
+    subject = reparam_stage.Subject(
         loaded.identity, loaded.geometry, 4.0, "f", "text", 900, ReparamSpec(num_steps=2, offset=True)
     )
     curve = (0.5, 0.25, 0.375)
-    layers = tuple(reparam_record.LayerReparam(i, 0.5, i == 1, 0.25, 8.0, curve, curve, 0.1, None) for i in range(3))
+    layers = tuple(reparam_stage.LayerReparam(i, 0.5, i == 1, 0.25, 8.0, curve, curve, 0.1, None) for i in range(3))
     generator = torch.Generator().manual_seed(0)
     lambdas = {i: torch.rand(2, 8, generator=generator) + 0.5 for i in range(3)}
-    return reparam_record.Reparam(
+    return reparam_stage.Reparam(
         subject, layers, lambdas, {i: torch.randn(2, 8, generator=generator) for i in range(3)}
     )
 
 
 def open_reparam(path: Path) -> None:
-    found = reparam_record.load(path)
-    same_again(path, lambda again: reparam_record.save(found, {}, again))
-    reparam_record.table_rows(found)
+    found = reparam_stage.load(path)
+    same_again(path, lambda again: reparam_stage.save(found, {}, again))
+    reparam_stage.table_rows(found)
     layers = llama_plan(*KIVI_2, num_layers=3).layers
     use_plan(replace(llama_plan(*KIVI_2, num_layers=3), layers=found.apply(layers), tensors=found.tensors()))
 
@@ -294,7 +294,7 @@ def subjects() -> list[Subject]:
         Subject("allocation", "", _saved(allocation_record.save, allocation), open_allocation),
         Subject("search", "", _saved(search_record.save, search_result()), open_search),
         Subject("predictors", "", _saved(predictor_record.save, fitted), open_predictors),
-        Subject("reparam", "", _saved(reparam_record.save, reparam_result()), open_reparam),
+        Subject("reparam", "", _saved(reparam_stage.save, reparam_result()), open_reparam),
         Subject("feedback", "", _saved(feedback_stage.save, feedback_result()), open_feedback),
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),

@@ -18,8 +18,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
 from kvcal.recipe import ReparamSpec
-from kvcal.stages.reparam import record as reparam_record
-from kvcal.stages.reparam import stage as reparam_stage
+from kvcal.stages import reparam as reparam_stage
 
 PER_TOKEN = Format(2, "token", 128, num_sink_tokens=1, recent_window=16)
 SPEC = ReparamSpec(position_scale=1.0, num_steps=4, offset=True)
@@ -56,7 +55,7 @@ def layers_of(loaded: LoadedModel, k: tuple[Format, ...] = (PER_TOKEN,)) -> tupl
     return tuple(replace(layer, k=k) if layer.is_paged else layer for layer in bare)
 
 
-def run(folder: Path, loaded: LoadedModel, layers=None, reporter=None, **other) -> reparam_record.Reparam:
+def run(folder: Path, loaded: LoadedModel, layers=None, reporter=None, **other) -> reparam_stage.Reparam:
     given = {"data": DATA, "spec": SPEC, "inputs": INPUTS} | other
     folder.mkdir(exist_ok=True)
     return reparam_stage.run_reparam(

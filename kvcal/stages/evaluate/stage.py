@@ -26,9 +26,8 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.harness import measure_harness
-from kvcal.stages.evaluate.reading import measure_reading
 from kvcal.stages.evaluate.record import Evaluation, Row, load_evaluation, measured_bits, save_evaluation
-from kvcal.stages.evaluate.tasks import measure_tasks
+from kvcal.stages.evaluate.tasks import measure_reading, measure_tasks
 from kvcal.stages.evaluate.text import Reference, measure_text
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import flat_records

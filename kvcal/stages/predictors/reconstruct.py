@@ -27,6 +27,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
 from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
+from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.predictor import LinearPredictor
@@ -36,8 +37,10 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
 from kvcal.stages.checkpoint import Batch
+from kvcal.stages.estimate import host_bytes
 
 FIT, HELD_OUT = "fit", "held_out"
+STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's
 
 # One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row, sequence by
 # sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side beside it.
@@ -86,6 +89,37 @@ class Start:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return self.hidden_BTC.nbytes + sum(x.nbytes for pages in self.before if pages for x in pages.values())
+
+
+class Starts:
+    """Starts of whole shards, kept at ``place``: on the device of a model that lies there, or in host memory, up to a
+    share of what there is when the stage begins."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        on_device = model.device.type == "cuda" and not is_streamed(model)
+        self.place = model.device if on_device else torch.device("cpu")
+        self._free = round(STARTS_SHARE * (torch.cuda.mem_get_info(model.device)[0] if on_device else host_bytes()))
+        self._found: dict[tuple[tuple[int, ...], ...], list[Start]] = {}
+
+    def take(self, batches: Sequence[Batch]) -> list[Start]:
+        """Those of a shard's batches, which are kept no longer; none, or one for each."""
+        starts = self._found.pop(tuple(batch.numbers for batch in batches), [])
+        self._free += sum(start.nbytes for start in starts)
+        return starts
+
+    def drop(self) -> None:
+        """All of them: batches to come are others."""
+        for batches in self._found.values():
+            self._free += sum(start.nbytes for start in batches)
+        self._found = {}
+
+    def keep(self, batches: Sequence[Batch], starts: Sequence[Start | None]) -> None:
+        """Those that lie at ``place``, if each batch has one and there is room for them."""
+        found = [start for start in starts if start is not None]
+        nbytes = sum(start.nbytes for start in found)
+        if len(found) == len(batches) and nbytes <= self._free:
+            self._free -= nbytes
+            self._found[tuple(batch.numbers for batch in batches)] = found
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ Layer l's keys are regressed on the keys of the paged layer before it, its value
 keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
 layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
 and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
-layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``starts``): of as
+layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``Starts``): of as
 many sequences as a share of the memory holds, others run from the first layer. Either way gives the same bits. An
 interrupted run goes on after the last shard of sequences, and several processes take shards in turn. The sequences of a
 shard run in batches, halved when the device runs out of memory.
@@ -50,6 +50,7 @@ from kvcal.stages.predictors.reconstruct import (
     Receive,
     Reconstruction,
     Start,
+    Starts,
     Wanted,
     num_page_tokens,
     split_sequences,
@@ -67,7 +68,6 @@ from kvcal.stages.predictors.record import (
     with_predictors,
 )
 from kvcal.stages.predictors.regression import NormalEquations, compress
-from kvcal.stages.predictors.starts import Starts
 
 __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 

@@ -1,36 +1,48 @@
-"""The study of a plan's score thresholds by Optuna's TPE sampler (Bergstra et al., 2011): accuracy up and all-in bits
-down (MixKVQ, App. D).
+"""The search of a plan's score thresholds by Optuna's TPE sampler (Bergstra et al., 2011): accuracy on real tasks,
+through the plan's packed cache, up, and all-in bits down (MixKVQ, App. D).
 
-A trial is one setting of the thresholds, with its accuracy and its cost, everything counted. Trials are kept in
-study.log, a journal of Optuna's (lines of JSON), as soon as they end. An interrupted study goes on after them. The same
-command, started several times on one folder, shares the study: each process draws and measures trials of its own.
-
-Each trial's sampler is seeded by the study's seed and the trial's number, so that processes draw different trials, and
-one process draws the same ones again. The choice is the best accuracy among the trials that fit, of equal ones the one
-with fewer bits. The paper chooses from the Pareto front: under a cap on bits that is the same trial.
+A trial is one setting of the thresholds in the key tiers, with its accuracy and its cost, everything counted at the
+plan's workload; the paper's bits count key codes alone, and are kept as a fact. Trials are kept in study.log, a journal
+of Optuna's (lines of JSON), as soon as they end. An interrupted study goes on after them. The same command, started
+several times on one folder, shares the study: each process draws and measures trials of its own. Each trial's sampler
+is seeded by the study's seed and the trial's number, so that processes draw different trials, and one process draws
+the same ones again. The choice is the best accuracy among the trials that fit, of equal ones the one with fewer bits.
+The paper chooses from the Pareto front: under a cap on bits that is the same trial.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as record
 
 from kvcal.artifact import differing_input, require_file
+from kvcal.data.sequences import DataSpec
 from kvcal.distributed import gather
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
-from kvcal.progress import Reporter
-from kvcal.quantities import format_bytes
+from kvcal.folder import sequences
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan
+from kvcal.progress import SILENT, Reporter
+from kvcal.quantities import MAX_SEED
+from kvcal.recipe import EvaluateSpec, TuneSpec
+from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
+from kvcal.stages.evaluate.tasks import mean_accuracy, measure_reading, measure_tasks
+from kvcal.stages.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Share, dump, parse
 
-if TYPE_CHECKING:  # a choice is made without Optuna
+if TYPE_CHECKING:  # Optuna takes a second, and a choice is made without it
     from optuna import Study
     from optuna.trial import FrozenTrial
     from optuna.trial import Trial as RunningTrial
 
+# Of all channels of calibration pages: where the search ends when the recipe does not say it.
+HIGHEST_SHARE = 0.99
 FILE = "study.log"
 LABEL = "tune: trials"
 # Of the two objectives: accuracy, bits.
@@ -46,7 +58,7 @@ class Search:
     seed: int = 0
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class Outcome:
     """The worth of one setting. ``bits_per_value`` and ``total_bytes`` count everything, at the workload of the search.
     ``facts``: further figures, such as the mean bits of a key's code."""
@@ -164,11 +176,9 @@ def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None 
     nbytes = math.inf if max_bytes is None else max_bytes
     fitting = [t for t in tuning.trials if t.outcome.bits_per_value <= bits and t.outcome.total_bytes <= nbytes]
     if not fitting:
-        smallest = min(tuning.trials, key=lambda t: (t.outcome.total_bytes, t.outcome.bits_per_value, t.number)).outcome
-        caps = [] if max_bits is None else [f"{max_bits:g} bits"]
-        caps += [] if max_bytes is None else [f"{format_bytes(max_bytes)} ({max_bytes} bytes)"]
+        smallest = min(tuning.trials, key=lambda t: (t.outcome.total_bytes, t.number)).outcome
         raise InfeasibleBudget(
-            f"none of {len(tuning.trials)} trials fits {' and '.join(caps)}: the smallest takes "
+            f"none of {len(tuning.trials)} trials fits {bits:g} bits and {nbytes:g} bytes: the smallest takes "
             f"{smallest.bits_per_value:.4f} bits, {smallest.total_bytes} bytes",
             smallest.total_bytes,
             hint="raise the cap, or search higher thresholds",
@@ -180,39 +190,32 @@ def _open(path: Path, is_new: bool) -> Study:
     """The study in a journal, which ``is_new`` makes if needed."""
     import optuna
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it logs every trial to stderr
     require_file(path, ArtifactError)
     try:
         if not is_new and not path.exists():
             raise ArtifactError(f"{path} is missing", hint="`kvcal tune` writes it")
-        # An empty one is another process's, which begins as this one does.
-        if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-            _remove_cut_line(path)
-        storage = JournalStorage(JournalFileBackend(str(path)))
+        backend = JournalFileBackend(str(path))
+        # A line that a full disk has cut: Optuna would append to it. An empty file is another process's, just begun.
+        if (content := path.read_bytes()) and not content.endswith(b"\n"):
+            lock = JournalFileSymlinkLock(str(path))
+            lock.acquire()  # while no other process writes
+            try:
+                content = path.read_bytes()
+                path.write_bytes(content[: content.rfind(b"\n") + 1])
+            finally:
+                lock.release()
+        storage = JournalStorage(backend)
         if is_new and not storage.get_all_studies():
-            return optuna.create_study(
-                study_name="tune", storage=storage, directions=DIRECTIONS, load_if_exists=True
-            )  # another process may have made it
+            # Another process may have made it.
+            return optuna.create_study(storage=storage, study_name="tune", directions=DIRECTIONS, load_if_exists=True)
         return optuna.load_study(study_name="tune", storage=storage)
     except OSError as refused:
         raise ArtifactError(f"cannot write to {path}: {refused.strerror}", "check the folder") from None
     except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as fault:
         raise _broken(path, fault) from None
-
-
-def _remove_cut_line(path: Path) -> None:
-    """Remove what follows the last line's end, such as a line that a full disk has cut: Optuna would append to it."""
-    from optuna.storages.journal import JournalFileSymlinkLock
-
-    lock = JournalFileSymlinkLock(str(path))
-    lock.acquire()  # while no other process writes
-    try:
-        content = path.read_bytes()
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
-    finally:
-        lock.release()
 
 
 def _broken(path: Path, fault: Exception) -> ArtifactError:
@@ -227,3 +230,79 @@ def _finished(study: Study) -> list[FrozenTrial]:
     from optuna.trial import TrialState
 
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+
+def tuned_bits(plan: Plan) -> tuple[int, ...]:
+    """Bits of the key tiers that have a threshold, from most to fewest. UsageError where there is none, or where pages
+    hold other keys than the model's."""
+    paged = [layer for layer in plan.layers if layer.is_paged]
+    if moved := [x.geometry.index for x in paged if x.k_pages == "pre" or x.k_rescale or x.k_offset]:
+        raise UsageError(
+            f"layer {moved[0]} has transforms of its keys; thresholds are searched for plain pages",
+            hint="tune a recipe with [formats] alone",
+        )
+    tiers = [tier for layer in paged if layer.k[0].boost is not None for tier in layer.k[0].boost.tiers]
+    bits = {tier.num_bits for tier in tiers if tier.above is not None}
+    if not bits:
+        raise UsageError(
+            "no tier of the keys has a threshold, there is nothing to tune",
+            hint="give tiers an 'above' in the recipe's k.boost, as recipes/mixkvq.toml does",
+        )
+    return tuple(sorted(bits, reverse=True))
+
+
+@dataclass(frozen=True, eq=False)
+class TaskObjective:
+    """Callable as ``evaluate`` of the study. ``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the
+    calibration pages. UsageError where lm-eval is asked for and not installed, or as ``tuned_bits``."""
+
+    loaded: LoadedModel
+    plan: Plan
+    spec: TuneSpec
+    evaluate: EvaluateSpec
+    data: DataSpec
+
+    def __post_init__(self) -> None:
+        tuned_bits(self.plan)
+        if self.tasks.harness_tasks:
+            require_lm_eval()
+
+    @property
+    def tasks(self) -> EvaluateSpec:
+        """The tasks of the search; never with the evaluation's seed, whose problems measure the choice."""
+        evaluate, spec = self.evaluate, self.spec
+        seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
+        return replace(evaluate, tasks=spec.tasks, num_problems=spec.num_problems, seed=seed)
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Scores of the calibration pages."""
+        return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), SILENT)
+
+    def search(self) -> Search:
+        """The search space: a threshold "tau_BITS" for every tier that has one."""
+        high = self.spec.high
+        if self.spec.fit_range:
+            # Three digits: the same on machines whose arithmetic differs.
+            high = max(float(f"{score_quantile(self.scores, HIGHEST_SHARE):.3g}"), 2 * self.spec.low)
+        thresholds = {f"tau_{num_bits}": (self.spec.low, high) for num_bits in tuned_bits(self.plan)}
+        return Search(thresholds, self.spec.num_trials, self.spec.seed)
+
+    def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
+        """The plan that stands for these thresholds, by name."""
+        by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in tuned_bits(self.plan)}
+        scores = self.scores if self.spec.fit_capacity else None
+        return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
+
+    def __call__(self, thresholds: Mapping[str, float]) -> Outcome:
+        """Accuracy is the mean over the tasks. Raises what the tasks raise, such as NonFiniteActivations."""
+        plan = self.plan_with(thresholds)
+        facts = {"key_code_bits": key_code_bits(plan, self.scores)}
+        return Outcome(*self.accuracy(plan), plan.bits_per_value(), plan.predicted_bytes, facts)
+
+    def accuracy(self, plan: Plan) -> tuple[float, float]:
+        """Mean accuracy over the tasks, and its standard error."""
+        results = measure_tasks(self.loaded, plan, self.tasks, SILENT, "select")
+        results += measure_reading(self.loaded, plan, self.tasks, SILENT, "select")
+        results += measure_harness(self.loaded, plan, self.tasks, SILENT)
+        return mean_accuracy(results)

@@ -2,17 +2,22 @@
 
 All plans are measured on the texts of the pool *select*, the best three on *validate*, where nothing was chosen yet.
 There the plan of least KL wins, unless a simpler one is within one standard error of the paired difference over texts:
-then the simplest of these (fewest ways to store keys or values, then fewest bytes).
+then the simplest of these (fewest ways to store keys or values, then fewest bytes). The artifact, which the plan is
+compiled from, holds the chosen layers, their tensors, and a report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
+from kvcal import artifact
 from kvcal.distributed import map_over_ranks
 from kvcal.errors import naming
 from kvcal.geometry import CacheDtype
@@ -22,13 +27,77 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
+from kvcal.records import record_of, refusing
+from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.divergence import LOCKSTEP, Room, Text, deviations, padded_texts, unquantized_plan
-from kvcal.stages.search.record import SearchReport, SystemResult
 from kvcal.store.dequantize import form_reasons
+from kvcal.strict import STRICT, Amount, Number, Positive, dump
 
+KIND = "search"
+SCHEMA = 4
 FINALISTS = 3
 # Texts in one batch: as in the profile on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
+
+
+@record(frozen=True, config=STRICT)
+class SystemResult:
+    """The plan of one system. KL to the 16-bit cache in nats per loss token: means over the texts of a pool, with their
+    standard errors.
+
+    ``bits``: all-in, per cached value. ``validate``: of the finalists alone. ``difference``: of its KL on *validate*
+    from that of the plan that ships, with the paired error. ``left_out``: why there is no plan, and no figures."""
+
+    name: str
+    bits: Amount | None = None
+    select: Number | None = None
+    select_error: Amount | None = None
+    validate: Number | None = None
+    validate_error: Amount | None = None
+    difference: Number | None = None
+    difference_error: Amount | None = None
+    left_out: str | None = None
+
+
+@record(frozen=True, config=STRICT)
+class SearchReport:
+    """``shipped``: the name of the system whose plan ships; ``serve``: decode or storage; ``num_select`` and
+    ``num_validate``: texts. ``systems``: least KL on *select* first, those without a plan last."""
+
+    shipped: str
+    serve: str
+    num_select: Positive
+    num_validate: Positive
+    systems: tuple[SystemResult, ...]
+
+    def __post_init__(self) -> None:
+        finalists = [one.name for one in self.systems if one.validate is not None]
+        if self.shipped not in finalists:
+            raise ValueError(f"shipped = {self.shipped!r}, expected one of the finalists {finalists[:20]}")
+
+    @property
+    def kl(self) -> float:
+        """Of the plan that ships, on *validate*."""
+        return next(one.validate for one in self.systems if one.name == self.shipped and one.validate is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchRecord:
+    """The chosen layers with their transforms, and the tensors that these need."""
+
+    allocation: Allocation
+    report: SearchReport
+    plan_tensors: Mapping[str, Tensor]
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        return self.allocation.layers
+
+    @property
+    def plan(self) -> Plan:
+        """What was measured."""
+        found = self.allocation
+        return Plan(found.model, found.cache_dtype, found.layers, found.workload, {}, self.plan_tensors)
 
 
 def choose_plan(
@@ -130,3 +199,28 @@ def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workl
 def _slow_reasons(layer: LayerPlan, cache_dtype: CacheDtype) -> list[str]:
     forms = form_reasons(layer, ())
     return [*refusals(layer, cache_dtype), *forms, *(() if forms else slow_reasons(layer, cache_dtype))]
+
+
+@record(frozen=True, config=STRICT)
+class _SearchBody:
+    allocation: Allocation
+    report: SearchReport
+
+
+def save(searched: SearchRecord, inputs: dict[str, Any], path: Path) -> None:
+    """ArtifactError when the file cannot be written."""
+    body = dump(_SearchBody(searched.allocation, searched.report))
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, searched.plan_tensors))
+
+
+def load(path: Path) -> SearchRecord:
+    """ArtifactError when missing, corrupt or foreign."""
+    stored = artifact.read(path, KIND, SCHEMA)
+    body = record_of(_SearchBody, stored.body, path, hint="delete the file and search again")
+    found = SearchRecord(body.allocation, body.report, stored.tensors)
+    with refusing(path):
+        found.allocation.require_sound()
+        assert found.plan is not None  # its tensors are those needed
+        if found.allocation.loss != found.report.kl:
+            raise ValueError(f"the allocation's loss is {found.allocation.loss}, the report's KL {found.report.kl}")
+    return found

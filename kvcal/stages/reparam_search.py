@@ -37,16 +37,12 @@ from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, without_sinks
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import Format
 from kvcal.progress import Reporter
-from kvcal.stages.checkpoint import Mean
 from kvcal.strict import STRICT, Amount, Count
 
 # A channel quieter than this share of its head's loudest counts as that loud: K / λ must not blow up, in later text,
 # what is rare in calibration, and a channel that was always 0 still needs a λ.
 QUIETEST = 2.0**-10
-
-_SUMS = ("largest", "smallest", "total", "square")
 
 
 @record(frozen=True, config=STRICT)
@@ -85,10 +81,10 @@ class KeyStatistics:
         keys = k_post_NTD.to("cpu", torch.float64)
         return cls(keys.amax(1), keys.amin(1), keys.sum(1), keys.square().sum(), keys.shape[1])
 
-    def merge(self, other: KeyStatistics) -> KeyStatistics:
-        """Of both sets of tokens."""
-        if 0 in (self.count, other.count):
-            return other if self.count == 0 else self
+    def merge(self, other: KeyStatistics | None) -> KeyStatistics:
+        """Of both sets of tokens; None has none."""
+        if other is None or 0 in (self.count, other.count):
+            return other if other is not None and self.count == 0 else self
         return KeyStatistics(
             torch.maximum(self.largest, other.largest),
             torch.minimum(self.smallest, other.smallest),
@@ -106,26 +102,6 @@ class KeyStatistics:
         """max|K_post - offset| fp64 [N, D]."""
         shift = offset_ND.double()
         return torch.maximum(self.largest - shift, shift - self.smallest)
-
-    def stored(self, index: int) -> dict[str, Mean]:
-        """As a checkpoint keeps them, by name: the tensors are a Mean's total, whether or not they are sums."""
-        return {f"{name}.{index}": Mean(getattr(self, name), self.count) for name in _SUMS}
-
-    @classmethod
-    def by_layer(cls, means: Mapping[str, Mean]) -> dict[int, KeyStatistics]:
-        """The inverse of ``stored``, for all layers in ``means``."""
-        indices = [int(name.removeprefix("total.")) for name in means if name.startswith("total.")]
-        sums = {index: {name: means[f"{name}.{index}"].total for name in _SUMS} for index in indices}
-        return {index: cls(**sums[index], count=means[f"total.{index}"].count) for index in indices}
-
-
-def merged_statistics(means: Mapping[str, Mean], observed: Mapping[str, Mean]) -> dict[str, Mean]:
-    """``KeyStatistics.merge`` of all layers in ``observed``, as a checkpoint keeps them."""
-    merged: dict[str, Mean] = {}
-    before = KeyStatistics.by_layer(means)
-    for index, keys in KeyStatistics.by_layer(observed).items():
-        merged |= (before[index].merge(keys) if index in before else keys).stored(index)
-    return merged
 
 
 def key_statistics(
@@ -181,17 +157,12 @@ def fitting_scale(
     return scale
 
 
-def is_searched(fmt: Format) -> bool:
-    """Whether λ can matter for keys in this format: quantized, and per token."""
-    return fmt.num_bits != RAW_BITS and fmt.axis == "token"
-
-
-def searched_heads(layer: LayerPlan) -> Tensor | None:
-    """bool [N]: the KV heads of a layer whose keys λ can help; None if there are none, or the layer has other
-    transforms of its keys, or caches latents."""
+def takes_rescale(layer: LayerPlan) -> bool:
+    """Whether λ can help a layer's keys: quantized per token, without other transforms, no latents."""
     if not layer.takes_transforms or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
-        return None
-    return torch.ones(layer.attention.num_kv_heads, dtype=torch.bool) if is_searched(layer.format("k")) else None
+        return False
+    fmt = layer.format("k")
+    return fmt.num_bits != RAW_BITS and fmt.axis == "token"
 
 
 def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float, shared_heads: bool) -> Tensor:
@@ -211,14 +182,11 @@ def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float, shared_heads: b
 
 
 def candidate_tensors(
-    layer: LayerPlan, statistics: KeyStatistics, pairs: Tensor, alpha: float, has_offset: bool, shared_heads: bool
+    statistics: KeyStatistics, pairs: Tensor, alpha: float, has_offset: bool, shared_heads: bool
 ) -> tuple[Tensor, Tensor]:
-    """(λ, offset) of a candidate, fp32 [N, D]: 1 and 0 in heads that are not searched."""
-    heads = searched_heads(layer)
-    assert heads is not None
-    offset = torch.where(heads[:, None] & has_offset, statistics.offset, 0.0)
-    lambda_ND = lambda_of(statistics.magnitude(offset), pairs, alpha, shared_heads)
-    return (lambda_ND if shared_heads else torch.where(heads[:, None], lambda_ND, 1.0)), offset
+    """(λ, offset) of a candidate, fp32 [N, D]."""
+    offset = statistics.offset if has_offset else torch.zeros_like(statistics.offset)
+    return lambda_of(statistics.magnitude(offset), pairs, alpha, shared_heads), offset
 
 
 def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
@@ -253,11 +221,3 @@ def with_candidate(
     prefix = f"layers.{layer.geometry.index}"
     added = {f"{prefix}.k_rescale": lambda_ND, f"{prefix}.k_offset": offset_ND}
     return replace(layer, k_rescale=True, k_offset=True), {**tensors, **added}
-
-
-def best_candidate(errors: Sequence[float], offset_errors: Sequence[float]) -> tuple[int, bool]:
-    """(number of α, with offset) of the smallest error; on ties the smaller α, and no offset."""
-    curves = [errors, offset_errors] if offset_errors else [errors]
-    ranked = [(error, step, number == 1) for number, curve in enumerate(curves) for step, error in enumerate(curve)]
-    _, step, has_offset = min(ranked)
-    return step, has_offset

@@ -1,7 +1,4 @@
-"""The worth of a setting of the thresholds: a plan's packed cache on real tasks, and its bytes (MixKVQ, App. D.1).
-
-A trial takes the plan with its thresholds in the key tiers, and has the model solve problems through that plan's packed
-cache. Bits count everything at the plan's workload; the paper's count key codes alone, and are kept as a fact.
+"""Scores of calibration pages, and the capacity that the tiers of boosted keys need there at given thresholds.
 
 A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the queries since
 the page before it. Scores hardly depend on the plan: they are measured once, on the model at 16 bits, and each setting
@@ -18,15 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvcal.data.sequences import DataSpec, TokenDataset
+from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import sequences
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
@@ -35,96 +30,10 @@ from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import MAX_SLOTS
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
-from kvcal.progress import SILENT, Reporter
-from kvcal.quantities import MAX_SEED
-from kvcal.recipe import EvaluateSpec, TuneSpec
-from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
-from kvcal.stages.evaluate.reading import measure_reading
-from kvcal.stages.evaluate.tasks import mean_accuracy, measure_tasks
-from kvcal.stages.tune.study import Outcome, Search
+from kvcal.progress import Reporter
 
 # {layer index: [pages, N, D]}: a score for every channel of a page of keys.
 Scores = Mapping[int, Tensor]
-# Of all channels of calibration pages: where the search ends when the recipe does not say it.
-HIGHEST_SHARE = 0.99
-
-
-def tuned_bits(plan: Plan) -> tuple[int, ...]:
-    """Bits of the key tiers that have a threshold, from most to fewest. UsageError where there is none, or where pages
-    hold other keys than the model's."""
-    paged = [layer for layer in plan.layers if layer.is_paged]
-    for layer in paged:
-        if layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
-            raise UsageError(
-                f"layer {layer.geometry.index} has transforms of its keys; thresholds are searched for plain pages",
-                hint="tune a recipe with [formats] alone",
-            )
-    boosts = [layer.k[0].boost for layer in paged if layer.k[0].boost is not None]
-    bits = {tier.num_bits for boost in boosts for tier in boost.tiers if tier.above is not None}
-    if not bits:
-        raise UsageError(
-            "no tier of the keys has a threshold, there is nothing to tune",
-            hint="give tiers an 'above' in the recipe's k.boost, as recipes/mixkvq.toml does",
-        )
-    return tuple(sorted(bits, reverse=True))
-
-
-@dataclass(frozen=True, eq=False)
-class TaskObjective:
-    """Callable as ``evaluate`` of the study. ``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the
-    calibration pages. UsageError where lm-eval is asked for and not installed, or as ``tuned_bits``."""
-
-    loaded: LoadedModel
-    plan: Plan
-    spec: TuneSpec
-    evaluate: EvaluateSpec
-    data: DataSpec
-
-    def __post_init__(self) -> None:
-        tuned_bits(self.plan)
-        if self.tasks.harness_tasks:
-            require_lm_eval()
-
-    @property
-    def tasks(self) -> EvaluateSpec:
-        """The tasks of the search; never with the evaluation's seed, whose problems measure the choice."""
-        evaluate, spec = self.evaluate, self.spec
-        seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
-        return replace(evaluate, tasks=spec.tasks, num_problems=spec.num_problems, seed=seed)
-
-    @cached_property
-    def scores(self) -> Scores:
-        """Scores of the calibration pages."""
-        return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), SILENT)
-
-    def search(self) -> Search:
-        """The search space: a threshold "tau_BITS" for every tier that has one."""
-        high = self.spec.high
-        if self.spec.fit_range:
-            # Three digits: the same on machines whose arithmetic differs.
-            high = max(float(f"{score_quantile(self.scores, HIGHEST_SHARE):.3g}"), 2 * self.spec.low)
-        thresholds = {f"tau_{num_bits}": (self.spec.low, high) for num_bits in tuned_bits(self.plan)}
-        return Search(thresholds, self.spec.num_trials, self.spec.seed)
-
-    def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
-        """The plan that stands for these thresholds, by name."""
-        by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in tuned_bits(self.plan)}
-        scores = self.scores if self.spec.fit_capacity else None
-        return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
-
-    def __call__(self, thresholds: Mapping[str, float]) -> Outcome:
-        """Accuracy is the mean over the tasks. Raises what the tasks raise, such as NonFiniteActivations."""
-        plan = self.plan_with(thresholds)
-        accuracy, error = self.accuracy(plan)
-        facts = {"key_code_bits": key_code_bits(plan, self.scores)}
-        return Outcome(accuracy, error, plan.bits_per_value(), plan.predicted_bytes, facts)
-
-    def accuracy(self, plan: Plan) -> tuple[float, float]:
-        """Mean accuracy over the tasks, and its standard error."""
-        results = measure_tasks(self.loaded, plan, self.tasks, SILENT, "select")
-        results += measure_reading(self.loaded, plan, self.tasks, SILENT, "select")
-        results += measure_harness(self.loaded, plan, self.tasks, SILENT)
-        return mean_accuracy(results)
 
 
 @torch.no_grad()
@@ -148,15 +57,12 @@ def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter
         for number, tokens_T in enumerate(data.sequences):
             loaded.model(input_ids=tokens_T[None].to(loaded.model.device), use_cache=False)
             reporter(number + 1, len(data.sequences), "tune: scores of calibration pages")
-    scores = {index: torch.cat(parts) for index, parts in pages.items()}
-    empty = [index for index, values in scores.items() if not len(values)]
-    if empty:
-        longest = max(sequence.numel() for sequence in data.sequences)
+    if boosted and (longest := max(map(len, data.sequences))) < PAGE_TOKENS:
         raise UsageError(
-            f"calibration sequences of at most {longest} tokens fill no page of layer {empty[0]}",
+            f"calibration sequences of at most {longest} tokens fill no page",
             hint="raise seq_len in the recipe's [data]",
         )
-    return scores
+    return {index: torch.cat(parts) for index, parts in pages.items()}
 
 
 def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:

@@ -1,0 +1,337 @@
+"""The reparam stage: λ (and a static offset) for the keys of every layer, calibrated on short text at far positions.
+
+PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). A channel's
+outliers depend on how far RoPE turns it, and slow channels turn once in tens of thousands of tokens; so positions are
+multiplied by ``position_scale`` (Eq. 12): 2,048 tokens stand for 8,192, at the cost of 2,048. Never beyond the model's
+context, though: what lies there is never cached.
+
+Two passes over the data, one sequence at a time, of which an interrupted run continues the second:
+
+1. statistics: largest, smallest and mean K_post per channel, without the sinks, which are never quantized;
+2. search: for every α of the grid, without and with the offset, the keys are written to the plan's pages and read back,
+   and the attention block runs again with them (``rereading``), as decoding would read them. The smallest squared
+   error of the block's output wins; values stay exact, since no choice here changes theirs.
+
+The record holds the whole error curve of each layer's search, so that it can be seen how much λ brings, and where.
+
+Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
+model at its ordinary ones (experiments/show_reparam.py measures the difference). Layers whose keys are per channel,
+before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from kvcal import artifact
+from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import map_over_ranks
+from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError, naming
+from kvcal.geometry import Index
+from kvcal.models.key_bias import bias_findings
+from kvcal.models.load import LoadedModel
+from kvcal.models.rereading import Reread, rereading
+from kvcal.models.rope import rotary_pairs
+from kvcal.models.taps import Captured, check_taps
+from kvcal.plan.layer import LATENTS, LayerPlan, bare_layers
+from kvcal.plan.tensors import lattice_tensors, offset_spec, rescale_spec
+from kvcal.progress import Reporter
+from kvcal.recipe import ReparamSpec
+from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, shards, summed
+from kvcal.stages.reparam_search import (
+    CalibrationSubject,
+    KeyStatistics,
+    calibration_inputs,
+    candidate_tensors,
+    fitting_scale,
+    key_statistics,
+    page_segments,
+    read_back,
+    takes_rescale,
+    with_candidate,
+)
+from kvcal.strict import STRICT, Amount, Share, dump
+
+KIND = "reparam"
+SCHEMA = 1
+SEARCH = "search samples"
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class LayerReparam:
+    """One searched layer. Errors are squared, summed over tokens and channels of the attention block's output, as a
+    mean over samples; ``energy`` is the same sum of the exact output.
+
+    ``errors[a]``: at the a-th α of the grid; ``offset_errors[a]``: with the offset, too; empty if it was not searched.
+    ``k_bias_share``: the squared norm of k_proj's bias over the mean squared norm of the keys; None without a bias that
+    reaches the keys. ``warning``: what to know about the layer, None mostly.
+    """
+
+    index: Index
+    alpha: Share
+    has_offset: bool
+    error: Amount
+    energy: Amount
+    errors: tuple[Amount, ...]
+    offset_errors: tuple[Amount, ...]
+    k_bias_share: Amount | None
+    warning: str | None
+
+    @property
+    def error_at_zero(self) -> float:
+        """Without λ and offset."""
+        return self.errors[0]
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Subject(CalibrationSubject):
+    """The model, data and settings of a calibration."""
+
+    spec: ReparamSpec
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class _Body:
+    subject: Subject
+    layers: tuple[LayerReparam, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Reparam:
+    """``lambdas`` and ``offsets``: {layer: fp32 [N, D]} of every searched layer, λ = 1 and offset 0 where the search
+    chose none; both are for keys after RoPE, λ is equal on each rotary pair."""
+
+    subject: Subject
+    layers: tuple[LayerReparam, ...]
+    lambdas: Mapping[int, Tensor]
+    offsets: Mapping[int, Tensor]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of all layers, in order, each text once."""
+        return tuple(dict.fromkeys(layer.warning for layer in self.layers if layer.warning is not None))
+
+    def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+        """The layers with λ and offset, where the search chose any. Raises ArtifactError: the layers are another
+        model's, or store keys before RoPE."""
+        if tuple(layer.geometry for layer in layers) != self.subject.geometry.layers:
+            raise ArtifactError(
+                f"λ was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
+                hint="run reparam again for this model",
+            )
+        changed = {layer.index: layer for layer in self.layers if layer.alpha > 0 or layer.has_offset}
+        if wrong := [x.geometry.index for x in layers if x.geometry.index in changed and x.k_pages == "pre"]:
+            raise ArtifactError(
+                f"λ of layer {wrong[0]} is for keys after RoPE, and the layer stores them before",
+                hint="run reparam again for these formats",
+            )
+        return tuple(
+            replace(layer, k_rescale=found.alpha > 0, k_offset=found.has_offset)
+            if (found := changed.get(layer.geometry.index))
+            else layer
+            for layer in layers
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The plan's tensors, for the layers as ``apply`` leaves them."""
+        tensors = {}
+        for layer in self.layers:
+            if layer.alpha > 0:
+                tensors[f"layers.{layer.index}.k_rescale"] = self.lambdas[layer.index]
+            if layer.has_offset:
+                tensors[f"layers.{layer.index}.k_offset"] = self.offsets[layer.index]
+        return tensors
+
+
+def run_reparam(
+    loaded: LoadedModel,
+    layers: tuple[LayerPlan, ...],
+    data: TokenDataset,
+    spec: ReparamSpec,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+) -> Reparam:
+    """Calibrate λ for the formats of ``layers`` and write the record to ``path``; an earlier run of the same ``inputs``
+    that was interrupted is continued.
+
+    Raises:
+        UsageError: a sequence longer than the model's context, or none in which a page is read.
+        UnsupportedModel: the model's keys or their rotation cannot be observed.
+        NonFiniteActivations: NaN or infinity, naming layer and sample.
+        ArtifactError: a file cannot be written.
+    """
+    searched = {layer.geometry.index: layer for layer in layers if takes_rescale(layer)}
+    check_taps(loaded.model, loaded.geometry)
+    pairs = rotary_pairs(loaded.model, loaded.geometry, searched)
+    tensors = {name: t.to(loaded.model.device) for name, t in lattice_tensors(layers).items()}
+    if loaded.geometry.has_latents:
+        reporter.say(f"reparam: {LATENTS}")
+    longest = max(len(tokens) for tokens in data.sequences)
+    if searched and not any(layer.format("k").pages_read(longest - 1) for layer in searched.values()):
+        raise UsageError(
+            f"the longest of {len(data.sequences)} sequences has {longest} tokens, of which none reads a quantized "
+            "page: all errors would be 0",
+            hint="give longer sequences",
+        )
+    if not searched and any(layer.takes_transforms for layer in layers):
+        reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
+    scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
+    search, count = _Search(loaded, searched, pairs, tensors, data, spec, scale), len(data.sequences)
+    with Checkpoint(path, KIND, inputs, search.start(), reporter) as checkpoint:
+        statistics: dict[int, KeyStatistics] = {}
+        if searched:
+            for number, found in enumerate(map_over_ranks(range(count), search.statistics)):
+                reporter(number + 1, count, "reparam: statistics")
+                statistics = {index: keys.merge(statistics.get(index)) for index, keys in found.items()}
+            errors = summed(partial(search.errors, statistics))
+            checkpoint.run(SEARCH, shards(count), errors, "reparam: search")
+        record = search.record(statistics, checkpoint.state.means)
+        save(record, inputs, path)
+    return record
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """One run of the stage. ``layers``: the searched ones, by index; ``tensors``: the plan's, on the model's device."""
+
+    loaded: LoadedModel
+    layers: Mapping[int, LayerPlan]
+    pairs: Mapping[int, Tensor]
+    tensors: Mapping[str, Tensor]
+    data: TokenDataset
+    spec: ReparamSpec
+    position_scale: float
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        return tuple(step / self.spec.num_steps for step in range(self.spec.num_steps + 1))
+
+    @property
+    def candidates(self) -> tuple[tuple[float, bool], ...]:
+        """(α, with offset), in the order of the errors."""
+        offsets = (False, True) if self.spec.offset else (False,)
+        return tuple((alpha, has_offset) for has_offset in offsets for alpha in self.alphas)
+
+    def start(self) -> State:
+        """Squared errors of all candidates [C] and energy [] of each layer, without observations."""
+        means: dict[str, Mean] = {}
+        for index in self.layers:
+            means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(self.candidates),))}
+        return State(means, {SEARCH: 0})
+
+    def statistics(self, sample: int) -> dict[int, KeyStatistics]:
+        """The statistics of one sequence, by layer."""
+        sinks = {index: layer.format("k").num_sink_tokens for index, layer in self.layers.items()}
+        with naming(f"sample {sample}"):
+            return key_statistics(self.loaded, self.data.sequences[sample], self.position_scale, sinks)
+
+    def errors(self, statistics: Mapping[int, KeyStatistics], sample: int) -> dict[str, Mean]:
+        """Errors and energies of one sequence."""
+        found: dict[str, Mean] = {}
+
+        def measure(captured: Captured, reread: Reread) -> None:
+            index = captured.layer
+            if index in self.layers:
+                errors_C, energy = self._errors(captured, reread, statistics[index])
+                found[f"errors.{index}"] = Mean(errors_C.cpu(), 1)
+                found[f"energy.{index}"] = Mean(energy.cpu(), 1)
+
+        inputs = calibration_inputs(self.loaded, self.data.sequences[sample][None], self.position_scale)
+        with naming(f"sample {sample}"), rereading(self.loaded.model, measure, self.loaded.geometry):
+            self.loaded.model(**inputs)
+        return found
+
+    def _errors(self, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
+        """Squared errors of all candidates [C] and energy [] of one layer and sequence, fp64."""
+        layer, pairs, k_post_BNTD = self.layers[captured.layer], self.pairs[captured.layer], captured.k_post_BNTD
+        segments = page_segments(layer, k_post_BNTD.shape[2])
+        exact = reread(k_post_BNTD, segments).double()
+        reads_pages = any(bool(segment.is_stored_NT.any()) for segment in segments)
+        errors = [] if reads_pages else [exact.new_zeros(())] * len(self.candidates)
+        for alpha, has_offset in self.candidates if reads_pages else ():
+            found = candidate_tensors(statistics, pairs, alpha, has_offset, self.spec.shared_heads)
+            changed, tensors = with_candidate(layer, self.tensors, *(t.to(k_post_BNTD.device) for t in found))
+            k_read_BNTD = read_back(changed, self.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
+            errors.append((reread(k_read_BNTD, segments).double() - exact).square().sum())
+        errors_C = torch.stack(errors)
+        if not bool(torch.isfinite(errors_C).all()):
+            raise NonFiniteActivations(f"the attention output of layer {captured.layer} is not finite")
+        return errors_C, exact.square().sum()
+
+    def record(self, statistics: Mapping[int, KeyStatistics], means: Mapping[str, Mean]) -> Reparam:
+        """The best candidate of every layer; of equal ones that of the smaller α, and without an offset."""
+        loaded, spec, data = self.loaded, self.spec, self.data
+        energies = {index: float(keys.square) / max(keys.count, 1) for index, keys in statistics.items()}
+        biases = bias_findings(loaded, energies)
+        found, lambdas, offsets = [], {}, {}
+        for index in self.layers:
+            errors = means[f"errors.{index}"].result().tolist()
+            error, (alpha, has_offset) = min(zip(errors, self.candidates, strict=True))
+            lambdas[index], offsets[index] = candidate_tensors(
+                statistics[index], self.pairs[index], alpha, has_offset, spec.shared_heads
+            )
+            energy, split = float(means[f"energy.{index}"].result()), spec.num_steps + 1
+            curves = tuple(errors[:split]), tuple(errors[split:])
+            found.append(LayerReparam(index, alpha, has_offset, error, energy, *curves, *biases[index]))
+        about_data = (data.fingerprint, data.description, data.num_tokens)
+        subject = Subject(loaded.identity, loaded.geometry, self.position_scale, *about_data, spec)
+        return Reparam(subject, tuple(found), lambdas, offsets)
+
+
+def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
+    """Write the record. ArtifactError when it cannot be written."""
+    body = _Body(record.subject, record.layers)
+    tensors = {f"layers.{index}.k_rescale": lambda_ND for index, lambda_ND in record.lambdas.items()}
+    tensors |= {f"layers.{index}.k_offset": offset_ND for index, offset_ND in record.offsets.items()}
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(body), tensors))
+
+
+def load(path: Path) -> Reparam:
+    """Read and check a record. ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content;
+    λ, offsets or curves out of range."""
+    stored = artifact.read(path, KIND, SCHEMA)
+    body = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, _declared(body))
+    indices = [layer.index for layer in body.layers]
+    lambdas = {index: stored.tensors[f"layers.{index}.k_rescale"] for index in indices}
+    offsets = {index: stored.tensors[f"layers.{index}.k_offset"] for index in indices}
+    return Reparam(body.subject, body.layers, lambdas, offsets)
+
+
+def _declared(body: _Body) -> dict[str, TensorSpec]:
+    """λ and offset of every layer. ValueError for layers that are not the model's, or that no search gives."""
+    declared: dict[str, TensorSpec] = {}
+    paged = {layer.geometry.index: layer.attention for layer in bare_layers(body.subject.geometry) if layer.is_paged}
+    for layer in body.layers:
+        prefix = f"layers.{layer.index}"
+        if layer.index not in paged or f"{prefix}.k_rescale" in declared:
+            raise ValueError(f"layer {layer.index} is given twice, or is no layer of full attention")
+        if len(layer.errors) != body.subject.spec.num_steps + 1:
+            raise ValueError(f"layer {layer.index} has an error curve of {len(layer.errors)} values")
+        shape = paged[layer.index].num_kv_heads, paged[layer.index].k_head_dim
+        declared |= {f"{prefix}.k_rescale": rescale_spec(*shape), f"{prefix}.k_offset": offset_spec(*shape)}
+    return declared
+
+
+def table_rows(record: Reparam) -> tuple[list[str], list[list[str]]]:
+    """(headers, rows) for people: one row a layer; errors as shares of the exact output's energy."""
+    headers = ["layer", "α", "offset", "λ", "error without", "error with", "bias share"]
+    rows = []
+    for layer in record.layers:
+        energy, lambda_ND = max(layer.energy, 1e-300), record.lambdas[layer.index]
+        errors = [f"{error / energy:.2e}" for error in (layer.error_at_zero, layer.error)]
+        bias = "–" if layer.k_bias_share is None else f"{layer.k_bias_share:.0%}"
+        extent = f"{float(lambda_ND.min()):.2f} – {float(lambda_ND.max()):.2f}"
+        rows.append([str(layer.index), f"{layer.alpha:.2f}", "yes" if layer.has_offset else "–", extent, *errors, bias])
+    return headers, rows

@@ -1,1 +1,0 @@
-"""λ and offsets of keys, calibrated at far positions."""

@@ -1,1 +1,0 @@
-"""The tune stage: the study of a plan's score thresholds, what it measures, and its record."""
