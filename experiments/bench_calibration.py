@@ -216,7 +216,7 @@ class Bench:
                 measured = timed(lambda: profile_stage.divergence_means(self.loaded, setup, step, Room(LOCKSTEP)))  # noqa: B023
                 name = f"group {number + 1} of {len(steps)}, {count} of {num_plans} plans"
                 self.say("divergence", name, count, measured)
-        whole = patch("kvcal.models.layer_inputs.decoder_layers", lambda _: None)
+        whole = patch("kvcal.models.forwards.decoder_layers", lambda _: None)
         paged = patch.object(PlanCache, "for_measurement", lambda plan, config, _: PlanCache(plan, config))
         with whole, paged:
             places = steps[-1][0][:4]

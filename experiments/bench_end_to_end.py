@@ -33,7 +33,7 @@ from kvcal.bench import fill
 from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import SlowPath
-from kvcal.models.cache_argument import with_cache
+from kvcal.models.attention import with_cache
 from kvcal.models.geometry import geometry_of
 from kvcal.plan.plan import Plan, Workload, load_plan
 

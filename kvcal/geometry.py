@@ -6,8 +6,7 @@ a model of another shape without loading anything else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -76,22 +75,6 @@ class AttentionGeometry:
     def values_per_token(self) -> int:
         """Cached values of a token: its keys and its values."""
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
-
-
-# The keys of a configuration that tell the sizes of latent attention.
-LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-
-
-def latent_geometry(
-    index: int, num_query_heads: int, window: int | None, keys: Mapping[str, Any]
-) -> AttentionGeometry | None:
-    """A layer of multi-head latent attention by the keys of a configuration; None for other attention. Taps compare the
-    heads with the attention's own."""
-    sizes = [size for name in LATENT_KEYS if isinstance(size := keys.get(name), int) and size > 0]
-    if len(sizes) < len(LATENT_KEYS):
-        return None
-    latent, rotary, plain, value = sizes
-    return AttentionGeometry(index, num_query_heads, 1, latent, rotary, window, ExpandedHeads(plain + rotary, value))
 
 
 @dataclass(frozen=True, config=STRICT)

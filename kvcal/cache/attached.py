@@ -31,8 +31,7 @@ from kvcal.cache.dense_layer import DenseLayer
 from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.models.attention import OURS, attention_modules, base_attention, layer_index, replaced_attention
-from kvcal.models.cache_argument import given_cache
+from kvcal.models.attention import OURS, attention_modules, base_attention, given_cache, layer_index, replaced_attention
 from kvcal.plan.plan import Plan
 from kvcal.store.state import Serving
 

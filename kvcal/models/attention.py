@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
@@ -30,6 +30,8 @@ from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 # The model files' names of the AttentionInterface and of the function that they fall back to.
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 BASE_IMPLEMENTATIONS = ("sdpa", "eager")
+# The argument that hands a cache over: its name since transformers 5.24, which renames the old one, with a warning.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
 # The beginning of the names that are registered in their place.
 OURS = "kvcal_"
 
@@ -187,3 +189,19 @@ def implementations_of(config: PreTrainedConfig, replacement: str | None = None)
     if not subs:
         return own
     return {"": own} | {name: implementations_of(sub, replacement) for name, sub in subs.items()}
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """The name in the signature of the module's forward; None where it takes no cache."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def with_cache(module: nn.Module, cache: object) -> dict[str, Any]:
+    """The argument of the module's forward, or of its ``generate``, that hands ``cache`` over."""
+    return {cache_argument(module) or CACHE_ARGUMENTS[0]: cache}
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among a forward's arguments; None where there is none."""
+    return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)

@@ -1,15 +1,12 @@
 """Sizes of a model from its config.json and the headers of its weights, before anything is loaded.
 
-A loaded model's cache is measured (``kvcal.models.geometry``). To tell beforehand what would fit, the configuration has
-to do. Model types in ``DIRECT`` state their layers in plain keys, which are read without transformers, whose import
-takes longer than the answer. For all others transformers reads the configuration, fills in its defaults and names the
-kind of each layer. Tests compare both ways with what running the model measures.
+A loaded model's cache is measured (``kvcal.models.geometry``). Beforehand, transformers builds the model without
+weights, and the same measurement runs on shapes alone. Model types in ``DIRECT`` state their layers in plain keys,
+which are read without transformers, whose import takes longer than the answer. Tests compare both ways with what
+running the model measures.
 
 ``families.json`` lists what the contract tests measured: families that are served, and those that are not, with the
 reason. ``python docs/generate.py`` writes it.
-
-Left out: states of other layers than gated delta rules (their bytes are known once the model has run), and keys and
-values of different head sizes.
 """
 
 from __future__ import annotations
@@ -17,23 +14,13 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import (
-    CACHE_DTYPES,
-    LATENT_KEYS,
-    AttentionGeometry,
-    CacheDtype,
-    Geometry,
-    LayerGeometry,
-    StateGeometry,
-    latent_geometry,
-)
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
 
@@ -53,10 +40,8 @@ DIRECT: dict[str, tuple[str, ...]] = {
     "smollm3": ("use_sliding_window",),
     "stablelm": (),
 }
-FULL, SLIDING, STATE, HYBRID = "full_attention", "sliding_attention", "linear_attention", "hybrid"
+FULL, SLIDING = "full_attention", "sliding_attention"
 EVERY_COMMAND = "every command"
-_ONCE_RUN = "known once the model has run"
-_MEASURED = "if the model is supported, `kvcal plan` with a --budget measures and counts its cache"
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
 
 
@@ -91,38 +76,29 @@ def read_sizes(source: str) -> ModelSizes:
         UnsupportedModel: a model that kvcal does not serve, or whose cache config.json does not tell.
     """
     location = locate(source)
+    content: dict[str, Any] = {}
     if location.gguf is None:
         content = read_json(location.folder / "config.json", location.id)
         require_sizes(content, location.id)
+    if _is_direct(content):
+        stated, geometry = content, _direct_geometry(content, f"{location.id}: {location.config_name}")
     else:
+        from kvcal.models.geometry import geometry_without_weights
         from kvcal.models.load import read_config
 
-        content = read_config(location).to_dict()
-    uncalibrated = _uncalibrated(content.get("model_type"), location.id)
-    if _is_direct(content):
-        stated, kinds = content, _direct_kinds(content)
-        per_layer: Sequence[Any] = [content] * len(kinds)
-        dtype = content.get("dtype", content.get("torch_dtype")) or "float32"
-    else:
-        stated, per_layer, kinds, dtype = _with_defaults(location)
-    if dtype not in get_args(CacheDtype):
-        raise UnsupportedModel(f"{location.id}: checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
-    place = f"{location.id}: {location.config_name}"
-    layers = tuple(
-        layer
-        for index, (kind, keys) in enumerate(zip(kinds, per_layer, strict=True))
-        if (layer := _layer(index, kind, keys, dtype, place)) is not None
-    )
-    if not layers:
-        raise UnsupportedModel(f"{place}: no layer uses the cache")
+        config = read_config(location)
+        text = config.get_text_config(decoder=True)
+        _uncalibrated(text.model_type, location.id)
+        stated = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
+        geometry = geometry_without_weights(config)
     return ModelSizes(
         location.id,
-        Geometry(stated["model_type"], dtype, layers),  # type: ignore[arg-type]
-        _number(stated, "vocab_size", place),
+        geometry,
+        _number(stated, "vocab_size", location.id),
         checkpoint_bytes(location),
         stated.get("max_position_embeddings"),
-        any(one["model_type"] == stated["model_type"] for one in families()["supported"]),
-        uncalibrated,
+        any(one["model_type"] == geometry.model_type for one in families()["supported"]),
+        _uncalibrated(geometry.model_type, location.id),
     )
 
 
@@ -144,109 +120,27 @@ def _is_direct(content: dict[str, Any]) -> bool:
     return given and (content.get("layer_types") is not None or not content.get("use_sliding_window"))
 
 
-def _direct_kinds(content: dict[str, Any]) -> list[str]:
-    """The kind of every layer, as transformers' caches derive it from the same keys."""
+def _direct_geometry(content: dict[str, Any], place: str) -> Geometry:
+    """The geometry that plain keys state, with the kind of every layer as transformers' caches derive it."""
+    dtype = content.get("dtype", content.get("torch_dtype")) or "float32"
+    if dtype not in get_args(CacheDtype):
+        raise UnsupportedModel(f"{place}: checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
     kinds = content.get("layer_types")
-    if isinstance(kinds, list):
-        return [str(kind) for kind in kinds]
-    slides = content.get("sliding_window") is not None and "use_sliding_window" not in content
-    return [SLIDING if slides else FULL] * content["num_hidden_layers"]
-
-
-def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[str], str]:
-    """The language model's configuration as transformers reads it: as a whole, for each layer, and each one's kind; and
-    the checkpoint's dtype. Refuses what loading refuses before it reads weights."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import (
-        CacheLayerMixin,
-        DynamicLayer,
-        DynamicSlidingWindowLayer,
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionCacheLayerMixin,
-        LinearAttentionLayer,
-    )
-
-    from kvcal.models.geometry import checkpoint_dtype
-    from kvcal.models.load import read_config
-
-    config = read_config(location)
-    text = config.get_text_config(decoder=True)
-    names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
-    names[LinearAttentionAndFullAttentionLayer] = HYBRID
-    kinds, per_layer = [], []
-    try:
-        layers = zip(DynamicCache(config=text).layers, text.per_layer_config, strict=False)
-    except AttributeError as lacking:
-        raise UnsupportedModel(f"{location.id}: config.json does not tell what each layer caches: {lacking}") from None
-    for index, (cache, layer) in enumerate(layers):
-        keys = {name: getattr(layer, name, None) for name in (*SHAPE_KEYS, *_LAYER_KEYS)}
-        if type(cache) is DynamicSlidingWindowLayer:
-            keys["sliding_window"] = cache.sliding_window
-        is_placeholder = not isinstance(cache, CacheLayerMixin | LinearAttentionCacheLayerMixin)
-        kind = "none" if is_placeholder else names.get(type(cache))
-        if kind is None:
-            raise UnsupportedModel(
-                f"{location.id}: layer {index} is cached by {type(cache).__name__}; supported: "
-                f"{', '.join(one.__name__ for one in names)}"
-            )
-        kinds.append(kind)
-        per_layer.append(keys)
-    stated = {key: getattr(text, key, None) for key in ("model_type", "vocab_size", "max_position_embeddings")}
-    return stated, per_layer, kinds, checkpoint_dtype(config)
-
-
-_DELTA_RULE_KEYS = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)  # fmt: skip
-_LAYER_KEYS = (
-    "head_dim", "multi_query", "new_decoder_architecture", "sliding_window", *_DELTA_RULE_KEYS, "linear_num_heads",
-    "linear_head_dim", *LATENT_KEYS,
-)  # fmt: skip
-
-
-def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) -> LayerGeometry | None:
-    """One layer's geometry; None for a layer that caches nothing."""
-    if kind == "none":
-        return None
-    if kind == HYBRID:
-        raise _unknown_state(index, place)
-    if kind == STATE:
-        return StateGeometry(index, _delta_rule_bytes(index, keys, dtype, place))
-    if kind not in (FULL, SLIDING):
-        raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
-    heads = _number(keys, "num_attention_heads", place)
-    window = _number(keys, "sliding_window", place) if kind == SLIDING else None
-    if (latent := latent_geometry(index, heads, window, keys)) is not None:
-        return latent
-    if keys.get("new_decoder_architecture") is not None:  # Falcon, which caches one head, or a copy for each query's
-        is_one = keys["multi_query"] and not keys["new_decoder_architecture"]
-        keys = keys | {"num_key_value_heads": 1 if is_one else heads}
-    elif keys.get("multi_query"):
-        raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is {_ONCE_RUN}", hint=_MEASURED)
-    kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)
+    if not isinstance(kinds, list):
+        slides = content.get("sliding_window") is not None and "use_sliding_window" not in content
+        kinds = [SLIDING if slides else FULL] * content["num_hidden_layers"]
+    heads, kv_heads = (_number(content, name, place) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads % kv_heads:
         raise UnsupportedModel(f"{place}: {heads} query heads over {kv_heads} KV heads")
-    hidden = _number(keys, "hidden_size", place)
-    head_dim = hidden // heads if keys.get("head_dim") is None else _number(keys, "head_dim", place)
-    return AttentionGeometry(index, heads, kv_heads, head_dim, head_dim, window)
-
-
-def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) -> int:
-    """Bytes of the convolution's state, in the cache's dtype, and of the recurrent one, in fp32, of a gated delta
-    rule (Qwen3-Next; Kimi Linear, whose keys and values have the same heads)."""
-    names = list(_DELTA_RULE_KEYS)
-    if keys.get("linear_num_heads") is not None:
-        names = [*["linear_num_heads"] * 2, *["linear_head_dim"] * 2, names[-1]]
-    if any(keys.get(name) is None for name in names):
-        raise _unknown_state(index, place)
-    k_heads, v_heads, k_dim, v_dim, kernel = (_number(keys, name, place) for name in names)
-    channels = 2 * k_heads * k_dim + v_heads * v_dim
-    return kernel * channels * ITEM_BYTES[dtype] + 4 * v_heads * k_dim * v_dim
-
-
-def _unknown_state(index: int, place: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{place}: layer {index} keeps a state, whose bytes are {_ONCE_RUN}", hint=_MEASURED)
+    hidden = _number(content, "hidden_size", place)
+    dim = hidden // heads if content.get("head_dim") is None else _number(content, "head_dim", place)
+    layers = []
+    for index, kind in enumerate(kinds):
+        if kind not in (FULL, SLIDING):
+            raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
+        window = _number(content, "sliding_window", place) if kind == SLIDING else None
+        layers.append(AttentionGeometry(index, heads, kv_heads, dim, dim, window))
+    return Geometry(content["model_type"], dtype, tuple(layers))  # type: ignore[arg-type]
 
 
 def _number(keys: dict[str, Any], name: str, place: str) -> int:

@@ -18,11 +18,12 @@ Left out: query heads that differ from layer to layer (an error of the taps).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, get_args
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -37,13 +38,15 @@ from kvcal.geometry import (
     CACHE_DTYPES,
     AttentionGeometry,
     CacheDtype,
+    ExpandedHeads,
     Geometry,
     LayerGeometry,
     StateGeometry,
-    latent_geometry,
 )
-from kvcal.models.cache_argument import cache_argument, with_cache
+from kvcal.models.attention import cache_argument, with_cache
 
+# The keys of a configuration that tell the sizes of latent attention.
+LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
 # The official cache layers of keys and values that are served; the last one also keeps a state.
@@ -99,13 +102,39 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnsupportedModel(f"{name} does not run with transformers' DynamicCache: {error}") from error
+    return _geometry(config, cache, cache_dtype or checkpoint_dtype(model.config))
+
+
+def geometry_without_weights(config: PreTrainedConfig) -> Geometry:
+    """The geometry of a model by its configuration alone: three tokens on the device "meta", where tensors have shapes
+    and no values. UnsupportedModel for a model that does not run there, or whose layers are not served; what only
+    values tell, such as a missing causality, is left to ``geometry_of``."""
+    config, dtype = copy.deepcopy(config), checkpoint_dtype(config)
+    text = config.get_text_config(decoder=True)
+    text.pad_token_id = None  # or GPT-2 looks for it among the tokens
+    try:
+        cache = RecordingCache(text)
+        with torch.device("meta"), torch.no_grad():
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=CACHE_DTYPES[dtype], experts_implementation="batched_mm"
+            )
+            for num_tokens in (2, 1):
+                ids = torch.zeros(1, num_tokens, dtype=torch.int64)
+                model.eval()(input_ids=ids, use_cache=True, **with_cache(model, cache))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"the configuration of {text.model_type} does not tell what each layer caches: {error}",
+            hint="if the model is supported, `kvcal plan` with a --budget measures and counts its cache",
+        ) from error
+    return _geometry(text, cache, dtype)
+
+
+def _geometry(config: PreTrainedConfig, cache: RecordingCache, cache_dtype: CacheDtype) -> Geometry:
     measured = (_layer_geometry(config, cache, index) for index in range(len(cache.layers)))
     layers = tuple(layer for layer in measured if layer is not None)
     if not layers:
         raise UnsupportedModel(f"{config.model_type}: no layer uses the cache")
-    return Geometry(
-        model_type=config.model_type, cache_dtype=cache_dtype or checkpoint_dtype(model.config), layers=layers
-    )
+    return Geometry(model_type=config.model_type, cache_dtype=cache_dtype, layers=layers)
 
 
 def require_cache(model: PreTrainedModel) -> None:
@@ -195,8 +224,7 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
     if not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):  # a placeholder
         return None
     if type(layer) is LinearAttentionLayer:
-        num_bytes = _state_bytes(layer)  # none in a layer without attention, up to transformers 5.16
-        return StateGeometry(index=index, bytes_per_sequence=num_bytes) if num_bytes else None
+        return StateGeometry(index=index, bytes_per_sequence=_state_bytes(layer))
     if type(layer).__name__ == "DynamicIndexedLayer":  # which transformers does not export everywhere
         raise UnsupportedModel(
             f"{place} caches the keys of a sparse-attention indexer beside its latents (DynamicIndexedLayer), for "
@@ -229,8 +257,11 @@ def _attention_geometry(
     if not isinstance(num_query_heads, int) or num_query_heads % num_kv_heads:
         raise UnsupportedModel(f"{place}: {num_query_heads} query heads over {num_kv_heads} KV heads")
     measured = AttentionGeometry(index, num_query_heads, num_kv_heads, k_shape[-1], v_shape[-1], window)
-    latent = latent_geometry(index, num_query_heads, window, config.to_dict())
-    return latent if latent is not None and dataclasses.replace(latent, expanded=None) == measured else measured
+    sizes = [size for name in LATENT_KEYS if isinstance(size := getattr(config, name, None), int) and size > 0]
+    if len(sizes) == len(LATENT_KEYS) and (num_kv_heads, k_shape[-1], v_shape[-1]) == (1, *sizes[:2]):
+        *_, plain_dim, v_dim = sizes
+        return dataclasses.replace(measured, expanded=ExpandedHeads(plain_dim + sizes[1], v_dim))
+    return measured
 
 
 def _state_bytes(layer: object) -> int:

@@ -8,6 +8,10 @@ attention receives, under each known order.
 Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the rotary
 key.
 
+A large bias of keys (Qwen2.x) is added before RoPE and turns with the position. It makes up most of the keys' energy in
+some layers, and a static offset removes it only from channels that turn slowly. Keys that are scaled by token lose it
+in the centre stage (kvcal.stages.centre); λ, which is for keys after RoPE, warns of it.
+
 Left out: scores of biases (the paper scores weights), and quantized or adapter-wrapped projections.
 """
 
@@ -35,6 +39,12 @@ from kvcal.models.taps import Captured, tap
 Projection = nn.Linear | Conv1D
 Channels = tuple[Tensor, Tensor, Tensor]
 
+# A bias that is more than this share of the keys' energy is worth a warning.
+LARGE_BIAS = 0.5
+MOSTLY_BIAS = (  # the same for all layers, so that it is said once
+    "keys are mostly the bias of their projection in some layers (bias share): it is added before RoPE and turns with "
+    "the position, so that an offset removes it only from slow channels"
+)
 # Names of the attention module's children. Separate: (query, key, value). Fused: all three in one.
 SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query_proj", "key_proj", "value_proj"), ("query", "key", "value"))
 LATENT_NAME = "kv_a_proj_with_mqa"  # of latent attention: the latent before its norm, then the rotary key before RoPE
@@ -250,3 +260,34 @@ def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """The (query, key) norms of an attention module; None without."""
     children = dict(module.named_children())
     return next(((children[q], children[k]) for q, k in NORM_NAMES if q in children and k in children), None)
+
+
+def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
+    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no norm after
+    it, as latents have. UnsupportedModel for a model whose projections are in no known order."""
+    normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
+    normed |= {layer.index for layer in attention_layers(geometry) if layer.is_latent}
+    return {
+        index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]
+        for index, found in projections(model, geometry).items()
+        if found.key.bias is not None and index not in normed
+    }
+
+
+def bias_findings(
+    model: PreTrainedModel, geometry: Geometry, mean_squares: Mapping[int, float]
+) -> dict[int, tuple[float | None, str | None]]:
+    """{layer: (share of the bias in its keys' energy, warning)} for every layer of ``mean_squares``, the mean of ‖K‖²
+    over tokens, all KV heads together; rotations do not change it. No share without a bias that reaches the keys; a
+    warning for a large share, or where the model's projections are unknown."""
+    try:
+        biases = key_biases(model, geometry)
+    except UnsupportedModel as unknown:
+        warning = f"large biases of key projections could not be checked: {unknown.message}"
+        return dict.fromkeys(mean_squares, (None, warning))
+    found: dict[int, tuple[float | None, str | None]] = {}
+    for index, mean_square in mean_squares.items():
+        has_share = index in biases and mean_square > 0
+        share = float(biases[index].double().square().sum()) / mean_square if has_share else None
+        found[index] = share, MOSTLY_BIAS if share is not None and share > LARGE_BIAS else None
+    return found

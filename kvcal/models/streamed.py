@@ -17,8 +17,8 @@ model, so that what a layer's backward gives is measured and freed before the la
 (``contextvars``).
 
 Each forward, and each backward, loads every layer once. So batches should be large, and calls that could be made side
-by side should be (``kvcal.models.turns``): they load a layer once for all. So does one backward of them all: autograd
-takes the nodes that a thread made last first, so that it comes to a layer of every call before the layer below.
+by side should be (``kvcal.models.forwards``): they load a layer once for all. So does one backward of them all:
+autograd takes the nodes that a thread made last first, so that it comes to a layer of every call before the one below.
 
 accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
 and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
@@ -49,9 +49,9 @@ from transformers import Cache, PreTrainedModel
 
 from kvcal.distributed import size_on_node
 from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.models.forwards import reach
 from kvcal.models.geometry import sharing_layers
 from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
-from kvcal.models.turns import reach
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
 # Bytes that a thread copies at once.

@@ -30,8 +30,15 @@ from transformers import PreTrainedModel
 
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.models.attention import attention_modules, forward_of, layer_index, listen, require_base
-from kvcal.models.cache_argument import given_cache, with_cache
+from kvcal.models.attention import (
+    attention_modules,
+    forward_of,
+    given_cache,
+    layer_index,
+    listen,
+    require_base,
+    with_cache,
+)
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
 from kvcal.models.streamed import runs_again
 
@@ -97,7 +104,7 @@ def tap(
     and are observed once more, with one, in the backward (``kvcal.models.streamed``).
 
     ``geometry`` spares its measurement when it is known; ``first``: the layer at which forwards begin
-    (``kvcal.models.layer_inputs``). Raises UnsupportedModel on entry for a model that bypasses the
+    (``kvcal.models.forwards``). Raises UnsupportedModel on entry for a model that bypasses the
     attention interface, and in the forward for a layer that is missing, of another shape, or one too many; UsageError
     for a forward with a cache, or a model that is tapped already. The attention implementation and the model file are
     restored on exit, also after an error. Contexts of two models of one family must be left in the reverse order of

@@ -7,10 +7,10 @@ would attend to exact keys and values, and measure nothing.)
 Several caches are fed in lockstep, chunk by chunk, so that their predictions can be compared without ever holding
 the logits of more than one chunk: with a large vocabulary the logits of a sequence are larger than its cache. Plans
 that store their first layers alike, as each other or as the reference, run these layers once: a plan begins at its
-first layer that differs, with the hidden states that the other brought there (``kvcal.models.layer_inputs``). Shapes
+first layer that differs, with the hidden states that the other brought there (``kvcal.models.forwards``). Shapes
 are those of a whole forward, so that the logits are the same bits. Hidden states are held for one chunk, on the device.
 Of a streamed model the caches' forwards of a chunk run side by side, so that a layer is loaded once for all of them
-(``kvcal.models.turns``).
+(``kvcal.models.forwards``).
 
 The 16-bit reference is fed anew for every group of plans, which costs one plan's time a group, and needs neither a
 limit nor a second way for models whose hidden states and log-probabilities would not fit.
@@ -40,11 +40,10 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
-from kvcal.models.cache_argument import with_cache
-from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
+from kvcal.models.attention import with_cache
+from kvcal.models.forwards import Forward, LayerInputs, kept_inputs, side_by_side
 from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import is_streamed
-from kvcal.models.turns import side_by_side
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side

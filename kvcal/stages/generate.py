@@ -17,7 +17,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
 from kvcal.folder import tokenizer_of
-from kvcal.models.cache_argument import with_cache
+from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 

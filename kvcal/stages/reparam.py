@@ -36,8 +36,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import map_over_ranks
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError, naming
 from kvcal.geometry import Index
-from kvcal.models.key_bias import bias_findings
 from kvcal.models.load import LoadedModel
+from kvcal.models.projections import bias_findings
 from kvcal.models.rereading import Reread, rereading
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, check_taps
@@ -272,7 +272,7 @@ class _Search:
         """The best candidate of every layer; of equal ones that of the smaller α, and without an offset."""
         loaded, spec, data = self.loaded, self.spec, self.data
         energies = {index: float(keys.square) / max(keys.count, 1) for index, keys in statistics.items()}
-        biases = bias_findings(loaded, energies)
+        biases = bias_findings(loaded.model, loaded.geometry, energies)
         found, lambdas, offsets = [], {}, {}
         for index in self.layers:
             errors = means[f"errors.{index}"].result().tolist()

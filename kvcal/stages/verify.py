@@ -10,7 +10,7 @@ import torch
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import ArtifactError
-from kvcal.models.cache_argument import with_cache
+from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter

@@ -15,8 +15,7 @@ from kvcal import PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, ModelIdentity, StateGeometry
-from kvcal.models.attention import _LISTENING
-from kvcal.models.cache_argument import given_cache, with_cache
+from kvcal.models.attention import _LISTENING, given_cache, with_cache
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import kv_projections

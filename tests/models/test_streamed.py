@@ -17,9 +17,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models import streamed
 from kvcal.models.fold import fold
-from kvcal.models.key_bias import key_biases
 from kvcal.models.load import LoadedModel, load, weight_bytes
-from kvcal.models.projections import output_weights
+from kvcal.models.projections import key_biases, output_weights
 from kvcal.models.residence import Residence, Shapes, residence
 from kvcal.models.streamed import _Streamer, copy_threads, stream
 from kvcal.models.taps import Captured, tap

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.reading import Reading
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.models.cache_argument import with_cache
+from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.progress import SILENT
 from kvcal.recipe import EvaluateSpec

@@ -20,8 +20,8 @@ from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import ModelIdentity
-from kvcal.models import layer_inputs
-from kvcal.models.layer_inputs import decoder_layers
+from kvcal.models import forwards
+from kvcal.models.forwards import decoder_layers
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import PageCodec
 from kvcal.plan.plan import RAW, Format, Plan
@@ -147,7 +147,7 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
         calls.append([])
         with monkeypatch.context() as patch:
             if not is_shared:
-                patch.setattr(layer_inputs, "decoder_layers", lambda _: None)
+                patch.setattr(forwards, "decoder_layers", lambda _: None)
                 patch.setattr(PlanCache, "for_measurement", lambda plan, config, _: PlanCache(plan, config))  # of pages
             found.append(deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0)))
         assert list(decoder_layers(model)) == own
@@ -238,7 +238,7 @@ def test_layers_that_read_another_ones_keys_run_from_the_first_on() -> None:
 def test_a_layer_that_returns_more_than_hidden_states_is_noticed() -> None:
     model = loaded_model().model
     own = list(model.model.layers)
-    with layer_inputs.kept_inputs(model) as inputs:
+    with forwards.kept_inputs(model) as inputs:
         wrapped, given = model.model.layers[0], {"position_embeddings": (torch.ones(1, 2, 16),) * 2}
         assert wrapped.self_attn is own[0].self_attn
         wrapped(torch.zeros(1, 2, 32), **given)
@@ -246,14 +246,14 @@ def test_a_layer_that_returns_more_than_hidden_states_is_noticed() -> None:
         own[0].register_forward_hook(lambda module, args, output: (output, None))
         wrapped(torch.zeros(1, 2, 32), **given)
         assert inputs.can_begin_later
-        inputs.forward = layer_inputs.Forward(first=1)
+        inputs.forward = forwards.Forward(first=1)
         hidden_states, nothing = wrapped(torch.ones(1, 2, 32), **given)  # as models unpack it, such as Bamba
         assert torch.equal(hidden_states, torch.ones(1, 2, 32)) and nothing is None
-    with layer_inputs.kept_inputs(model) as inputs:
+    with forwards.kept_inputs(model) as inputs:
         wrapped = model.model.layers[0]
-        inputs.forward = layer_inputs.Forward(first=1)
+        inputs.forward = forwards.Forward(first=1)
         assert len(wrapped(torch.ones(1, 2, 32), **given)) == 2  # in a context in which it never ran, too
-        inputs.forward = layer_inputs.Forward()
+        inputs.forward = forwards.Forward()
         own[0].register_forward_hook(lambda module, args, output: (output[0], "weights"))
         wrapped(torch.zeros(1, 2, 32), **given)
         assert not inputs.can_begin_later

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.models.fold import fold
 from kvcal.models.geometry import geometry_of
-from kvcal.models.key_bias import MOSTLY_BIAS
 from kvcal.models.load import LoadedModel
+from kvcal.models.projections import MOSTLY_BIAS
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import tap
 from kvcal.plan.page_format import RAW, Format

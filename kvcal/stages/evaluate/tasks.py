@@ -36,7 +36,7 @@ from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import Problem, extract_answer, problems
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.folder import tokenizer_of
-from kvcal.models.cache_argument import with_cache
+from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter

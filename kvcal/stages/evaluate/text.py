@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
-from kvcal.models.cache_argument import with_cache
+from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter

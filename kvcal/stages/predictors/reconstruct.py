@@ -26,7 +26,7 @@ from kvcal.cache.dense_layer import values_at_once
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
-from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
+from kvcal.models.forwards import Forward, LayerInputs, kept_inputs
 from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvcal.models.turns import reach, side_by_side
+from kvcal.models.forwards import reach, side_by_side
 
 CPU = torch.device("cpu")
 
