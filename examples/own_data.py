@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Profile a model on your own JSONL.")
     parser.add_argument("--model", default="reasoner-10m", help="folder, hub id or embedded name")
     parser.add_argument("--data", type=Path, help="a JSONL file")
-    parser.add_argument("--columns", help="a column of text or messages, or two: prompt,completion")
+    parser.add_argument("--columns", help="a column of text or messages, or two: prompt+completion")
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=512)
     arguments = parser.parse_args()
@@ -52,10 +52,10 @@ def main() -> None:
         data = arguments.data or folder / "ledgers.jsonl"
         if arguments.data is None:
             write_sample(data)
+        source = f"{data},columns={arguments.columns}" if arguments.columns else str(data)
         command = [sys.executable, "-m", "kvcal", "profile", arguments.model, "--json", "--quiet"]
-        command += ["--out", str(folder), "--recipe", str(folder / "short.toml"), "--data", str(data)]
+        command += ["--out", str(folder), "--recipe", str(folder / "short.toml"), "--data", source]
         command += ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len)]
-        command += ["--set", f"data.columns={json.dumps(arguments.columns.split(','))}"] if arguments.columns else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(done.returncode)

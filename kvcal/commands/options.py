@@ -95,14 +95,12 @@ AllowDamage = Annotated[
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
 default; may be repeated."""
 
-DATA_HELP = """tasks, python:docs, python:code, a text, JSONL or parquet file or folder, a hub id, or a public set such
-as wikitext; may be repeated. Options: weight, kind, columns, split, config."""
+DATA_HELP = """tasks, python:docs, python:code, a text, JSONL or parquet file or folder, or a hub id; may be repeated.
+Options: columns, split, config."""
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 # Packages of kvcal[compile], by their import names.
 COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
-# What of [data] says how a source is read: another source has its own.
-SOURCE_KEYS = ("columns", "split", "config", "min_len")
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class RecipeOptions(ModelOptions):
     """Changes of a recipe by a command line; None: as the recipe has it."""
 
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SETS_HELP)] = None
-    data: Annotated[list[str] | None, typer.Option(metavar="SOURCE[,weight=2][,kind=KIND]", help=DATA_HELP)] = None
+    data: Annotated[list[str] | None, typer.Option(metavar="SOURCE[,columns=NAME]", help=DATA_HELP)] = None
     samples: Annotated[int | None, typer.Option(help="Sequences, of calibration where there is one.", min=1)] = None
     seq_len: Annotated[int | None, typer.Option(help="Tokens of each at most, also to evaluate.", min=2)] = None
     thorough: Annotated[bool, typer.Option("--thorough", help="Profile with KL at all bits, on more text: slower.")] = (
@@ -203,8 +201,7 @@ class RecipeOptions(ModelOptions):
     def change(self, recipe: Recipe, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
         """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
         given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
-        calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback]; and so is the way
-        in which --set has the source of --data read.
+        calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback].
 
         Raises:
             UsageError: an unknown knob, or a value out of range.
@@ -223,13 +220,10 @@ class RecipeOptions(ModelOptions):
                 given |= {f"{place}.seq_len": self.seq_len, f"{place}.min_len": min(spec.min_len, self.seq_len)}
             if self.data:
                 source = self.data[0] if len(self.data) == 1 else self.data
-                given |= {f"{place}.source": source, **{f"{place}.{key}": None for key in SOURCE_KEYS}}
+                given |= {f"{place}.source": source, f"{place}.min_len": None}
         for place, shorter in (("reparam", recipe.reparam), ("feedback", recipe.feedback)):
             if self.seq_len is not None and shorter is not None:
                 given[f"{place}.seq_len"] = min(shorter.seq_len, self.seq_len)
-        if self.data and "evaluate.data.source" not in settings:
-            read = {f"data.{key}" for key in SOURCE_KEYS} & settings.keys()
-            given |= {f"evaluate.{name}": settings[name] for name in read}
         return with_knobs(recipe, given | settings)
 
 

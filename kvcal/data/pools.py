@@ -86,7 +86,7 @@ class TokenDataset:
     """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where the token is a
     target of the next-token loss (never at position 0, at least one per sequence). ``fingerprint``: sha256 over both;
     ``description``: one line for people, without machine paths; ``source``: where they come from, None if they were
-    made up; ``purpose``: of which pool; ``kinds``: what kind of text each sequence is, such as "code"; ``parts``: of
+    made up; ``purpose``: of which pool; ``kinds``: the source of each sequence, such as "python:code"; ``parts``: of
     several sources, which ``source`` then stands for together. All counts are tokens."""
 
     sequences: tuple[Tensor, ...]

@@ -5,7 +5,7 @@ exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, 
 one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that the assistant says,
 since predicting a random prompt says nothing about how well the cache is read. Every sequence starts with what the
 tokenizer puts at position 0 (or with its bos token): many models park their attention there, and a window that begins
-in mid-text has other keys. Sequences of several sources (see kvcal.data.parts) take turns, in proportion.
+in mid-text has other keys. Several sources get equally many sequences, in turn.
 
 Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see kvcal.data.pools) as
 are needed are candidates, of which ``seed`` picks, in stream order. So no more than that is ever tokenized, and the
@@ -27,9 +27,19 @@ from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
-from kvcal.data.parts import AUTO, INSTALLED, TASK_SOURCES, Part, apportion, interleaved, read_parts
 from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
-from kvcal.data.sources import Chat, Item, Record, describe_source, identify_source, read_source
+from kvcal.data.sources import (
+    AUTO,
+    INSTALLED,
+    TASK_SOURCES,
+    Chat,
+    Item,
+    Record,
+    Source,
+    identify_source,
+    read_source,
+    read_spellings,
+)
 from kvcal.data.tasks import TASKS, Problem, dealt, mixture, prompt_of
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
@@ -49,10 +59,8 @@ Span = tuple[str, bool]  # text, and whether it is in the loss
 @dataclass(frozen=True, config=STRICT)
 class DataSpec:
     """Sequences to load. ``source``: one source, or a list of several, each a name and then options, such as
-    "my.jsonl,weight=2,kind=code" (see the tutorial). ``split`` and ``config`` belong to a hub id, and are for a single
-    source, as is ``columns``, which names one column (text, or chat messages) or two (prompt, completion); empty means
-    the first that exists of messages, text, content, question + answer. Sequences are cut at ``seq_len`` tokens, and
-    passed over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128 tokens.
+    "my.jsonl,columns=question+answer" (see the tutorial). Sequences are cut at ``seq_len`` tokens, and passed over with
+    fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128 tokens.
 
     Raises UsageError when a value is impossible whatever the data.
     """
@@ -65,9 +73,6 @@ class DataSpec:
     num_samples: int = knob(16, "Sequences.")
     seq_len: int = knob(1024, "Tokens of each at most.")
     seed: int = knob(0, "Seed of the sample.")
-    columns: tuple[str, ...] = knob((), "Column of text or messages, or of prompt and completion; default: found.")
-    split: str | None = knob(None, "Split of a hub data set.")
-    config: str | None = knob(None, "Configuration of a hub data set.")
     min_len: int = knob(0, "Tokens of each at least; shorter ones are passed over.")
 
     def __post_init__(self) -> None:
@@ -77,36 +82,23 @@ class DataSpec:
             raise UsageError(f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second")
         if not 0 <= self.min_len <= self.seq_len:
             raise UsageError(f"min_len = {self.min_len}", hint=f"from 0 to seq_len = {self.seq_len}")
-        for part in self.parts:
-            if len(part.columns) > 2:
-                raise UsageError(
-                    f"columns = {list(part.columns)}", hint="name one column, or a prompt and a completion"
-                )
+        _ = self.sources
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The sources in order. UsageError as ``read_parts``, and for ``columns``, ``split`` or ``config`` beside
-        several sources or options of the source's own."""
-        parts = read_parts((self.source,) if isinstance(self.source, str) else self.source)
-        given = {name: value for name in ("columns", "split", "config") if (value := getattr(self, name))}
-        if given and len(parts) > 1:
-            name = next(iter(given))
-            raise UsageError(
-                f"{name} is given beside {len(parts)} sources",
-                hint=f"give each source its own, such as my.jsonl,{name}={'q+a' if name == 'columns' else 'NAME'}",
-            )
-        return tuple(replace(part, **given) for part in parts)
+    def sources(self) -> tuple[Source, ...]:
+        """In order. UsageError as ``read_spellings``."""
+        return read_spellings((self.source,) if isinstance(self.source, str) else self.source)
 
     @property
     def is_toy(self) -> bool:
         """Whether the embedded model's tasks are all there is."""
-        return self.source != AUTO and all(part.source in TASK_SOURCES for part in self.parts)
+        return self.source != AUTO and all(source.name in TASK_SOURCES for source in self.sources)
 
     def for_model(self, is_embedded: bool) -> DataSpec:
         """With the source that "auto" stands for."""
         if self.source != AUTO:
             return self
-        return replace(self, source=TASK_SOURCES[0] if is_embedded else tuple(INSTALLED)[: self.num_samples])
+        return replace(self, source=TASK_SOURCES[0] if is_embedded else INSTALLED[: self.num_samples])
 
 
 def load_sequences(
@@ -127,49 +119,53 @@ def load_sequences(
             f"seq_len = {spec.seq_len} is greater than the model's context of {max_context} tokens",
             hint=f"choose a seq_len of at most {max_context}, such as --seq-len {max_context}",
         )
-    parts = [
-        (part, count, identify_source(part.source, part.split, part.config))
-        for part, count in zip(spec.parts, apportion(spec.parts, spec.num_samples), strict=True)
-        if count
-    ]
-    chosen = [_chosen(part, count, spec, tokenizer, purpose) for part, count, _ in parts]
-    order = interleaved([count for _, count, _ in parts])
-    sequences, masks, kinds = zip(*(chosen[part][index] for part, index in order), strict=True)
+    sources, num_sources = spec.sources, len(spec.sources)
+    if spec.num_samples < num_sources:
+        raise UsageError(
+            f"num_samples = {spec.num_samples} leaves no sequence for {sources[spec.num_samples].name}, one of "
+            f"{num_sources} sources",
+            hint="raise num_samples",
+        )
+    counts = [len(range(first, spec.num_samples, num_sources)) for first in range(num_sources)]
+    identities = [identify_source(source) for source in sources]
+    pairs = zip(sources, counts, strict=True)
+    chosen = [_chosen(source, count, spec, tokenizer, purpose) for source, count in pairs]
+    order = [divmod(number, num_sources) for number in range(spec.num_samples)]
+    sequences, masks = zip(*(chosen[place][index] for index, place in order), strict=True)
+    kinds = tuple(sources[place].label for _, place in order)
     least = f"{spec.min_len} to " if spec.min_len else "at most "
     least = "" if spec.min_len == spec.seq_len else least
     shape = f"{spec.num_samples} sequences of {least}{spec.seq_len} tokens, seed {spec.seed}"
-    source = parts[0][2]
-    records = tuple(SourcePart(identity.name, identity.sha256, count) for _, count, identity in parts)
-    if len(records) > 1:
+    identity, records = identities[0], tuple[SourcePart, ...]()
+    if num_sources > 1:
+        records = tuple(SourcePart(one.name, one.sha256, n) for one, n in zip(identities, counts, strict=True))
         name = ", ".join(f"{record.source} {record.num_sequences}" for record in records)
-        source = SourceId(name, sha256_json([dump(record) for record in records]))
-    fingerprint, description = _fingerprint(sequences, masks), f"{source.name} (pool {purpose}): {shape}"
-    records = records if len(records) > 1 else ()
-    return TokenDataset(sequences, masks, fingerprint, description, source, purpose, kinds, records)
+        identity = SourceId(name, sha256_json([dump(record) for record in records]))
+    fingerprint, description = _fingerprint(sequences, masks), f"{identity.name} (pool {purpose}): {shape}"
+    return TokenDataset(sequences, masks, fingerprint, description, identity, purpose, kinds, records)
 
 
 def _chosen(
-    part: Part,
+    source: Source,
     count: int,
     spec: DataSpec,
     tokenizer: PreTrainedTokenizerBase,
     purpose: Purpose,
-) -> list[tuple[Tensor, Tensor, str]]:
-    """``count`` sequences of one source with their masks and kinds."""
-    kind = part.kind or INSTALLED.get(part.source)
-    if part.source in TASK_SOURCES:
-        kind = kind or "reasoning"
-        items = _task_records(part.source, 64 * count, spec.seed, purpose)
-        pool = list(islice(_item_sequences(items, part, tokenizer, spec), count))  # drawn by the seed already
-    else:
-        items = read_source(part.source, part.columns, part.split, part.config, spec.seed, purpose)
-        pool = list(islice(_item_sequences(items, part, tokenizer, spec), CANDIDATES * count))
-    name = describe_source(part.source)
+) -> list[TokensAndMask]:
+    """``count`` sequences of one source with their masks."""
+    is_drawn = source.name in TASK_SOURCES  # by the seed already
+    items = (
+        _task_records(source.name, 64 * count, spec.seed, purpose)
+        if is_drawn
+        else read_source(source, spec.seed, purpose)
+    )
+    num_candidates = count if is_drawn else CANDIDATES * count
+    pool = list(islice(_item_sequences(items, source, tokenizer, spec), num_candidates))
     if len(pool) < count:
         needed = len(PURPOSES) * count
         asked = f"seq_len = {spec.seq_len}" + (f" and min_len = {spec.min_len}" if spec.min_len else "")
         raise UsageError(
-            f"{name} holds {len(pool)} sequences of {asked} tokens in the pool {purpose!r}, and num_samples = "
+            f"{source.label} holds {len(pool)} sequences of {asked} tokens in the pool {purpose!r}, and num_samples = "
             f"{spec.num_samples}"
             + (f", {count} of this source," if count < spec.num_samples else "")
             + " were asked for",
@@ -179,7 +175,7 @@ def _chosen(
             "its own",
         )
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), count))
-    return [(*pool[i], kind or name) for i in picked]
+    return [pool[i] for i in picked]
 
 
 def _task_records(source: str, count: int, seed: int, purpose: Purpose) -> Iterator[Item]:
@@ -214,7 +210,7 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _item_sequences(
-    items: Iterator[Item], part: Part, tokenizer: PreTrainedTokenizerBase, spec: DataSpec
+    items: Iterator[Item], source: Source, tokenizer: PreTrainedTokenizerBase, spec: DataSpec
 ) -> Iterator[TokensAndMask]:
     prefix, end = prefix_ids(tokenizer), _end_ids(tokenizer)
     num_body = spec.seq_len - len(prefix)
@@ -229,7 +225,7 @@ def _item_sequences(
             spans = [(item.prompt, False), (item.completion, True)]
             yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
         elif isinstance(item, Chat):
-            yield from _sequence(_encode_spans(_chat_spans(item, part, tokenizer), [], [], tokenizer), spec)
+            yield from _sequence(_encode_spans(_chat_spans(item, source, tokenizer), [], [], tokenizer), spec)
         else:
             pending += _encode(tokenizer, item.text) + end
             num_windows = len(pending) // num_body
@@ -249,11 +245,11 @@ def _encode_spans(
     return tokens + [(token, tokens[-1][1]) for token in end]
 
 
-def _chat_spans(chat: Chat, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+def _chat_spans(chat: Chat, source: Source, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
     """The loss covers what the assistant says if the template only appends, else all tokens."""
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"source = {part.source} holds chat messages, and the model's tokenizer has no chat template",
+            f"source = {source.name} holds chat messages, and the model's tokenizer has no chat template",
             hint="use a model with a chat template, or name a text column",
         )
     # A column of records gives every message every field; those that a message lacks are None.
@@ -272,7 +268,7 @@ def _chat_spans(chat: Chat, part: Part, tokenizer: PreTrainedTokenizerBase) -> l
                 spans += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
                 done = answered
     except TemplateError as error:
-        place = f"source = {part.source}, record {chat.index}"
+        place = f"source = {source.name}, record {chat.index}"
         raise UsageError(
             f"{place}: the chat template does not take its messages: {error}",
             hint="a template wants role and content, and often alternating user and assistant",

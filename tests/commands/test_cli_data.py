@@ -22,7 +22,6 @@ from kvcal.strict import dump
 
 TOY, NOTE = "embedded toy tasks", "calibrated on installed packages' text"
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
-COLUMNS = ("--set", 'data.columns=["q", "a"]')
 NO_TASKS = ("--set", "evaluate.tasks=[]")
 READ_A_RECIPE = ("run", "search", "compare", "tune", "profile", "reparam", "fit-predictors", "eval")
 NAMES = ("sets", "data", "samples", "seq_len", "dtype", "device", "json", "quiet")
@@ -68,46 +67,32 @@ def test_options_are_spelled_alike() -> None:
 def test_options_change_what_was_given_and_nothing_else() -> None:
     base = load_recipe("default")
     assert RecipeOptions().change(base) == base
-    columns = ['data.columns=["q", "a"]']
-    given = RecipeOptions(data=["a.jsonl"], samples=3, seq_len=64, sets=["data.seed=7", *columns])
+    given = RecipeOptions(data=["a.jsonl,columns=q+a"], samples=3, seq_len=64, sets=["data.seed=7"])
     changed = given.change(base)
-    assert changed.data == DataSpec("a.jsonl", 3, 64, 7, ("q", "a"))
+    assert changed.data == DataSpec("a.jsonl,columns=q+a", 3, 64, 7)
     evaluate = base.evaluate.data
-    assert changed.evaluate.data == DataSpec("a.jsonl", evaluate.num_samples, 64, evaluate.seed, ("q", "a"))
+    assert changed.evaluate.data == DataSpec("a.jsonl,columns=q+a", evaluate.num_samples, 64, evaluate.seed)
     assert RecipeOptions(data=["a.jsonl"]).change(base).evaluate.data.min_len == 0 < evaluate.min_len
     assert RecipeOptions(seq_len=64).change(base).evaluate.data.min_len == 64
     basis = load_recipe("basis")  # whose Hessians have 2,048 tokens
     assert RecipeOptions(seq_len=1500).change(basis).feedback.seq_len == 1500
     assert RecipeOptions(seq_len=1500, sets=["feedback.seq_len=1800"]).change(basis).feedback.seq_len == 1800
-    other = replace(given, sets=[*columns, "evaluate.data.source=b.txt"]).change(base)
-    assert (other.evaluate.data.source, other.evaluate.data.columns) == ("b.txt", ())
-    hub = RecipeOptions(data=["owner/name"], sets=["data.split=test", "data.config=en"]).change(base)
-    assert (hub.data.split, hub.data.config) == (hub.evaluate.data.split, hub.evaluate.data.config) == ("test", "en")
-    assert RecipeOptions(data=["a.txt"]).change(hub).data.split is None  # another source has its own
+    assert replace(given, sets=["evaluate.data.source=b.txt"]).change(base).evaluate.data.source == "b.txt"
 
 
 def test_data_may_be_given_several_times() -> None:
     base = load_recipe("default")
-    both = ["python:code", "a.jsonl,weight=2,kind=dialogue"]
+    both = ["python:code", "a.jsonl,columns=q"]
     changed = RecipeOptions(data=both).change(base)
     assert changed.data.source == changed.evaluate.data.source == tuple(both)
-    assert with_knobs(base, {"data.source": both}).data.parts == changed.data.parts  # as a recipe has it
+    assert with_knobs(base, {"data.source": both}).data.sources == changed.data.sources  # as a recipe has it
     set_ = RecipeOptions(sets=[f"data.source={json.dumps(both)}"]).change(base)
-    assert set_.data.parts == changed.data.parts and set_.evaluate.data == base.evaluate.data
-    with pytest.raises(UsageError, match="columns is given beside"):
-        RecipeOptions(data=both, sets=[*COLUMNS[1:]]).change(base)
+    assert set_.data.sources == changed.data.sources and set_.evaluate.data == base.evaluate.data
 
 
 def test_run_on_several_sources(folder: Path, tmp_path: Path) -> None:
     arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS)
-    arguments += (
-        "--data",
-        f"{folder / 'pairs.jsonl'},weight=2,kind=dialogue",
-        "--data",
-        "tasks",
-        "--data",
-        "python:code",
-    )
+    arguments += ("--data", folder / "pairs.jsonl", "--data", "tasks", "--data", "python:code")
     arguments += ("--samples", 4, "--set", "evaluate.data.num_samples=4")
     done = ran_well(*arguments)
     assert "profile: pairs.jsonl 2, tasks 1, python:code 1 (pool fit): 4 sequences" in done.err and TOY not in done.err
@@ -176,7 +161,7 @@ def test_eval_says_that_the_plan_saw_the_source(folder: Path, done: Outcome, tmp
     shown += (*NO_TASKS, "--out", tmp_path)
     again = ran_well(*shown, "--data", folder / "pairs.jsonl")
     assert "calibrated on pairs.jsonl, too" in again.err
-    other = ran_well(*shown, "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]', "--samples", 3)
+    other = ran_well(*shown, "--data", f"{folder / 'renamed.jsonl'},columns=q+a", "--samples", 3)
     assert "calibrated on" not in other.err and "3 sequences" in other.out
 
 
@@ -206,7 +191,7 @@ def test_search_and_tune_get_the_given_data(
 def test_compare_measures_on_the_file(folder: Path, tmp_path: Path) -> None:
     arguments = ("compare", "uniform-4", "--model", folder / "tiny", "--recipe", folder / "small.toml")
     arguments += ("--batch", 2, "--context", 256, "--out", tmp_path, *NO_TASKS)
-    shown = ran_well(*arguments, "--data", folder / "renamed.jsonl", *COLUMNS)
+    shown = ran_well(*arguments, "--data", f"{folder / 'renamed.jsonl'},columns=q+a")
     assert "renamed.jsonl (pool report): 2 sequences" in shown.out and TOY not in shown.err
     assert "bits at 2 x 256" in shown.out and "bits at measured length (mean " in shown.out
 
@@ -225,7 +210,7 @@ def test_toy_data_are_told(folder: Path, tmp_path: Path) -> None:
     arguments = ("profile", folder / "tiny", "--recipe", folder / "small.toml", "--out")
     toy = ran_well(*arguments, tmp_path / "toy")
     assert f"note: tiny is calibrated on the {TOY}" in toy.err and "--data" in toy.err
-    own = ran_well(*arguments, tmp_path / "own", "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]')
+    own = ran_well(*arguments, tmp_path / "own", "--data", f"{folder / 'renamed.jsonl'},columns=q+a")
     assert TOY not in own.err and "renamed.jsonl" in own.out
 
 

@@ -244,6 +244,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--set data.seed=x", 2, "data.seed = 'x': Input should be a valid integer"),
     (PROFILE + "--memory much", 2, "cannot read 'much' as"),
     (PROFILE + "--data tasks --data tasks", 2, "'tasks'"),
+    (PROFILE + "--data tasks,columns=q", 2, "are for files and data sets"),
     (PROFILE + "--data a.txt,colums=q", 2, "unknown option 'colums'"),
     (PROFILE + "--data python:code --data tasks --data x.txt", 2, "num_samples = 2 leaves no sequence for x.txt"),
     # knobs
@@ -357,10 +358,10 @@ def test_memory_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_line_of_megabytes_is_read_in_parts(tmp_path: Path) -> None:
     from kvcal.data.pools import MAX_PIECE_CHARS, PURPOSES, Purpose
-    from kvcal.data.sources import Piece, read_source
+    from kvcal.data.sources import Piece, Source, read_source
 
     def texts(name: str, purpose: Purpose) -> list[str]:
-        pieces = list(read_source(str(tmp_path / name), (), None, None, 0, purpose))
+        pieces = list(read_source(Source(str(tmp_path / name)), 0, purpose))
         return [piece.text for piece in pieces if isinstance(piece, Piece)]
 
     text = "".join(f"word{number} " for number in range(400_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data import reading
-from kvcal.data.reading import ASKED, LINES, NUM_KEYS, is_reading, readings
+from kvcal.data.reading import ASKED, LINES, NUM_KEYS, is_reading, readings, word_problem
 from kvcal.data.sources import Piece
 from kvcal.errors import UsageError
 
@@ -60,3 +61,15 @@ def test_more_files_than_there_are_is_an_error(
 )  # fmt: skip
 def test_a_task_has_a_name_and_a_length(task: str, expected: bool) -> None:
     assert is_reading(task) == expected
+
+
+def test_the_solution_of_a_word_problem_is_right() -> None:
+    num_checked = 0
+    for seed in range(200):
+        text = word_problem(random.Random(seed))
+        for left, right in re.findall(r"(\d+ [-+*/] \d+) = (\d+)", text):
+            assert eval(left) == int(right)
+            num_checked += 1
+        last = re.findall(r"(\d+)", text.rsplit("\nAnswer: ", 1)[0].rsplit("\n", 1)[1])
+        assert text.rstrip().endswith(f"Answer: {last[-1]}")
+    assert num_checked > 800

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import assert_says, marked, write_jsonl
+from test_sequences import assert_says, marked, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data import installed
-from kvcal.data.parts import KINDS, PUBLIC, Part, apportion, interleaved, read_parts
 from kvcal.data.pools import (
     PURPOSES,
     Purpose,
@@ -24,26 +23,24 @@ from kvcal.data.pools import (
     with_calibration,
 )
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
+from kvcal.data.sources import Source, read_spellings
 from kvcal.errors import UsageError
 
 OFFLINE = ("python:code", "python:docs", "tasks")
-OFFLINE_KINDS = dict(zip(OFFLINE, ("code", "prose", "reasoning"), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("text", "source"),
     [
-        ("tasks:chain", Part("tasks:chain")),
-        ("my.jsonl,weight=2,kind=dialogue", Part("my.jsonl", 2.0, "dialogue")),
-        ("owner/name,split=test,config=en", Part("owner/name", split="test", config="en")),
-        ("b.jsonl,columns=q+a,weight=3", Part("b.jsonl", 3.0, columns=("q", "a"))),
-        (r"C:\texts\a, b.txt,weight=.5", Part(r"C:\texts\a, b.txt", 0.5)),
-        ("a,b=c/d.txt", Part("a,b=c/d.txt")),
-        ("tasks,kind=math", Part("tasks", kind="math")),
+        ("tasks:chain", Source("tasks:chain")),
+        ("owner/name,split=test,config=en", Source("owner/name", split="test", config="en")),
+        ("b.jsonl,columns=q+a", Source("b.jsonl", columns=("q", "a"))),
+        (r"C:\texts\a, b.txt,columns=q", Source(r"C:\texts\a, b.txt", ("q",))),
+        ("a,b=c/d.txt", Source("a,b=c/d.txt")),
     ],
 )  # fmt: skip
-def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
-    assert read_parts([text]) == (part,)
+def test_a_source_is_spelled_with_its_options(text: str, source: Source) -> None:
+    assert read_spellings([text]) == (source,)
 
 
 @pytest.mark.parametrize(
@@ -51,19 +48,13 @@ def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
     [
         ([], ["empty", "python:docs"]),
         (["", "tasks"], ["empty"]),
-        (["a.txt,weight=0"], ["weight = 0", "1e-6 to 1e6"]),
-        (["a.txt,weight=-1"], ["weight = -1", "1e-6 to 1e6"]),
-        (["a.txt,weight=inf"], ["weight = inf"]),
-        (["a.txt,weight=1e308"], ["weight = 1e308", "1e-6 to 1e6"]),
-        (["a.txt,weight=two"], ["weight = two"]),
-        (["a.txt,weight="], ["weight is empty"]),
-        (["a.txt,weight=1,weight=2"], ["weight is given twice"]),
-        (["a.txt,wight=2"], ["unknown option 'wight'", "weight, kind, columns, split, config"]),
-        (["a.txt,kind=poetry"], ["unknown kind 'poetry'", "prose, math, code, dialogue, reasoning"]),
+        (["a.txt,split="], ["split is empty"]),
+        (["a.txt,split=a,split=b"], ["split is given twice"]),
+        (["a.txt,weight=2"], ["unknown option 'weight'", "columns, split, config"]),
         (["tasks:sums"], ["tasks:sums", "tasks:chain"]),
         (["python:tests"], ["python:tests", "python:docs, python:code"]),
         (["tasks,columns=a"], ["for files and data sets"]),
-        (["a.txt", "tasks", "a.txt,weight=2"], ["a.txt", "twice"]),
+        (["a.txt", "tasks", "a.txt"], ["a.txt", "twice"]),
         (["auto", "a.txt"], ["auto stands for all sources", "tasks or python:docs"]),
         (["a.jsonl,columns=a+b+c"], ["columns", "a prompt and a completion"]),
     ],
@@ -74,68 +65,21 @@ def test_an_impossible_source_says_what_is_allowed(texts: list[str], words: list
     assert_says(caught.value, words)
 
 
-def test_columns_belong_to_one_source() -> None:
-    assert DataSpec("a.jsonl", columns=("q",)).parts == DataSpec("a.jsonl,columns=q").parts
-    for given in ({"columns": ("q",)}, {"split": "test"}, {"config": "en"}):
-        with pytest.raises(UsageError) as caught:
-            DataSpec(("a.jsonl", "b.jsonl"), **given)  # type: ignore[arg-type]
-        assert_says(caught.value, [next(iter(given)), "beside 2 sources"])
-
-
 def test_one_file_by_two_paths_is_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="twice"):
-        read_parts(["a.txt", str(tmp_path / "a.txt")])
-
-
-def test_public_sets_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert {part.kind for part in PUBLIC.values()} == set(KINDS)
-    (part,) = read_parts(["gsm8k,weight=3,split=test"])
-    assert part == Part("openai/gsm8k", 3.0, "math", ("question", "answer"), "test", "main")
-    (tmp_path / "gsm8k").mkdir()
-    assert read_parts(["gsm8k"]) == (Part("gsm8k"),)  # a path comes first
+        read_spellings(["a.txt", str(tmp_path / "a.txt")])
 
 
 def test_auto_depends_on_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
     assert DataSpec().source == "auto" and DataSpec().for_model(True) == DataSpec("tasks")
-    assert (
-        DataSpec().for_model(False) == DataSpec(("python:docs", "python:code"))
-        and not DataSpec().is_toy
-        and DataSpec("tasks").is_toy
-    )
-    assert DataSpec(num_samples=1).for_model(False).parts == DataSpec("python:docs").parts
+    assert DataSpec().for_model(False) == DataSpec(("python:docs", "python:code"))
+    assert not DataSpec().is_toy and DataSpec("tasks").is_toy
+    assert DataSpec(num_samples=1).for_model(False).sources == DataSpec("python:docs").sources
     assert DataSpec("a.txt").for_model(False) == DataSpec("a.txt")
     known, unknown = (load_sequences(DataSpec(source, 2, 256), tokenizer) for source in ("tasks", "auto"))
     assert known.fingerprint == unknown.fingerprint and known.description == unknown.description
-
-
-def test_sequences_are_apportioned_by_weight() -> None:
-    def counts(weights: list[float], n: int) -> list[int]:
-        return apportion([Part(f"{i}", weight) for i, weight in enumerate(weights)], n)
-
-    assert counts([1, 1, 1], 8) == [3, 3, 2]
-    assert counts([2, 1, 1], 8) == [4, 2, 2]
-    assert counts([0.6, 0.25, 0.15], 10) == [6, 3, 1]  # 6, 2.5, 1.5: of equal remainders the first
-    for n in range(40, 80):
-        weights = [random.Random(n).uniform(0.5, 3) for _ in range(5)]
-        found = counts(weights, n)
-        assert sum(found) == n
-        assert all(abs(count - n * w / sum(weights)) < 1 for count, w in zip(found, weights, strict=True))
-    with pytest.raises(UsageError) as caught:
-        apportion([Part("a", 9.0), Part("b", 1.0)], 2)
-    assert_says(caught.value, ["num_samples = 2", "no sequence for b", "raise num_samples"])
-
-
-def test_the_first_sequences_are_shared_out_as_all_are() -> None:
-    assert interleaved([2, 4]) == [(1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3)]
-    counts = [8, 4, 4]
-    order = interleaved(counts)
-    assert sorted(order) == [(part, i) for part, count in enumerate(counts) for i in range(count)]
-    for n in range(1, 17):
-        first = [sum(part == p for part, _ in order[:n]) for p in range(3)]
-        assert all(abs(found - n * count / 16) <= 1 for found, count in zip(first, counts, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -150,34 +94,30 @@ def mixed(
     files: dict[str, str], tokenizer: PreTrainedTokenizerBase, purpose: Purpose = "fit", **size: Any
 ) -> TokenDataset:
     """A text file, pairs with columns of their own, and code."""
-    sources = (f"{files['one']},weight=2", f"{files['pairs']},columns=q+a,kind=math", "python:code")
+    sources = (files["one"], f"{files['pairs']},columns=q+a", "python:code")
     return load_sequences(DataSpec(sources, **{"num_samples": 8, "seq_len": 200, **size}), tokenizer, None, purpose)
 
 
-def test_several_sources_keep_their_kinds_and_turns(files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_several_sources_take_turns(files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
     data = mixed(files, tokenizer)
-    assert sorted(data.kinds) == ["code"] * 2 + ["math"] * 2 + ["one.txt"] * 4 and set(data.kinds[:4]) == set(
-        data.kinds
-    )
+    assert data.kinds == (*("one.txt", "pairs.jsonl", "python:code") * 2, "one.txt", "pairs.jsonl")
     for tokens_T, kind in zip(data.sequences, data.kinds, strict=True):
         text = tokenizer.decode(tokens_T)
-        assert ("mark 0" in text) == (kind == "one.txt") and ("is the answer" in text) == (kind == "math")
+        assert ("mark 0" in text) == (kind == "one.txt") and ("is the answer" in text) == (kind == "pairs.jsonl")
     assert data.description == (
-        "one.txt 4, pairs.jsonl 2, python:code 2 (pool fit): 8 sequences of at most 200 tokens, seed 0"
+        "one.txt 3, pairs.jsonl 3, python:code 2 (pool fit): 8 sequences of at most 200 tokens, seed 0"
     )
-    assert [(part.source, part.num_sequences) for part in data.parts] == [
-        ("one.txt", 4), ("pairs.jsonl", 2), ("python:code", 2),
-    ]  # fmt: skip
-    alone = load_sequences(DataSpec(files["one"], 4, 200), tokenizer)
+    alone = load_sequences(DataSpec(files["one"], 3, 200), tokenizer)
     assert alone.parts == () and set(alone.digests) <= set(data.digests)
-    weights = (f"{files['one']},weight=1", f"{files['pairs']},columns=q+a", "python:code")
-    assert load_sequences(DataSpec(weights, 8, 200), tokenizer).fingerprint != data.fingerprint
 
 
-def test_a_part_that_is_too_small_is_named(files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_source_that_is_too_small_is_named(files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UsageError) as caught:
-        mixed(files, tokenizer, num_samples=900, seq_len=32)
-    assert_says(caught.value, ["pairs.jsonl holds", "num_samples = 900, 225 of this source,"])
+        mixed(files, tokenizer, num_samples=600, seq_len=32)
+    assert_says(caught.value, ["pairs.jsonl holds", "num_samples = 600, 200 of this source,"])
+    with pytest.raises(UsageError) as caught:
+        mixed(files, tokenizer, num_samples=2)
+    assert_says(caught.value, ["num_samples = 2 leaves no sequence for python:code", "raise num_samples"])
 
 
 def test_the_provenance_names_every_source_and_the_guard_every_sequence(
@@ -186,7 +126,8 @@ def test_the_provenance_names_every_source_and_the_guard_every_sequence(
     fit, report = mixed(files, tokenizer), mixed(files, tokenizer, "report")
     provenance = with_calibration({}, calibration("profile", data_inputs(fit)))
     record = provenance["calibration"]["profile"]
-    assert [part["source"] for part in record["parts"]] == ["one.txt", "pairs.jsonl", "python:code"]
+    counted = [(part["source"], part["num_sequences"]) for part in record["parts"]]
+    assert counted == [("one.txt", 3), ("pairs.jsonl", 3), ("python:code", 2)]
     assert "/" not in str(record) and len(record["sequences"]) == 8
     require_unseen(provenance, report)
     require_unseen(provenance, fit)  # the same pool
@@ -216,7 +157,7 @@ def test_pools_share_nothing_whatever_the_seed(source: str, tokenizer: PreTraine
     seen: dict[str, set[str]] = {}
     for purpose in PURPOSES:
         data = [load_sequences(DataSpec(source, 4, 200, seed), tokenizer, None, purpose) for seed in (0, 1)]
-        assert all(set(found.kinds) == {OFFLINE_KINDS[source]} for found in data)
+        assert all(set(found.kinds) == {source} for found in data)
         seen[purpose] = {digest for found in data for digest in found.digests}
         assert len(seen[purpose]) > 4
     assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
