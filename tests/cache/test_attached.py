@@ -112,17 +112,6 @@ def test_generate_gives_the_same_tokens(name: str, chunk: int | None) -> None:
     assert static.lengths == [244 + 19, 180 + 19, 3 + 19]
 
 
-def test_beams_reorder_rows_in_place() -> None:
-    model, plan = tiny_llama(2, 2), plan_for("16 bits", num_layers=2, cache_dtype="float32")
-    ids = random_ids(2, 244)
-    options = {"max_new_tokens": 40, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
-    static = PlanCache(plan, model.config, max_tokens=284)
-    with attached(model):
-        assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
-    assert static.nbytes == plan.nbytes([284] * 6)
-
-
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_families(name: str) -> None:
     """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is refused."""
@@ -257,3 +246,14 @@ def test_models_that_cannot_be_served() -> None:
         with attached(model):
             decode(model, cache, random_ids(1, 150), 140)
         assert cache.lengths == [150] and QUERY.needs_queries
+
+
+def test_beams_reorder_rows_in_place() -> None:
+    model, plan = tiny_llama(2, 2), plan_for("16 bits", num_layers=2, cache_dtype="float32")
+    ids = random_ids(2, 244)
+    options = {"max_new_tokens": 40, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    static = PlanCache(plan, model.config, max_tokens=284)
+    with attached(model):
+        assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
+    assert static.nbytes == plan.nbytes([284] * 6)

@@ -8,7 +8,6 @@ import itertools
 import oracles
 import pytest
 import torch
-import transformers
 from cache_cases import (
     HEAD_DIM,
     KINDS,
@@ -18,7 +17,6 @@ from cache_cases import (
     feed,
     llama_plan,
     padded,
-    plan_of,
     random_ids,
     random_states,
     recipe_formats,
@@ -27,7 +25,6 @@ from cache_cases import (
 from peak_bytes import PeakBytes
 
 from kvcal import PlanCache
-from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import RAW, Format, Plan
 from kvcal.store import pages_and_ring, workspace
@@ -135,26 +132,6 @@ def test_nothing_but_the_counted_bytes_is_held(formats, ragged):
     feed(model, cache, ids, cuts=(700, 701, 1000), mask=mask)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_reachable(cache)}
     assert sum(storages.values()) == cache.nbytes == plan.nbytes(mask.sum(1).tolist(), 1024)
-
-
-def test_two_bits_take_a_fraction_of_the_memory():
-    """One layer, one head of 128: 16-bit pages take 256 bytes a token and side, 2-bit ones 36."""
-    config = transformers.LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, head_dim=128)
-    geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, 32, 1, 128, 128),))
-    uniform_2 = (Format(2, "channel", 128), Format(2, "token", 128))
-    nbytes = {}
-    for num_bits, formats in ((16, (RAW, RAW)), (2, uniform_2)):
-        cache = PlanCache(plan_of(geometry, *formats), config)
-        for tokens in (1024, 7168):
-            states = random_states(1, 1, tokens, 128)
-            cache.update(states, states, 0)
-            assert_exact_bytes(cache, [cache.get_seq_length()])
-            nbytes[num_bits, cache.get_seq_length()] = cache.nbytes
-    rings = 2 * 128 * 256
-    for tokens in (1024, 8192):
-        assert nbytes[16, tokens] == rings + 2 * 256 * tokens
-        assert nbytes[2, tokens] == rings + 2 * 36 * tokens
-    assert nbytes[2, 8192] < nbytes[16, 8192] / 6
 
 
 WRITTEN = {

@@ -1,4 +1,5 @@
-"""What an error leaves: a refused crop changes nothing, and a forward pass that did not end is not built upon."""
+"""What an error leaves: a refused crop changes nothing, and a forward pass that did not end is not built upon. And
+modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of it, and the reverse."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import math
 
 import pytest
 import torch
-from cache_cases import assert_exact_bytes, feed, llama_plan, random_ids, tiny_llama
+from cache_cases import KINDS, assert_exact_bytes, attended, feed, llama_plan, random_ids, random_qkv, tiny_llama
+from progressive_cases import fixed
+from static_cases import plan_for
 from test_cache_families import TWO_BITS, model_of, two_bit_plan
 from torch import Tensor
 
-from kvcal import PlanCache, attached
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.plan.plan import Format
 
@@ -40,18 +43,6 @@ def test_a_state_of_linear_attention_is_not_cropped() -> None:
     with pytest.raises(UnsupportedModel, match="layer 0 keeps a state of linear attention"):
         cache.crop(-1)
     assert torch.equal(feed(model, cache, ids[:, 130:]), feed(model, other, ids[:, 130:]))
-
-
-def test_keeping_the_first_tokens_is_removing_the_others() -> None:
-    model, ids = tiny_llama(2), random_ids(1, 180)
-    caches = [PlanCache(llama_plan(*TWO_BITS, 2), model.config) for _ in range(2)]
-    for cache, tokens in zip(caches, (-40, 130), strict=True):
-        feed(model, cache, ids[:, :170])
-        cache.crop(tokens)
-        cache.crop(500)  # there are no more
-        assert cache.lengths == [130]
-    first, second = (feed(model, cache, ids[:, 130:]) for cache in caches)
-    assert torch.equal(first, second)
 
 
 @contextlib.contextmanager
@@ -112,3 +103,46 @@ def test_a_refusal_before_anything_is_stored_is_not_an_end() -> None:
             feed(model, cache, random_ids(1, 21))
         feed(model, cache, random_ids(1, 20))
     assert cache.lengths == [20]
+
+
+MODES = {
+    "windows": llama_plan(*KINDS["windows"], num_layers=1),
+    "queries": plan_for("queries"),
+    "shrinking": fixed((140, 261), (150, 262)),
+}
+
+
+def mode(inference: bool) -> contextlib.AbstractContextManager[None]:
+    return torch.inference_mode() if inference else torch.no_grad()
+
+
+def lived(plan: Plan, modes: tuple[bool, ...], max_tokens: int | None) -> torch.Tensor:
+    """Outputs of five parts, each under its mode, with rows that change places and tokens taken back between them."""
+    cache, given, outputs = PlanCache(plan, tiny_llama(2, 1).config, max_tokens=max_tokens), random_qkv(2, 2, 400), []
+    for part, inference in enumerate(modes):
+        with mode(inference):
+            new = [x[:, :, 80 * part : 80 * part + 80] for x in given]
+            outputs.append(attended(cache, *new, (78, 79)))
+            if max_tokens is None:
+                cache.crop(-3)
+            cache.reorder_cache(torch.tensor([1, 0]))
+    return torch.cat(outputs, 2)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 400])
+@pytest.mark.parametrize("name", MODES)
+def test_modes_may_change_between_updates(name: str, max_tokens: int | None) -> None:
+    plan = MODES[name]
+    by_turns = (True, False, True, False, True)
+    assert torch.equal(lived(plan, by_turns, max_tokens), lived(plan, (False,) * 5, max_tokens))
+
+
+def test_modes_may_change_between_updates_of_sliding_windows() -> None:
+    model, found = model_of("gemma3"), []
+    for modes in ((False, False, False), (True, False, True)):
+        cache, ids = PlanCache(two_bit_plan("gemma3"), model.config), torch.arange(3, 123).view(1, -1)
+        for part, inference in enumerate(modes):
+            with mode(inference):
+                out = model(ids[:, 40 * part : 40 * part + 40], past_key_values=cache)
+        found.append(out.logits)
+    assert torch.equal(*found)

@@ -79,17 +79,6 @@ def test_padded_rows_have_the_logits_of_single_ones(name, plan_kind, error):
         assert torch.allclose(found[-5:], alone, atol=error * alone.abs().max().item())
 
 
-@pytest.mark.parametrize("name", WITH_PAGES)
-def test_two_bits_change_the_logits_once_a_page_is_packed(name):
-    model, ids = model_of(name), random_ids(1, 220)
-    cuts = (127, 180)
-    logits = feed(model, PlanCache(two_bit_plan(name), model.config), ids, cuts)
-    exact = feed(model, DynamicCache(config=model.config), ids, cuts)
-    scale = exact.abs().max()
-    assert (logits[:, :180] - exact[:, :180]).abs().max() <= 1e-4 * scale
-    assert (logits[:, 180:] - exact[:, 180:]).abs().max() > 1e-3 * scale
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [*((name, {}) for name in FAMILIES if name not in KINDS), *((name, {"num_beams": 3}) for name in KINDS)],

@@ -138,16 +138,6 @@ def test_reset_and_reuse_generate_the_same_again():
     assert torch.equal(generate(cache, inputs), first)
 
 
-def test_a_conversation_goes_on_in_the_same_cache():
-    """The second turn feeds only the new tokens; a 16-bit plan gives what starting again gives."""
-    cache = plan_cache(RAW_PLAN)
-    first = generate(cache, prompt(1))
-    ids = torch.cat([first, random_ids(1, 30, seed=4)], 1)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(generate(cache, inputs), generate(native_cache(), inputs))
-    assert_exact_bytes(cache, [ids.shape[1] + 23])
-
-
 def test_beams_reorder_pages():
     """With a page in place before the beams part, logits under a 16-bit plan stay those of DynamicCache."""
     ids = random_ids(1, 200)
@@ -166,3 +156,13 @@ def test_the_prompt_attends_to_itself_unquantized():
     logits = feed(model, plan_cache(QUANTIZED["kivi"]), ids, cuts=(290,))
     assert torch.allclose(logits[:, :290], exact[:, :290], atol=1e-4)
     assert (logits[:, 290:] - exact[:, 290:]).abs().max() > 1e-2
+
+
+def test_a_conversation_goes_on_in_the_same_cache():
+    """The second turn feeds only the new tokens; a 16-bit plan gives what starting again gives."""
+    cache = plan_cache(RAW_PLAN)
+    first = generate(cache, prompt(1))
+    ids = torch.cat([first, random_ids(1, 30, seed=4)], 1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(generate(cache, inputs), generate(native_cache(), inputs))
+    assert_exact_bytes(cache, [ids.shape[1] + 23])

@@ -108,16 +108,6 @@ def test_a_state_of_another_size_is_refused_at_the_first_update(index):
         feed(model, PlanCache(plan, model.config), random_ids(3, 4))
 
 
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_state_that_the_plan_does_not_know_is_refused_at_the_first_update(index):
-    """Found by mutated files: its bytes were in no prediction."""
-    model = tiny_models.built("qwen3_next")
-    layers = tuple(layer for layer in model_plan(model).geometry.layers if layer.index != index)
-    plan = plan_of(Geometry("qwen3_next", "float32", layers), RAW, RAW)
-    with pytest.raises(ArtifactError, match=f"layer {index} keeps a state, which the plan does not know"):
-        feed(model, PlanCache(plan, model.config), random_ids(1, 4))
-
-
 def test_other_query_heads():
     config = tiny_llama().config
     found = refusal(llama_geometry(attention(0), attention(1, num_query_heads=4)), config)
@@ -165,3 +155,13 @@ def test_every_update_is_checked_and_a_refused_one_changes_nothing(name: str, ma
                     cache.layers[index].update(torch.zeros(k_shape), torch.zeros(v_shape))
         feed(model, cache, random_ids(2, 9))
     assert cache.lengths == [18, 18] and cache.nbytes >= held
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_state_that_the_plan_does_not_know_is_refused_at_the_first_update(index):
+    """Found by mutated files: its bytes were in no prediction."""
+    model = tiny_models.built("qwen3_next")
+    layers = tuple(layer for layer in model_plan(model).geometry.layers if layer.index != index)
+    plan = plan_of(Geometry("qwen3_next", "float32", layers), RAW, RAW)
+    with pytest.raises(ArtifactError, match=f"layer {index} keeps a state, which the plan does not know"):
+        feed(model, PlanCache(plan, model.config), random_ids(1, 4))

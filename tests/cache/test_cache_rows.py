@@ -154,14 +154,6 @@ def test_rows_that_are_not_there_change_nothing(select, message):
     assert all(torch.equal(now, then) for now, then in zip(read(cache), before, strict=True))
 
 
-def test_selecting_rows_of_an_empty_cache_does_nothing():
-    cache = empty_cache()
-    cache.batch_select_indices(torch.tensor([0]))
-    cache.batch_repeat_interleave(3)
-    cache.reorder_cache(torch.tensor([0]))
-    assert cache.nbytes == 0 and cache.lengths == []
-
-
 @pytest.mark.parametrize(
     ("name", "kept"),
     [*((name, kept) for name in (*KINDS, "no window") for kept in (385, 255, 4)),
@@ -207,27 +199,6 @@ def test_a_decoded_copy_follows(change):
     caches[1].layers[0].sides["v"].pool.records[0] ^= 1
     with pytest.raises(ArtifactError, match="layer 0: the decoded v differ from the packed cache by"):
         caches[1].verify_decoded()
-
-
-def test_crop_within_the_ring_leaves_no_trace():
-    cache, plain = filled(PLAN, 300), filled(PLAN, 300)
-    draft = random_states(1, HEADS, 5, seed=7)
-    more = random_states(1, HEADS, 200, seed=8)
-    cache.update(draft, draft, 0)
-    cache.crop(-5)
-    for either in (cache, plain):
-        either.update(more, more, 0)
-    assert all(torch.equal(a, b) for a, b in zip(read(cache), read(plain), strict=True))
-
-
-def test_crop_of_everything_and_of_nothing():
-    cache = filled(PLAN, 300)
-    before = read(cache)
-    cache.crop(0)
-    assert all(torch.equal(a, b) for a, b in zip(read(cache), before, strict=True))
-    cache.crop(-300)
-    assert_exact_bytes(cache, [0])
-    empty_cache().crop(-3)
 
 
 def unpadded(states: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:

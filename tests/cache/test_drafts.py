@@ -6,13 +6,14 @@ import random
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, attended, padded, random_qkv, tiny_llama
+from cache_cases import HEAD_DIM, attended, padded, random_ids, random_qkv, tiny_llama
 from static_cases import plan_for
 from torch import Tensor
 
-from kvcal import PlanCache
+from kvcal import PlanCache, attached
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import num_pages
+from kvcal.store.layer_store import LayerStep
 from kvcal.store.pages_and_ring import PagedTensor
 
 DRAFTS = 7
@@ -113,18 +114,6 @@ def test_rejected_tokens_leave_no_trace(name: str) -> None:
         assert_same_bytes(cache, plain)
 
 
-def test_without_room_a_rejected_page_comes_back_as_decoded() -> None:
-    """What lookahead is for: the ring has lost tokens, and pages hold them in 2 bits."""
-    given, wrong = random_qkv(2, 2, 300), random_qkv(2, 2, 300, seed=4)
-    cache, plain = (cache_of("uniform", None, lookahead=0) for _ in range(2))
-    attended(cache, *(x[:, :, :127] for x in given))
-    attended(cache, *(x[:, :, :DRAFTS] for x in wrong))
-    cache.crop(-DRAFTS)
-    attended(plain, *(x[:, :, :127] for x in given))
-    with pytest.raises(AssertionError):
-        assert_same_bytes(cache, plain)
-
-
 @pytest.mark.parametrize("max_tokens", [None, 400])
 def test_bytes_are_the_plans_and_those_of_the_room(max_tokens: int | None) -> None:
     cache, plan = cache_of("kitty", max_tokens), plan_for("kitty")
@@ -145,9 +134,25 @@ def test_layers_that_cannot_take_drafts_back() -> None:
             cache_of("queries", max_tokens)
 
 
-def test_beyond_the_room_a_step_with_drafts_is_refused() -> None:
-    cache, given = cache_of("kivi", 205), random_qkv(1, 2, 208)
-    attended(cache, *(x[:, :, :200] for x in given))
-    with pytest.raises(UsageError, match="208 tokens does not fit"):
-        attended(cache, *(x[:, :, 200:] for x in given))
-    assert cache.lengths == [200]
+@torch.inference_mode()
+def test_prompt_lookup_gives_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``generate``, through steps with drafts, some of which are rejected."""
+    model, plan, widths, decode = tiny_llama(2, 2), plan_for("uniform", num_layers=2), set[int](), LayerStep.decode
+
+    def counted(self: LayerStep, q: Tensor, *args: object) -> Tensor:
+        widths.add(1 if q.dim() == 3 else q.shape[1])
+        return decode(self, q, *args)
+
+    monkeypatch.setattr(LayerStep, "decode", counted)
+    ids, found = random_ids(1, 20).repeat(1, 6)[:, :110], []
+    for lookahead in (0, 7):
+        cache = PlanCache(plan, model.config, max_tokens=256, lookahead=lookahead)
+        lookup = {"prompt_lookup_num_tokens": lookahead} if lookahead else {}
+        with attached(model):
+            found.append(
+                model.generate(
+                    ids, past_key_values=cache, max_new_tokens=40, do_sample=False, disable_compile=True, **lookup
+                )
+            )
+        assert cache.lengths == [149]
+    assert torch.equal(*found) and max(widths) > 1

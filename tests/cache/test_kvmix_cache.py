@@ -14,12 +14,9 @@ from cache_cases import (
     HEAD_DIM,
     VOCAB_SIZE,
     assert_exact_bytes,
-    attended,
-    checked_crops,
     llama_plan,
     padded,
     random_ids,
-    random_qkv,
     random_states,
     tiny_llama,
 )
@@ -27,7 +24,7 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
-from kvcal.plan.page_format import RAW, Format, WindowRule, num_pages
+from kvcal.plan.page_format import Format, WindowRule, num_pages
 from kvcal.plan.plan import KIND, SCHEMA
 from kvcal.recipe import ImportanceSpec
 from kvcal.stages.allocate.importance import importance_formats, layer_format
@@ -126,16 +123,6 @@ def test_pages_are_those_of_a_simulation_token_by_token(fmt: Format) -> None:
         assert fmt.tokens_to_next_event(count, count) == distance
 
 
-@pytest.mark.parametrize("kind", ["paged", "clamped"])
-def test_the_window_is_never_smaller_than_the_rule_says(kind: str) -> None:
-    """But where the paged one has just jumped: tokens do not come back from pages."""
-    fmt = Format(2, "token", 32, 4, window_rule=WindowRule(kind, 0.3, 512))
-    for count, (pages, window) in enumerate(history(fmt, 3000)):
-        unquantized = count - 128 * fmt.pages_read(count)
-        assert unquantized >= min(window, count) or (kind == "paged" and pages and count % 128 < 60)
-        assert unquantized < window + 128 and unquantized <= fmt.ring_tokens
-
-
 def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
     total = 0
     for side, formats in (("k", plan.layers[0].k), ("v", plan.layers[0].v)):
@@ -193,41 +180,6 @@ def test_contents_depend_on_the_number_of_tokens_alone(plan: Plan, cuts: list[in
         assert_exact_bytes(cache, [stop])
 
 
-@pytest.mark.parametrize("window", ["paged", "clamped"])
-def test_chunks_that_end_at_pages_are_single_steps(window: str) -> None:
-    plan, given = kvmix_plan(window), random_qkv(1, 2, 210)
-    plan, raw = replace(plan, layers=plan.layers[:1]), llama_plan(RAW, RAW, num_layers=1)
-    by_pages, one_by_one, exact = (PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, raw))
-    steps = attended(one_by_one, *given, range(120, 210))  # no page before 128
-    torch.testing.assert_close(attended(by_pages, *given, None), steps, rtol=1e-4, atol=1e-4)
-    assert (steps - attended(exact, *given)).abs().max() > 1e-2
-    assert by_pages.nbytes == one_by_one.nbytes == plan.nbytes([210])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_ragged_batch_are_rows_alone(side: str) -> None:
-    plan = MIXED[2]
-    rows = [random_states(1, HEADS, length, seed=length)[0] for length in (400, 260, 5)]
-    states, mask = padded(rows, 400, side, filling=9.0)
-    more = random_states(3, HEADS, 40, seed=7)
-    config = tiny_llama(HEADS, 1).config
-    cache = PlanCache(plan, config, attention_mask=mask)
-    cache.update(states, states, 0)
-    for column in range(39):
-        cache.update(more[:, :, column : column + 1], more[:, :, column : column + 1], 0)
-    assert_exact_bytes(cache, [439, 299, 44], 439)
-    found = cache.update(more[:, :, 39:], more[:, :, 39:], 0)
-    for number, row in enumerate(rows):
-        alone, length = PlanCache(plan, config), row.shape[1]
-        alone.update(row[None], row[None], 0)
-        alone.update(more[number : number + 1, :, :39], more[number : number + 1, :, :39], 0)
-        expected = alone.update(more[number : number + 1, :, 39:], more[number : number + 1, :, 39:], 0)
-        columns = torch.cat([mask[number].bool(), torch.ones(40, dtype=torch.bool)])
-        for read, wanted in zip(found, expected, strict=True):
-            assert torch.equal(read[number][:, columns], wanted[0])
-        assert alone.nbytes == plan.nbytes([length + 40])
-
-
 def test_generate_keeps_bytes_exact_and_rows_apart() -> None:
     """A ragged prompt: pages fill during generation, at other steps in every row; each row writes what it would
     alone."""
@@ -249,32 +201,3 @@ def test_generate_keeps_bytes_exact_and_rows_apart() -> None:
         )
         assert torch.equal(found[row, 150:], expected[0, length:])
     assert int(found.max()) < VOCAB_SIZE
-
-
-def test_rejected_drafts_leave_bytes_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup: tokens are cropped away again, across pages and across jumps of the window."""
-    crops = checked_crops(monkeypatch)
-    plan = kvmix_plan("paged", high_window_share=0.6)
-    ids = random_ids(1, 20).repeat(1, 6)
-    cache = PlanCache(plan, tiny_llama().config)
-    found = tiny_llama().generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=150,
-        do_sample=False,
-        prompt_lookup_num_tokens=6,
-    )
-    assert found.shape[1] == 270 and crops and min(crops) < 0
-    assert_exact_bytes(cache, [cache.get_seq_length()])
-
-
-def test_a_plan_with_rules_survives_its_file(tmp_path: Path) -> None:
-    """After its windows have been asked for, too: nothing that is only remembered is written."""
-    plan = kvmix_plan("paged")
-    assert plan.nbytes([999]) > 0
-    save_plan(plan, tmp_path / "plan.safetensors")
-    loaded = load_plan(tmp_path / "plan.safetensors")
-    assert loaded.layers == plan.layers and loaded.nbytes([999]) == plan.nbytes([999])
-    rules = {fmt.window_rule for layer in loaded.layers for fmt in (*layer.k, *layer.v)}
-    assert rules == {WindowRule("paged", 0.2, 31), WindowRule("paged", 0.1, 14)}

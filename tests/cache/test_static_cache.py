@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
+from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, plan_of, random_ids, random_qkv, tiny_llama
 from static_cases import FORMATS, TRANSFORMED, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry
+from kvcal.errors import ArtifactError, NonFiniteActivations, SlowPath, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.variants import VARIANTS, variant_of
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.state import Serving
 
 ALL = [*FORMATS, *TRANSFORMED]
+K_2 = Format(2, "channel")
 
 
 def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers: int = 1) -> PlanCache:
@@ -173,33 +176,6 @@ def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, ke
     assert static.nbytes == plan.nbytes([450] * 2)
 
 
-def test_tokens_of_the_ring_can_be_removed() -> None:
-    plan, given, dropped = plan_for("kivi"), random_qkv(2, 2, 200), random_qkv(2, 2, 160, seed=4)
-    cut, straight = static_cache(plan, 200), static_cache(plan, 200)
-    for part, tokens in ((given, 140), (dropped, 20)):
-        attended(cut, *(x[:, :, :tokens] for x in part))
-    cut.crop(-20)
-    attended(straight, *(x[:, :, :140] for x in given))
-    assert cut.lengths == straight.lengths == [140, 140]
-    found, expected = (attended(cache, *(x[:, :, 140:] for x in given), range(1, 60)) for cache in (cut, straight))
-    assert torch.equal(found, expected)
-
-
-def test_removed_queries_stay_counted_as_in_the_dynamic_cache() -> None:
-    plan, ids = plan_for("queries"), random_ids(2, 190)
-    dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 300)
-    with listened(2, 1, plan):
-        feed(tiny_llama(2, 1), dynamic, ids[:, :100])
-    served(static, ids[:, :100])
-    for cache in (dynamic, static):
-        cache.crop(-30)
-    assert assert_same_pages(static, dynamic) == 0
-    with listened(2, 1, plan):
-        feed(tiny_llama(2, 1), dynamic, ids[:, 100:], range(50, 90))
-    served(static, ids[:, 100:], range(50, 90))
-    assert assert_same_pages(static, dynamic) > 0
-
-
 def test_too_many_tokens() -> None:
     cache = static_cache(plan_for("kivi"), 20)
     with pytest.raises(UsageError, match="a sequence of 21 tokens does not fit.*max_tokens = 20"):
@@ -318,12 +294,6 @@ def test_what_the_kernels_refuse() -> None:
     assert "hold keys before RoPE and shrink" in found["shrinking, before RoPE"][0]
 
 
-def test_a_variant_is_its_number() -> None:
-    variants = [variant_of(plan_for(name).layers[0], "bfloat16") for name in ("kivi", "kitty", "random", "kivi")]
-    assert [VARIANTS[variant.number] for variant in variants] == variants
-    assert variants[0] == variants[3] and len({variant.number for variant in variants}) == 3
-
-
 @pytest.mark.parametrize("name", ["queries", "rotated, feedback"])
 def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
@@ -345,3 +315,57 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     for op, args in calls.items():
         called = getattr(torch.ops.kvcal, op).default
         torch.library.opcheck(called, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
+    """Tensors on CUDA without memory, of which a CPU build cannot make views: layers stay empty. Properties of an
+    H200."""
+    monkeypatch.setattr("kvcal.cache.paged_layer.LayerStore", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    return FakeTensorMode()
+
+
+def two_layers(dims: tuple[int, int], k: Format = K_2) -> PlanCache:
+    """Of the model's two layers, one by one; only the plan knows their head sizes."""
+    attention = tuple(AttentionGeometry(index, 8, 2, dim, dim) for index, dim in enumerate(dims))
+    return PlanCache(
+        plan_of(Geometry("llama", "bfloat16", attention), k, Format(2)), tiny_llama().config, max_tokens=300
+    )
+
+
+def test_a_cache_names_its_slow_layers_when_it_is_allocated_on_cuda(fake_gpu: FakeTensorMode) -> None:
+    cache = two_layers((128, 80))
+    assert cache.slow_layers == {1: ["head size 80, where the fast kernel takes 64, 96, 128, 192, 256"]}
+    with fake_gpu, pytest.warns(SlowPath, match=r"layers 1: head size 80, ") as caught:
+        cache.allocate(2, "cuda")
+    assert len(caught) == 1 and caught[0].filename == __file__
+    both = two_layers((128, 64), replace(K_2, num_sink_tokens=4))
+    with fake_gpu, pytest.warns(SlowPath, match=r"layers 0, 1: 4 sink tokens of keys and 0 of values"):
+        both.allocate(2, "cuda")
+
+
+def test_a_refused_allocation_leaves_the_cache_unallocated(fake_gpu: FakeTensorMode) -> None:
+    """Layer 1 is refused behind layer 0 and the control tensors; the CPU, which takes it, may then have the cache."""
+    cache = two_layers((128, 20))
+    for _ in range(2):
+        with fake_gpu, pytest.raises(UnsupportedModel, match="the kernels cannot serve layer 1: head size 20"):
+            cache.allocate(2, "cuda")
+        assert cache.static is not None and not cache.static.is_allocated
+        assert cache.padding.rows is None and not any(layer.is_initialized for layer in cache.layers)
+        assert cache.workspace_nbytes == 0
+    cache.allocate(3, "cpu")
+    assert cache.static is not None and cache.static.lengths.tolist() == [0, 0, 0]
+    with pytest.raises(UsageError, match="is allocated already"):
+        cache.allocate(3, "cpu")
+
+
+def test_a_cache_without_slow_layers_is_silent(fake_gpu: FakeTensorMode) -> None:
+    fast = two_layers((128, 64))
+    assert fast.slow_layers == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fake_gpu:
+            fast.allocate(2, "cuda")
+        two_layers((80, 80)).allocate(2, "cpu")  # the reference has one path

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cache_cases import padded
+from cache_cases import KIVI_2, llama_plan, padded, random_states, tiny_llama
 from gpu_cases import (
     PAIRS,
     logits_of,
@@ -23,6 +23,7 @@ from static_cases import TRANSFORMED, assert_same_pages
 
 from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.plan.page_format import Format
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +96,18 @@ def test_generate_gives_the_tokens_of_the_dynamic_cache(sizes: Sequence[int]) ->
     with attached(model):
         found = model.generate(ids, past_key_values=static, **options)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("pair", [KIVI_2, (Format(3, "channel", 64, 4, 32), Format(4, "token", 32, 4, 16))])
+def test_a_dynamic_cache_on_the_gpu_holds_the_same_pages(pair: tuple[Format, Format]) -> None:
+    plan, config, caches = llama_plan(*pair), tiny_llama().config, {}
+    states = random_states(2, 2, 500)
+    for device in ("cpu", "cuda"):
+        cache = caches[device] = PlanCache(plan, config)
+        for part in states.to(device).split([300, 1, 199], dim=2):
+            for index in range(len(plan.layers)):
+                cache.update((index + 1) * part, -part, index)
+    for ours, theirs in zip(caches["cpu"].layers, caches["cuda"].layers, strict=True):
+        for on_cpu, on_gpu in zip(ours.tensors, theirs.tensors, strict=True):
+            assert on_gpu.is_cuda and torch.equal(on_cpu, on_gpu.cpu())
+    assert caches["cuda"].nbytes == caches["cpu"].nbytes > 0

@@ -74,26 +74,6 @@ def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
     assert backend.frame_count < 8  # one a request, or one a break of the graph in each, would be more
 
 
-def test_two_models_at_a_time() -> None:
-    plans = {heads: plan_for("kivi", heads, num_layers=2) for heads in (1, 2)}
-    alone, start = {}, threading.Barrier(2, timeout=20)
-
-    def served(heads: int) -> list[Tensor]:
-        with attached(tiny_llama(heads, 2)):
-            start.wait()
-            return [request(tiny_llama(heads, 2), plans[heads], 160, seed) for seed in range(4)]
-
-    for heads in plans:
-        with attached(tiny_llama(heads, 2)):
-            alone[heads] = [request(tiny_llama(heads, 2), plans[heads], 160, seed) for seed in range(4)]
-    with ThreadPoolExecutor(2) as pool:
-        together = dict(zip(plans, pool.map(served, plans), strict=True))
-    for heads in plans:
-        for found, expected in zip(together[heads], alone[heads], strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        assert tiny_llama(heads, 2).config._attn_implementation == "sdpa"
-
-
 def test_one_thread_enters_the_context() -> None:
     """A second one says so, whether it comes later or at the same time; and both leave the model as it was."""
     model, start, rounds = tiny_llama(2, 1), threading.Barrier(THREADS, timeout=20), 20

@@ -84,25 +84,6 @@ def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
     return total
 
 
-def test_the_recipes_are_the_papers_settings():
-    for name, share in (("kitty", 0.125), ("kitty-pro", 0.25)):
-        k, v = recipe_formats(name)
-        assert k == Format(2, "channel", 128, 32, 0, "float16", Boost("magnitude", (Tier(4, share),)))
-        assert v == Format(2, "token", 128, 32, 128, "float16")
-
-
-@pytest.mark.parametrize(
-    ("formats", "record", "bits"), [(KITTY, 5248, 2.40625), (KITTY_PRO, 5760, 2.53125)], ids=["kitty", "kitty-pro"]
-)
-def test_heads_of_128_take_the_bits_of_the_paper(formats, record, bits):
-    """2.41 and 2.53 bits a value with all that a page holds; sinks and rings of 448 tokens come on top."""
-    geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, 32, 8, 128, 128),))
-    plan = plan_of(geometry, *formats)
-    assert plan.nbytes([128 * 1000]) - plan.nbytes([127]) == 8 * 1000 * (record + 4608)
-    assert 8 * (record + 4608) / (2 * 128 * 128) == bits
-    assert plan.nbytes([1]) == 8 * 256 * (32 + 128 + 32 + 256)
-
-
 @pytest.mark.parametrize(
     ("name", "group", "cache_dtype"),
     [
@@ -174,35 +155,6 @@ def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype, name):
             assert pages[number, head].numpy().tobytes() == contents.page(row, head, number).record
             written += 1
     assert written == 2 * 2 * HEADS
-
-
-@pytest.mark.parametrize("sizes", [(300,), (3, 127, 1, 169)])
-def test_chunks_write_the_pages_of_single_steps(sizes):
-    plan, keys = BOOSTED["three tiers"], random_states(2, HEADS, 300, seed=1)
-    contents, cache = Contents(plan, keys), PlanCache(plan, tiny_llama(HEADS, 1).config)
-    for part in keys.split(list(sizes), dim=2):
-        cache.update(part, part, 0)
-    found, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
-    assert torch.equal(found[:, :, :300], contents.after(300))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_ragged_batch_are_rows_alone(side):
-    """Groups never cross sequences; channels at random are those of the page and head, not of the row."""
-    plan = llama_plan(boosted("random", Tier(4, 0.25)), V, HEADS, num_layers=1)
-    rows = [random_states(1, HEADS, length, seed=length)[0] for length in (300, 140, 5)]
-    states, mask = padded(rows, 300, side, filling=float("nan"))
-    more, config = random_states(3, HEADS, 150, seed=7), tiny_llama(HEADS, 1).config
-    cache = PlanCache(plan, config, attention_mask=mask)
-    for part in (states, *more.split(2, dim=2), more[:, :, :0]):
-        found, _ = cache.update(part, part, 0)
-    for number, row in enumerate(rows):
-        alone, mine = PlanCache(plan, config), more[number : number + 1]
-        for part in (row[None], *mine.split(50, dim=2), mine[:, :, :0]):
-            expected, _ = alone.update(part, part, 0)
-        columns = torch.cat([mask[number].bool(), torch.ones(150, dtype=torch.bool)])
-        assert torch.equal(found[number][:, columns], expected[0])
-        assert alone.nbytes == plan.nbytes([row.shape[1] + 150])
 
 
 @pytest.mark.parametrize(("name", "group"), [("kitty", 8), ("three tiers", 4)])

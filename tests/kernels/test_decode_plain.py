@@ -13,7 +13,6 @@ import torch
 from test_kernels_decode import CASES, ROTATED, TOLERANCE, Case, k_format, relative_error, v_format, variant_of
 from test_kernels_decode import LENGTHS as FOLDED_LENGTHS
 
-from kvcal.errors import UsageError
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import Format
 
@@ -111,15 +110,6 @@ def test_it_agrees_with_the_folded_kernel(name: str, dim: int) -> None:
     assert not torch.equal(folded, plain)  # two kernels, not one
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "length"),
-    ((1, 1, 5000), (1, 8, 20000), (70, 3, 200), (512, 2, 20), (1030, 1, 300), (3, 8, 4095)),
-)
-def test_many_and_long_rows(batch: int, heads: int, length: int) -> None:
-    lengths = tuple((length * (row + 1)) // batch for row in range(batch))
-    assert_exact(Case(variant_of(*SINKS["sinks of keys"], dim=48), lengths, heads=heads, seed=9), 0.06)
-
-
 @pytest.mark.parametrize("plain", (False, True))
 def test_it_repeats_bit_for_bit_and_leaves_its_counters_at_zero(plain: bool) -> None:
     """In a workspace that another kernel may take in turns."""
@@ -161,9 +151,3 @@ def test_lengths_beyond_the_room_read_nothing_outside() -> None:
     case.lengths.add_(100_000)
     assert case.run(0.06).shape == case.q.shape
     torch.cuda.synchronize()
-
-
-def test_what_it_does_not_take() -> None:
-    case = Case(variant_of(Format(2, "channel"), Format(2), dim=16), (5,), heads=1, seed=13)
-    with pytest.raises(UsageError, match="a workspace of 256 bytes"):
-        case.run(0.06, workspace=case.workspace()[:256])

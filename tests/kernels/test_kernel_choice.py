@@ -10,7 +10,6 @@ import torch
 from cubin_resources import resources
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels import decode
 from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, plain_reasons, refusals
@@ -170,9 +169,3 @@ def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
         plain = 4 * (6 * -(-group // shape.heads) + 132 * shape.blocks) * shape.heads * (dim + 4)
         folded = 4 * (6 * -(-group // heads) + 132) * heads * (dim + 2) if heads else 0
         assert held == counters + max(plain, folded)
-
-
-def test_pages_in_regions_are_served_by_one_launch() -> None:
-    decode.require_rows(512)
-    with pytest.raises(UsageError, match="513 sequences in a batch of a plan whose pages shrink, expected at most 512"):
-        decode.require_rows(513)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -223,36 +222,6 @@ def test_a_step_packs_into_regions() -> None:
         for row in range(2):
             assert torch.equal(found[row].cpu(), paged.records(side, row))
     assert bool((memory[:start] == POISON).all()) and int(paged.error) == 0
-
-
-@pytest.mark.gpu
-def test_feedback_takes_at_most_a_hundredth_of_a_step() -> None:
-    """Of a layer at 8 x 32,768 tokens, 8 KV heads of 128, 2 bits: one step of 128 packs pages."""
-    plain = Variant(Format(2, "channel", 128), Format(2, "token", 128), 128, "bfloat16", 4, False, False, 0)
-    took: dict[str, float] = {}
-    for name, variant in {"plain": plain, "fed": replace(plain, k_feedback=True, v_feedback=True)}.items():
-        paged = Paged(variant, 8, 256, "cuda", 8)
-        paged.place.lengths.add_(32767)
-        k, v, q = (states(8, 1, heads, 128, seed).cuda()[:, 0] for seed, heads in enumerate((8, 8, 32)))
-        took[name] = microseconds(lambda p=paged, x=(k, v, q): p.append(slice(0, 8), *x))
-        took["step"] = microseconds(lambda p=paged, q=q: p.decode(slice(0, 8), q, 0.06))
-    share = (took["fed"] - took["plain"]) / 128 / took["step"]
-    assert share <= 0.01, took
-
-
-def microseconds(call: Callable[[], object], count: int = 10, rounds: int = 10) -> float:
-    """The least mean of ``count`` calls, of some rounds, after one call that compiles: others may use the GPU, too."""
-    call()
-    least = float("inf")
-    for _ in range(rounds):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            call()
-        stop.record()
-        torch.cuda.synchronize()
-        least = min(least, 1000 * start.elapsed_time(stop) / count)
-    return least
 
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -17,7 +17,7 @@ from oracles import PAGE, to_float32
 
 from kvcal import artifact
 from kvcal.artifact import cache_folder
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import NonFiniteActivations
 from kvcal.pages import grids
 from kvcal.pages.grids import GRIDS, gaussian_grid, nearest_point
 from kvcal.pages.hadamard import random_signs
@@ -119,36 +119,6 @@ def test_records_and_values_equal_the_oracle(layout):
     assert (encoded.dtype, tuple(encoded.shape)) == (torch.uint8, (layout.record_bytes,))
     assert bytes(encoded.tolist()) == record
     assert torch.equal(layout.decode(encoded, grid_of(layout), signs), values)
-
-
-@pytest.mark.parametrize(
-    ("num_bits", "dim", "width", "message"),
-    [
-        (2, 2, 7, "row of 7 values .* lattice_dim = 2; allowed: multiples of 2"),
-        (2, 4, 18, "row of 18 values .* lattice_dim = 4; allowed: multiples of 4"),
-        (2, 2, 0, "row of 0 values"),
-        (3, 4, 64, "num_bits = 3 and lattice_dim = 4; allowed: 2 bits in 2 dimensions, 3 .* 2 bits in 4 dimensions"),
-        (8, 2, 64, "num_bits = 8 and lattice_dim = 2"),
-    ],
-)
-def test_layouts_without_a_lattice_are_refused(num_bits, dim, width, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        LatticeLayout(num_bits, dim, width, "float16")
-    assert caught.value.hint
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_heads_lie_side_by_side_in_a_row(heads):
-    layout, signs = LatticeLayout(2, 2, heads * 20, "float16"), random_signs(heads * 20, seed=4)
-    rows = torch.stack([random_page(heads * 20, seed) for seed in range(2)])
-    by_head = torch.stack([rows[..., 20 * head : 20 * (head + 1)] for head in range(heads)], dim=1)
-    records = layout.encode_pages(by_head, {"grid": grid_of(layout), "signs": signs})
-    assert torch.equal(records, layout.encode(rows, grid_of(layout), signs)[:, None])
-    decoded = layout.decode_pages(records, heads, {"grid": grid_of(layout), "signs": signs})
-    values = layout.decode(records[:, 0], grid_of(layout), signs)
-    assert decoded.shape == (2, heads, PAGE, 20)
-    for head in range(heads):
-        assert torch.equal(decoded[:, head], values[..., 20 * head : 20 * (head + 1)])
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-9, -1e-40])

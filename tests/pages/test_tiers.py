@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from test_pages import random_page
-from tier_oracle import NO_SLOT, OraclePage, channel_bits, record_bytes
+from tier_oracle import NO_SLOT, OraclePage, channel_bits
 
 from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.geometry import AttentionGeometry
+from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Boost, Format, Tier
 
 KITTY = ((4, 16, None),)
 MIXKVQ = ((16, 3, 1.5), (4, 9, 0.6))
@@ -64,18 +67,6 @@ def test_a_page_of_kitty_has_the_bytes_of_the_paper():
     assert layout.plane_sizes == (4096,) and layout.high_sizes == ((512,),)
     assert (2 * layout.param_size, layout.head_dim, layout.raw_size) == (512, 128, 0)
     assert layout.record_bytes == 4096 + 512 + 512 + 128
-
-
-@pytest.mark.parametrize("dim", [16, 20, 64, 80, 96, 128, 256])
-def test_record_sizes_are_exact(dim):
-    for num_bits, tiers, group_size, dtype in itertools.product(
-        (2, 4),
-        (((8, 3, None),), ((16, 5, 1.0), (8, 7, None)), ((16, 1, None),), ((8, dim // 2 + 1, 0.5),)),
-        (32, 64, 128),
-        ("float16", "float32"),
-    ):
-        layout = layout_of(tiers, dim, num_bits, group_size, dtype, dtype)
-        assert layout.record_bytes == record_bytes(num_bits, tiers, group_size, dim, dtype, dtype)
 
 
 CASES = [
@@ -135,17 +126,6 @@ def test_room_for_all_channels_is_a_plain_page_of_4_bits():
         plain = PageLayout("k", 4, "channel", group_size, dim, "float16", "bfloat16")
         decoded = layout.decode(layout.encode(page, random_scores(dim)))
         assert torch.equal(decoded, plain.decode(plain.encode(page)))
-
-
-def test_channels_that_no_tier_takes_are_a_plain_page_of_the_base_bits():
-    page = random_page(80)
-    layout = layout_of(((16, 8, 1e9), (4, 8, 1e9)), 80)
-    plain = PageLayout("k", 2, "channel", 128, 80, "float16", "bfloat16")
-    record, expected = layout.encode(page, random_scores(80)), plain.encode(page)
-    assert torch.equal(layout.decode(record), plain.decode(expected))
-    assert torch.equal(record[: sum(layout.plane_sizes)], expected[: sum(plain.plane_sizes)])
-    unused = record[sum(layout.plane_sizes) :][: sum(map(sum, layout.high_sizes)) + layout.raw_size]
-    assert len(unused) == 128 * 8 // 4 + 8 * 256 and not unused.any()
 
 
 @pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16", "float32"])
@@ -211,3 +191,27 @@ def test_scores_that_are_not_finite_are_refused(bad):
 def test_tiers_that_cannot_be_stored_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         layout_of(**{"tiers": KITTY, "dim": 256, **changes})
+
+
+BY_QUERIES = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),)))
+
+
+def codec(k_rescale: bool, tensors: dict[str, torch.Tensor]) -> PageCodec:
+    plan = LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), (BY_QUERIES,), (Format(2),), k_rescale=k_rescale)
+    return PageCodec.of_layer(plan, "k", "float32", tensors)
+
+
+def test_lambda_does_not_change_which_channels_count() -> None:
+    """Keys are divided by it and queries multiplied: their product, the score, is what it was."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, 2, 128, 16, generator=generator)
+    query_mean = torch.rand(3, 2, 16, generator=generator)
+    lambdas = 2.0 ** torch.randint(-4, 5, (2, 16), generator=generator)
+    ordinals = torch.arange(3)
+    plain, divided = codec(False, {}), codec(True, {"layers.0.k_rescale": lambdas})
+    layout = BY_QUERIES.layout("k", 2, 16, "float32", 2)
+    assert isinstance(layout, TieredLayout)
+    bits = [channel_bits(layout, one.encode(keys, ordinals, 2, query_mean)) for one in (plain, divided)]
+    assert torch.equal(*bits) and set(bits[0].flatten().tolist()) == {2, 4}
+    alone = channel_bits(layout, plain.encode(keys / lambdas[:, None], ordinals, 2, query_mean))
+    assert not torch.equal(alone, bits[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform
+from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform, rotate, unrotate
 
 PAGES, HEADS, DIM = 3, 2, 16
 SHAPE = (PAGES, HEADS, 128, DIM)
@@ -55,3 +55,18 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
         on_device = type(transform)(**fields)
         assert torch.equal(on_device.apply(x.cuda()).cpu(), transform.apply(x))
         assert torch.equal(on_device.undo(x.cuda()).cpu(), transform.undo(x))
+
+
+def test_keys_turn_as_complex_numbers_and_back() -> None:
+    """Pairs (0, 3) and (5, 1) with amplitudes as of YaRN; channels 2 and 4 in no pair."""
+    table = torch.tensor([[0, 3, 0.7, 1.25], [5, 1, 0.01, 0.8]], dtype=torch.float64)
+    positions = torch.tensor([0, 1, 17, 4000])
+    keys = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    expected = keys.double().clone()
+    for a, b, angle, amplitude in table.tolist():
+        turn = amplitude * torch.exp(1j * angle * positions.double())
+        turned = torch.complex(keys[..., int(a)].double(), keys[..., int(b)].double()) * turn
+        expected[..., int(a)], expected[..., int(b)] = turned.real, turned.imag
+    found = rotate(keys, table, positions)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(unrotate(found, table, positions), keys, rtol=1e-6, atol=1e-6)

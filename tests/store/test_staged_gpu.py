@@ -57,16 +57,6 @@ def test_a_ragged_batch_stores_what_the_dynamic_cache_stores(name: str, head_dim
     assert assert_same_bytes(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("cut", [128, 139, 140, 200, 262, 384])
-def test_prompts_that_cross_stages(cut: int) -> None:
-    model, plan, ids = random_llama(), plan_for("unlike"), random_ids(2, 400)
-    static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (400, None))
-    for cache in (static, dynamic):
-        logits_of(model, cache, ids[:, :cut], cut - 3)
-        logits_of(model, cache, ids[:, cut:], 400 - cut - 1)  # a chunk, and a step
-    assert assert_same_bytes(static, dynamic) > 0
-
-
 class Steps:
     """Decode steps of a layer from tables of keys, values and queries: step n takes row n of them, on the device."""
 

@@ -21,14 +21,11 @@ from form_cases import (
     states,
     static_of,
 )
-from gpu_cases import logits_of, random_ids, random_llama, relative
 from static_cases import pages_of
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, attached
-from kvcal.errors import NonFiniteActivations
+from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.models.geometry import geometry_of
 from kvcal.plan.page_format import SIDES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")]
@@ -163,34 +160,3 @@ def test_a_step_waits_for_nothing(name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     cache.check()
-
-
-def test_what_is_not_finite_is_reported_by_check() -> None:
-    cache, given = static_of(plan_for("lattice d=2"), 300, 2, device="cuda"), on_gpu(inputs_of(2, 160))
-    given[0][1][1, 0, 40, 3] = torch.nan
-    step = Step(cache, 2)
-    step.run(step, given, 0, 127)
-    cache.check()
-    step.run(step, given, 127, 128)
-    with pytest.raises(NonFiniteActivations, match="a page holds NaN"):
-        cache.check()
-
-
-@pytest.mark.parametrize("name", ["lattice d=2", "before RoPE", "linear"])
-def test_a_model_is_served(name: str) -> None:
-    """Whose generate does not compile the step; logits near those of the dynamic cache, whose bf16 attention is another
-    one: in every layer behind the first, last bits differ, and so may codes. Random predictors make much of that, page
-    by page (noise of 1e-3 on the dynamic cache's own attention: a median of 0.8, but 0.01 in the first steps)."""
-    model = random_llama(num_layers=3, head_dim=DIM)
-    plan = form_plan(name, geometry=geometry_of(model, cache_dtype="bfloat16"))
-    ids = random_ids(2, 300)
-    static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (400, None))
-    found, expected = (logits_of(model, cache, ids, 129) for cache in (static, dynamic))
-    static.check()
-    assert relative(found, expected)[:4].max() < 0.05
-    assert name == "linear" or relative(found, expected).median() < 0.1
-    static.reset()
-    with attached(model):
-        options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        assert model.generate(ids, past_key_values=static, **options).shape == (2, 320)
-    static.check()
