@@ -48,7 +48,6 @@ from kvcal.stages.profile.record import ProfileSetup
 from kvcal.stages.reparam import run_reparam
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bf16
-FULL_SEQUENCES = 512
 FULL_LAMBDA_SEQUENCES = ReparamSpec().num_samples
 
 
@@ -182,17 +181,14 @@ class Bench:
             self.say("λ", label.removeprefix("reparam: "), 1, (seconds, measured[1]), self.forward_flops)
 
     def predictors(self) -> None:
-        """Of all layers, in shards of as many sequences as ``FULL_SEQUENCES`` have; seconds of two numbers of sequences
-        tell what a sequence adds, and what solving takes."""
+        """Of all layers; seconds of two numbers of sequences tell what a sequence adds, and what solving takes."""
         layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
-        in_shard = FULL_SEQUENCES // stage.NUM_SHARDS
         for at_once, count in product(self.given.predictor_batches, self.given.predictor_sequences):
             data = replace(self.data, sequences=self.data.sequences[:count], loss_masks=self.data.loss_masks[:count])
             given = (data, PredictorSpec(drop=False, min_explained=-1e9), Workload(8, 32768), {})
             device, most_tokens = self.model.device.type, at_once * self.given.seq_len
             with (
                 tempfile.TemporaryDirectory() as folder,
-                patch.object(stage, "NUM_SHARDS", -(-count // in_shard)),
                 patch.dict(stage.BATCH_TOKENS, {device: most_tokens}),
             ):
                 path = Path(folder) / "predictors.safetensors"

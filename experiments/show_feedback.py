@@ -34,7 +34,8 @@ from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import FeedbackSpec
 from kvcal.stages.divergence import deviations, unquantized_plan
-from kvcal.stages.feedback import output_products, query_products, run_feedback
+from kvcal.stages.feedback import run_feedback
+from kvcal.stages.hessians import output_products, query_products
 
 DAMPINGS = (0.003, 0.01, 0.1)
 SINKS = 4

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
@@ -38,36 +38,36 @@ Result = TypeVar("Result")
 class _Ranks:
     """This process among ``size``. ``local``: its number among the ``on_node`` of its node; ``store``: of all."""
 
-    rank: int
-    size: int
-    local: int
-    on_node: int
-    store: Any
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    on_node: int = 1
+    store: Any = None
 
 
-_ranks: _Ranks | None = None
+_ranks = _Ranks()
 _is_first_error = True
 _is_measuring = False  # an item: loops within it are not dealt out again
 
 
 def rank() -> int:
     """The number of this process, 0 in one that is alone."""
-    return 0 if _ranks is None else _ranks.rank
+    return _ranks.rank
 
 
 def size() -> int:
     """The number of processes."""
-    return 1 if _ranks is None else _ranks.size
+    return _ranks.size
 
 
 def size_on_node() -> int:
     """The number of processes on this node."""
-    return 1 if _ranks is None else _ranks.on_node
+    return _ranks.on_node
 
 
 def world_size() -> int:
     """The number of processes that torchrun has started, whether or not they have joined. UsageError: no number."""
-    return _number("WORLD_SIZE", 1)
+    return max(1, _number("WORLD_SIZE", 1))
 
 
 def prints_errors() -> bool:
@@ -81,7 +81,7 @@ def device(name: str) -> str:
     Raises:
         UsageError: one GPU for all ranks, or fewer than there are ranks on this node.
     """
-    if _ranks is None or name == "cpu" or not torch.cuda.is_available():
+    if _ranks.size == 1 or name == "cpu" or not torch.cuda.is_available():
         return name
     if name not in ("auto", "cuda"):
         raise UsageError(f"--device {name}: every rank takes a GPU of its own", hint="leave --device out, or give cuda")
@@ -106,24 +106,24 @@ def joined() -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    import torch.distributed as dist
-
-    _ranks = ranks = _join()
+    _ranks = _join()
     try:
-        with redirect_stdout(StringIO() if ranks.rank > 0 else sys.stdout):
+        with redirect_stdout(StringIO() if _ranks.rank > 0 else sys.stdout):
             yield
     except BaseException as error:
-        _is_first_error = _is_first_to_fail(ranks)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        try:
+            _is_first_error = _ranks.store.add(f"kvcal/failed/{attempt}", 1) == 1
+        except RuntimeError:  # the store has gone with its owner
+            _is_first_error = False
         if isinstance(error, RankFailed):
             time.sleep(1.0)  # so that torchrun sees the other rank end first
         raise
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def _join() -> _Ranks:
-    import torch.distributed as dist
-
-    number, count = _number("RANK", None), world_size()
+    dist, number, count = torch.distributed, _number("RANK"), world_size()
     try:
         store, *_ = next(dist.rendezvous("env://", number, count, timeout=TIMEOUT))
         dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=TIMEOUT)
@@ -138,21 +138,12 @@ def _join() -> _Ranks:
     return _Ranks(number, count, local, on_node, store)
 
 
-def _number(name: str, default: int | None) -> int:
+def _number(name: str, default: int | None = None) -> int:
     """A variable of torchrun's environment."""
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal() or (name == "WORLD_SIZE" and text == "0"):
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
         raise UsageError(f"{name} = {text!r} in the environment, expected a number", "start the command by torchrun")
     return int(text)
-
-
-def _is_first_to_fail(ranks: _Ranks) -> bool:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    with suppress(RuntimeError):  # the store has gone with its owner
-        return bool(ranks.store.add(f"kvcal/failed/{attempt}", 1) == 1)
-    return False
 
 
 def gather(value: Result) -> list[Result]:
@@ -161,13 +152,11 @@ def gather(value: Result) -> list[Result]:
     Raises:
         RankFailed: another rank has ended.
     """
-    if _ranks is None or _is_measuring:
+    if _is_alone():
         return [value]
-    import torch.distributed as dist
-
     found: list[Any] = [None] * _ranks.size
     try:
-        dist.all_gather_object(found, value)
+        torch.distributed.all_gather_object(found, value)
     except RuntimeError as error:
         reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).partition(". ")[0]
         raise RankFailed(
@@ -193,7 +182,7 @@ def map_over_ranks(items: Sequence[Item], fn: Callable[[Item], Result]) -> Itera
         What ``fn`` raises of KvcalError, on every rank, after the results of the items before.
         RankFailed: another rank has ended.
     """
-    if _ranks is None or _is_measuring:
+    if _is_alone():
         yield from map(fn, items)
         return
     for first in range(0, len(items), _ranks.size):
@@ -208,12 +197,12 @@ def map_over_ranks(items: Sequence[Item], fn: Callable[[Item], Result]) -> Itera
 
 def from_first(fn: Callable[[], Result]) -> Result:
     """What ``fn`` returns on rank 0, for all ranks. Raises as ``map_over_ranks``."""
-    if _ranks is None or _is_measuring:
-        return fn()
-    found: Any = gather(_outcome(lambda _: fn(), None) if _ranks.rank == 0 else None)[0]
-    if isinstance(found, KvcalError):
-        raise found
-    return found
+    return next(map_over_ranks([None], lambda _: fn()))
+
+
+def _is_alone() -> bool:
+    """Whether loops of this process are its own."""
+    return _ranks.size == 1 or _is_measuring
 
 
 def _outcome(fn: Callable[[Item], Result], item: Item) -> Result | KvcalError:

@@ -7,7 +7,7 @@ A cache may hold keys y = T (k - c) and values y = T v. Attention then reads the
 and softmax does not see the constant q . c. Values come back as T^-1 times attention's output. With an error e of y the
 output's error costs e B e', B = T^-T H T^-1, where H is the cost of an error of keys or values:
 
-    keys     H = sum of w q q' over queries after RoPE and the KV head's query heads; w of kvcal.stages.moments
+    keys     H = sum of w q q' over queries after RoPE and the KV head's query heads; w of kvcal.stages.hessians
     values   H = sum of W_o' W_o over the KV head's query heads
 
 With C the covariance of keys, or the mean of v v', L L' = H and U diag(l) U' = L' C L, the transform is

@@ -19,7 +19,7 @@ device runs out of memory, fewer go together before a batch is halved.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -225,9 +225,10 @@ class Batch:
         return sum(self.lengths)
 
 
-def longest_first(data: TokenDataset) -> list[int]:
-    """Numbers of the sequences: batches waste little padding, and the first one takes the most memory."""
-    return sorted(range(len(data.sequences)), key=lambda number: -len(data.sequences[number]))
+def longest_first(data: TokenDataset, numbers: Iterable[int] | None = None) -> list[int]:
+    """Numbers of the sequences, or of some: batches waste little padding, and the first one takes the most memory."""
+    chosen = range(len(data.sequences)) if numbers is None else numbers
+    return sorted(chosen, key=lambda number: (-len(data.sequences[number]), number))
 
 
 # From batches to the statistics of each.
@@ -242,17 +243,18 @@ def for_each_batch(
     checkpoint: Checkpoint,
     label: str,
     at_once: int = 1,
+    numbers: Iterable[int] | None = None,
 ) -> int:
-    """One pass over the sequences that ``checkpoint`` does not count as done in ``phase``, in batches of at most
-    ``most_tokens``, padding included: ``measure`` takes ``at_once`` batches of a process or fewer, and returns their
-    statistics, which are merged in the batches' order.
+    """One pass over the sequences, or those of some ``numbers``, that ``checkpoint`` does not count as done in
+    ``phase``, in batches of at most ``most_tokens``, padding included: ``measure`` takes ``at_once`` batches of a
+    process or fewer, and returns their statistics, which are merged in the batches' order.
 
     Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory.
 
     Raises:
         UsageError: a single sequence does not fit into the device's memory.
     """
-    order = longest_first(data)
+    order = longest_first(data, numbers)
 
     def measure_runs(runs: Sequence[range]) -> Sequence[Means]:
         batches = [Batch.of(data, [order[position] for position in run]) for run in runs]

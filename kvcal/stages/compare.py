@@ -37,7 +37,7 @@ from kvcal.strict import STRICT, Amount
 
 FILE = "compare.json"
 KIND = "comparison"
-SCHEMA = 4
+SCHEMA = 5
 BASELINES = ("16-bit", "kivi-2", "kivi-4")
 MIN_BITS, MAX_BITS = 0.1, 16.0
 # Columns of an evaluation that a comparison leaves out, besides the names.

@@ -20,7 +20,7 @@ of the loss.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,22 @@ from kvcal.models.projections import output_weights
 from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.pages.basis import Basis, basis_specs, fitted_basis, moved_hessian
 from kvcal.pages.feedback import factor_spec, feedback_factor
-from kvcal.pages.hadamard import rotate as rotate_channels
-from kvcal.pages.transforms import rotate as rotate_positions
 from kvcal.plan.layer import LATENTS, LayerPlan, Present, bare_layers
-from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
-from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
+from kvcal.stages.hessians import (
+    mean_and_covariance,
+    moments,
+    output_products,
+    query_products,
+    rotated,
+    weighted_queries,
+)
 from kvcal.stages.reparam_search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
 
@@ -58,7 +63,6 @@ SCHEMA = 1
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-DISTANCES = 8  # positions of keys that a query is turned back by, where pages hold keys before RoPE
 
 Place = tuple[int, Side]  # the layer's cache index first
 
@@ -109,8 +113,9 @@ class FeedbackRecord:
         changed = []
         for layer in layers:
             k, v = ((layer.geometry.index, side) for side in SIDES)
-            layer = replace(layer, k_feedback=k in fed, v_feedback=v in fed, k_basis=k in based, v_basis=v in based)
-            changed.append(layer)
+            changed.append(
+                replace(layer, k_feedback=k in fed, v_feedback=v in fed, k_basis=k in based, v_basis=v in based)
+            )
         return tuple(changed)
 
     def changed(self, plan: Plan) -> Plan:
@@ -132,18 +137,13 @@ def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[La
     all layers have rotated pages of 2 bits, of the sinks and windows of those that are rotated."""
     if not spec.basis:
         return layers
-    rotated = {
-        side: next(
-            (replace(fmt, num_bits=2) for x in layers for fmt in x.formats(side) if fmt.quantizer == "rotated"), None
-        )
-        for side in SIDES
-        if side in spec.sides
-    }
-    fitted = []
-    for layer in layers:
-        k, v = ((fmt,) if (fmt := rotated.get(side)) else layer.formats(side) for side in SIDES)
-        fitted.append(replace(layer, k=k, v=v) if layer.takes_transforms else layer)
-    return tuple(fitted)
+    found: dict[Side, Format] = {}
+    for side in spec.sides:
+        every = (fmt for layer in layers for fmt in layer.formats(side) if fmt.quantizer == "rotated")
+        if first := next(every, None):
+            found[side] = replace(first, num_bits=2)
+    k, v = (() if (fmt := found.get(side)) is None else (fmt,) for side in SIDES)
+    return tuple(replace(x, k=k or x.k, v=v or x.v) if x.takes_transforms else x for x in layers)
 
 
 def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
@@ -161,15 +161,14 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
 
 def basis_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
     """Layers and sides whose pages take a basis: rotated ones, without other transforms."""
-    by_index = {layer.geometry.index: layer for layer in layers}
-
-    def takes_basis(index: int, side: Side) -> bool:
-        layer = by_index[index]
-        moved = side == "k" and (layer.k_rescale or layer.k_offset or layer.k_pages == "pre")
-        plain = not moved and layer.predictor(side) is None
-        return plain and all(fmt.quantizer == "rotated" for fmt in layer.formats(side))
-
-    return [place for place in feedback_places(layers, sides) if takes_basis(*place)]
+    found = []
+    for place in feedback_places(layers, sides):
+        layer, side = next(one for one in layers if one.geometry.index == place[0]), place[1]
+        is_moved = side == "k" and (layer.k_rescale or layer.k_offset or layer.k_pages == "pre")
+        is_rotated = all(fmt.quantizer == "rotated" for fmt in layer.formats(side))
+        if is_rotated and not is_moved and layer.predictor(side) is None:
+            found.append(place)
+    return found
 
 
 def run_feedback(
@@ -205,7 +204,10 @@ def run_feedback(
         if start.means:
             check_taps(loaded.model, loaded.geometry)
             most_tokens = BATCH_TOKENS[loaded.model.device.type]
-            for_each_batch(data, most_tokens, calibration.means_of_each, SAMPLES, checkpoint, "feedback")
+            measure = calibration.batch_means
+            for_each_batch(
+                data, most_tokens, lambda batches: list(map(measure, batches)), SAMPLES, checkpoint, "feedback"
+            )
         factors, sides, bases = {}, [], {}
         for place in places:
             try:
@@ -250,16 +252,8 @@ class _Calibration:
                 means[f"moments.{index}.{side}"] = Mean.empty((heads, dim + 1, dim + 1))
         return State(means, {SAMPLES: 0})
 
-    def means_of_each(self, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
-        """The sums of every batch."""
-        return [self.batch_means(batch) for batch in batches]
-
     def batch_means(self, batch: Batch) -> dict[str, Mean]:
-        """The sums over the tokens of a batch.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
-        """
+        """The sums over the tokens of a batch. NonFiniteActivations: as ``run_feedback``."""
         position_T = calibration_positions(batch.tokens_BT.shape[1], self.position_scale)
         sums: dict[str, Tensor] = {}
         finite: dict[int, Tensor] = {}
@@ -284,28 +278,20 @@ class _Calibration:
         index, found = captured.layer, dict[str, Tensor]()
         q_HTD = captured.q_post_BHTD[row, :, :length]
         of_sides = {"k": captured.k_post_BNTD[row, :, :length], "v": captured.v_BNTD[row, :, :length]}
+        layer = self.layers.get(index)
+        if layer is None or ((index, "k") not in self.places and (index, "v") not in self.places):
+            return {}
         if (index, "k") in self.based:
-            layer = self.layers[index]
-            fmt = layer.format("k")
-            module = self._modules[index]
-            scale = getattr(module, "scaling", q_HTD.shape[-1] ** -0.5)
-            found[f"queries.{index}"] = weighted_queries(
-                q_HTD,
-                of_sides["k"],
-                of_sides["v"],
-                self._output_costs(index),
-                scale,
-                fmt.num_sink_tokens,
-                fmt.max_window,
-            )
+            fmt, scale = layer.format("k"), getattr(self._modules[index], "scaling", q_HTD.shape[-1] ** -0.5)
+            costs, limits = self._output_costs(index), (fmt.num_sink_tokens, fmt.max_window)
+            found[f"queries.{index}"] = weighted_queries(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
         elif (index, "k") in self.places:
-            layer = self.layers[index]
             table = self.tensors.get(f"layers.{index}.rotary") if layer.k_pages == "pre" else None
             positions = position_T[:length].to(q_HTD.device)
             found[f"queries.{index}"] = query_products(q_HTD, layer.attention.num_kv_heads, positions, table)
         for side in SIDES:
             if (index, side) in self.based:
-                sinks = self.layers[index].format(side).num_sink_tokens
+                sinks = layer.format(side).num_sink_tokens
                 found[f"moments.{index}.{side}"] = moments(of_sides[side][:, sinks:])
         return found
 
@@ -350,38 +336,6 @@ class _Calibration:
         config = self.loaded.model.config.get_text_config(decoder=True).to_dict()
         has_sinks = "sinks" in dict(self._modules[index].named_parameters(recurse=False))
         return not has_sinks and not config.get("attn_logit_softcapping")
-
-
-def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
-    """Sum of q q' over tokens, at ``position_T`` int64, and the query heads of each KV head, fp64 [N, D, D]. With a
-    ``rotary`` table (of kvcal.pages.transforms) queries are those that keys before RoPE meet, a mean over ``DISTANCES``
-    keys."""
-    if rotary is None:
-        return _products(q_post_HTD, num_kv_heads)
-    total = q_post_HTD.new_zeros((), dtype=torch.float64)
-    for number in range(DISTANCES):
-        key_T = position_T * (2 * number + 1) // (2 * DISTANCES)
-        # The transpose of RoPE, amplitude included, is RoPE at the negative position.
-        turned = rotate_positions(q_post_HTD, rotary.to(q_post_HTD.device), -key_T)
-        total = total + _products(turned, num_kv_heads)
-    return total / DISTANCES
-
-
-def output_products(weight_CHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum of W_o' W_o over the query heads of each KV head, fp64 [N, D, D]; weight_CHD as of ``output_weights``."""
-    return _products(weight_CHD.transpose(0, 1), num_kv_heads).cpu()
-
-
-def rotated(hessian_NDD: Tensor, signs_D: Tensor) -> Tensor:
-    """Of values x R', where R is the rotation of kvcal.pages.hadamard with these signs: R H R', fp64."""
-    basis = rotate_channels(torch.eye(len(signs_D)), signs_D).double()  # rows: the rotated unit vectors, so it is R'
-    return basis.t() @ hessian_NDD @ basis
-
-
-def _products(x_HTD: Tensor, num_kv_heads: int) -> Tensor:
-    """x' x summed over tokens and groups of heads, fp64 [N, D, D]."""
-    x_NRD = x_HTD.double().unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
-    return x_NRD.transpose(1, 2) @ x_NRD
 
 
 def save(record: FeedbackRecord, inputs: dict[str, Any], path: Path) -> None:

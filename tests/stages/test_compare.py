@@ -128,7 +128,7 @@ def test_files_of_another_model_and_corrupt_ones_are_refused(
     for wrong, message in (
         (content.replace(b'"task_seed": 1', b'"task_seed": 2'), "is corrupt"),
         (content[:-40], "truncated or not JSON"),
-        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 4"),
+        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 5"),
     ):
         path.write_bytes(wrong)
         with pytest.raises(ArtifactError, match=message):

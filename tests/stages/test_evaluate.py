@@ -141,11 +141,11 @@ def _change(content: dict, *place: str | int, to: object) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("kind",), "plan", "is not an evaluation of version 2"),
-        (("schema",), 1, "is not an evaluation of version 2"),
+        (("kind",), "plan", "is not an evaluation of version 3"),
+        (("schema",), 1, "is not an evaluation of version 3"),
         (("body", "rows", 0, "text", "kl"), 0.5, "is corrupt"),
         (("digest",), "0", "is corrupt"),
-        (("body",), [], "is not an evaluation of version 2"),
+        (("body",), [], "is not an evaluation of version 3"),
     ],
 )
 def test_changed_files_are_refused(tmp_path: Path, whole: Evaluation, place, value, message: str) -> None:

@@ -75,7 +75,7 @@ def test_no_tasks_and_no_tokenizer() -> None:
 
 def test_prompt_longer_than_the_context(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded.model.config, "max_position_embeddings", 40)
-    with pytest.raises(UsageError, match="fills the model's context of 40"):
+    with pytest.raises(UsageError, match="exceeds the model's context of 40"):
         measure_tasks(embedded, make_plan(embedded), spec(tasks=("chain",)), Silent())
 
 

@@ -39,7 +39,15 @@ from kvcal.run import pipeline
 from kvcal.run.formats import fix_folder
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import feedback
-from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
+from kvcal.stages.hessians import (
+    DISTANCES,
+    mean_and_covariance,
+    moments,
+    output_products,
+    query_products,
+    rotated,
+    weighted_queries,
+)
 
 K, V = Format(2, "channel", 128, 2), Format(2, "token", 128, 2)
 DATA = sequences([200, 180, 190], 1, 128)
@@ -84,7 +92,7 @@ def queries_of(loaded: LoadedModel, layer: int) -> list[Tensor]:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_products_of_queries_are_those_of_a_loop(num_kv_heads: int) -> None:
     q = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(0))
-    found = feedback.query_products(q, num_kv_heads, torch.arange(5))
+    found = query_products(q, num_kv_heads, torch.arange(5))
     expected = torch.zeros(num_kv_heads, 6, 6, dtype=torch.float64)
     for head in range(8):
         for token in range(5):
@@ -98,16 +106,16 @@ def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
     table = rotary_table(16, 6)
     table[:, 3] = 1.25  # an amplitude, as of YaRN
     q = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
-    hessian = feedback.query_products(q, 1, 3 * torch.arange(40), table)[0]
+    hessian = query_products(q, 1, 3 * torch.arange(40), table)[0]
     error = torch.randn(16, generator=torch.Generator().manual_seed(1))
     scores = []
     for s in range(40):
-        for number in range(feedback.DISTANCES):
-            t = 3 * s * (2 * number + 1) // (2 * feedback.DISTANCES)
+        for number in range(DISTANCES):
+            t = 3 * s * (2 * number + 1) // (2 * DISTANCES)
             assert 0 <= t <= 3 * s
             turned = rotate(error, table, torch.tensor(t))
             scores.append(float((q[:, s] @ turned.reshape(-1)).double().square().sum()))
-    expected = sum(scores) / feedback.DISTANCES
+    expected = sum(scores) / DISTANCES
     assert float(error.double() @ hessian @ error.double()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -161,8 +169,8 @@ def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedMod
     generator = torch.Generator().manual_seed(0)
     lambdas = {f"layers.{i}.k_rescale": torch.rand(2, 16, generator=generator) + 0.5 for i in range(2)}
     offsets = {f"layers.{i}.k_offset": torch.ones(2, 16) for i in range(2)}
-    rotated = Format(2, quantizer="rotated")
-    layers = layers_of(llama, K, rotated, k_rescale=True, k_offset=True)
+    values = Format(2, quantizer="rotated")
+    layers = layers_of(llama, K, values, k_rescale=True, k_offset=True)
     record = run(tmp_path / "a", llama, layers, {**lambdas, **offsets})
     queries = (
         torch.cat(queries_of(llama, 1), 1).double()
@@ -191,7 +199,7 @@ def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedMod
 def test_keys_before_rope_are_measured_before_rope(tmp_path: Path, llama: LoadedModel) -> None:
     tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
     record = run(tmp_path, llama, layers_of(llama, k_pages="pre"), tables, replace(SPEC, sides=("k",)))
-    total = sum(feedback.query_products(q, 2, torch.arange(q.shape[1]), rotary_table(16)) for q in queries_of(llama, 0))
+    total = sum(query_products(q, 2, torch.arange(q.shape[1]), rotary_table(16)) for q in queries_of(llama, 0))
     factor, _ = feedback_factor(total / sum(map(len, DATA.sequences)), 0.01)
     torch.testing.assert_close(record.factors[0, "k"], factor, rtol=2e-3, atol=1e-4)
 
@@ -308,7 +316,7 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
         queries = sum(weighted_queries(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen)
         keys, values = (sum(moments(qkv[at][:, 2:]) for qkv in seen) for at in (1, 2))
         center, covariance = mean_and_covariance(keys, True)
-        outputs = feedback.output_products(weights[index], 2)
+        outputs = output_products(weights[index], 2)
         expected = {
             "k": (queries, fitted_basis(queries, covariance, 0.375, center)),
             "v": (outputs, fitted_basis(outputs, mean_and_covariance(values, False)[1], 0.375)),
@@ -320,7 +328,7 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
             # Eigenvectors have no sign.
             torch.testing.assert_close(found.matrix.abs(), basis.matrix.abs(), atol=2e-3, rtol=2e-2)
             signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
-            costs = feedback.rotated(moved_hessian(hessian, found), signs)
+            costs = rotated(moved_hessian(hessian, found), signs)
             factor, _ = feedback_factor(costs, SPEC.damping)
             torch.testing.assert_close(record.factors[index, side].float(), factor.float(), atol=5e-3, rtol=2e-2)
     read = feedback.load(tmp_path / "feedback.safetensors")

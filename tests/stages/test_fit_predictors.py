@@ -126,6 +126,7 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     ]
     memory = host_bytes()
     hidden_bytes = 4 * 260 * loaded.model.config.hidden_size
+    monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", 1)
     for room in (0, 5 * hidden_bytes, 10**9):
         monkeypatch.setattr(reconstruct, "STARTS_SHARE", room / memory)
         path = tmp_path / f"{room}.safetensors"
@@ -140,11 +141,10 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     assert every < some < none
 
 
-def test_sequences_of_a_shard_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_a_batch_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any lengths, fitted on and held out: what each of them gives alone, to the rounding of forwards of other
     shapes, by which a code may flip."""
     loaded, data = loaded_llama(), sequences([260, 400, 140, 300, 260, 700])
-    monkeypatch.setattr(stage, "NUM_SHARDS", 1)
     widths: list[list[int]] = []
     raw_pages, records = reconstruct._raw_pages, []
 
@@ -167,10 +167,9 @@ def test_sequences_of_a_shard_run_together(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that holds three sequences: six, then three at a time, from the shard on that was too large."""
+    """A device that holds three sequences: six, then three at a time."""
     loaded, data, spec = loaded_llama(), sequences([260] * 6), PredictorSpec(drop=False)
     layers, raw_pages, said = aqua_layers(loaded), reconstruct._raw_pages, list[str]()
-    monkeypatch.setattr(stage, "NUM_SHARDS", 1)
 
     class Listener(Silent):
         def say(self, message: str) -> None:
@@ -189,7 +188,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch:
         return path.read_bytes()
 
     assert run_in(5000, 3) == run_in(780, 3)
-    assert said == ["predictors: out of memory, goes on with at most 780 tokens in a batch"]
+    assert said == ["predictors: pass 1 of 3: out of memory, goes on with at most 780 tokens in a batch"]
     with pytest.raises(UsageError, match="one sequence of 260 tokens does not fit into the device's memory"):
         run_in(5000, 0)
 
@@ -400,7 +399,8 @@ def run(path: Path, reporter: Silent, lengths: list[int]) -> PredictorRecord:
     return run_fit_predictors(loaded, aqua_layers(loaded), {}, data, spec, WORKLOAD, inputs, path, reporter)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", 1)
     whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
     run(whole, Silent(), [140] * 4)
     with pytest.raises(KeyboardInterrupt):

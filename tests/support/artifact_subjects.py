@@ -36,7 +36,6 @@ from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.record import Row, load_evaluation, save_evaluation, table_columns
-from kvcal.stages.evaluate.text import PartKL
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.profile import record as profile_record
 
@@ -303,7 +302,4 @@ def subjects() -> list[Subject]:
 
 
 def _rows() -> list[Row]:
-    found = row("x", UNIFORM, 0.1, 5)
-    spans, kinds = (PartKL(0.1, 0.01, 9, start=0, stop=64),), (PartKL(0.2, None, 9, kind="code"),)
-    found = replace(found, text=replace(found.text, kl_by_position=spans, kl_by_kind=kinds))
-    return [row("16-bit", UNIFORM, 0.0, 7), found]
+    return [row("16-bit", UNIFORM, 0.0, 7), row("x", UNIFORM, 0.1, 5)]

@@ -31,7 +31,7 @@ from kvcal.stages.evaluate.text import TextQuality
 from kvcal.strict import STRICT, Amount, NumBytes
 
 KIND = "evaluation"
-SCHEMA = 2
+SCHEMA = 3
 ALL_TASKS = "all"  # the mean over tasks
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,10 +110,7 @@ def read_answers(loaded: LoadedModel, plan: Plan, texts: tuple[Reading, ...], ba
         NonFiniteActivations: NaN in the logits, or NaN or infinity in a page to be quantized.
     """
     length = texts[0].tokens_T.numel()
-    schedule = plan.workload.context if plan.is_progressive else None
-    for name, limit in (("the model's context", loaded.max_context), ("the schedule of pages that shrink", schedule)):
-        if limit is not None and length > limit:
-            raise UsageError(f"a text of {length} tokens exceeds {name} of {limit}", hint="name shorter tasks")
+    _require_room(loaded, plan, length, "a text", "name shorter tasks")
     found = []
     for first in range(0, len(texts), batch):
         group = texts[first : first + batch]
@@ -139,18 +136,7 @@ def measure_reading(
     for task in spec.reading_tasks:
         texts = readings(task, spec.num_problems, spec.seed, tokenizer_of(loaded), purpose)
         right = [is_right for text in read_answers(loaded, plan, texts, spec.batch) for is_right in text]
-        results.append(
-            TaskResult(
-                task=task,
-                accuracy=sum(right) / len(right),
-                accuracy_se=wilson_se(sum(right), len(right)),
-                num_problems=len(right),
-                num_correct=sum(right),
-                num_unfinished=0,
-                generated_tokens=0,
-                lengths=tuple(text.tokens_T.numel() for text in texts),
-            )
-        )
+        results.append(task_result(task, right, [text.tokens_T.numel() for text in texts]))
         reporter(len(results), len(spec.reading_tasks), "evaluate: reading")
     return tuple(results)
 
@@ -159,6 +145,12 @@ def mean_accuracy(results: Collection[TaskResult]) -> tuple[float, float]:
     """Over one task or more, and its standard error: the tasks' errors are independent."""
     error = sum(result.accuracy_se**2 for result in results) ** 0.5 / len(results)
     return sum(result.accuracy for result in results) / len(results), error
+
+
+def task_result(task: str, right: list[bool], lengths: list[int]) -> TaskResult:
+    """Of problems that are all finished, without generated tokens."""
+    correct, count = sum(right), len(right)
+    return TaskResult(task, correct / count, wilson_se(correct, count), count, correct, 0, 0, tuple(lengths))
 
 
 def wilson_se(num_correct: float, num_problems: int) -> float:
@@ -193,7 +185,9 @@ def _complete(
     prompts = [sequence.prompt_T.to(model.device) for sequence in active]
     input_ids = pad_sequence(prompts, True, config.pad_token_id, "left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, 0, "left")
-    left = _room(loaded, plan, input_ids.shape[1], max_new_tokens)
+    width, hint = input_ids.shape[1], "lower max_steps, max_size, max_hops or max_digits, or evaluate without tasks"
+    room = _require_room(loaded, plan, width + 1, "a problem's prompt and a token", hint)
+    left = int(min(max_new_tokens, room - width))
     cache = PlanCache(plan, model.config, attention_mask=mask, keep_decoded=True)
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
@@ -254,29 +248,18 @@ def _extend(sequence: Sequence, new: list[int], ends: list[int] | None, tokenize
 
 def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskResult:
     tokenizer = tokenizer_of(loaded)
-    answers = [extract_answer(str(tokenizer.decode(s.completion))) for s in sequences]
-    correct = sum(answer == s.problem.answer for answer, s in zip(answers, sequences, strict=True))
-    return TaskResult(
-        task=task,
-        accuracy=correct / len(sequences),
-        accuracy_se=wilson_se(correct, len(sequences)),
-        num_problems=len(sequences),
-        num_correct=correct,
-        num_unfinished=sum(not s.is_finished for s in sequences),
-        generated_tokens=sum(len(s.completion) for s in sequences),
-        lengths=tuple(s.prompt_T.numel() + len(s.completion) for s in sequences),
-    )
+    right = [extract_answer(str(tokenizer.decode(one.completion))) == one.problem.answer for one in sequences]
+    found = task_result(task, right, [one.prompt_T.numel() + len(one.completion) for one in sequences])
+    unfinished = sum(not one.is_finished for one in sequences)
+    return replace(found, num_unfinished=unfinished, generated_tokens=sum(len(one.completion) for one in sequences))
 
 
-def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> int:
-    """New tokens behind ``width`` columns that the model's context and the plan's schedule allow, at most
-    ``max_new_tokens``."""
-    schedule = plan.workload.context if plan.is_progressive else None
-    limits = {"the model's context": loaded.max_context, "the schedule of pages that shrink": schedule}
+def _require_room(loaded: LoadedModel, plan: Plan, width: int, what: str, hint: str) -> float:
+    """The columns that the model's context and the plan's schedule allow. UsageError where ``width`` is more."""
+    limits = {"the model's context": loaded.max_context}
+    if plan.is_progressive:
+        limits["the schedule of pages that shrink"] = plan.workload.context
     for name, limit in limits.items():
-        if limit is not None and width >= limit:
-            raise UsageError(
-                f"a problem's prompt of {width} tokens fills {name} of {limit}",
-                hint="lower max_steps, max_size, max_hops or max_digits in [evaluate], or evaluate without tasks",
-            )
-    return min(max_new_tokens, *(limit - width for limit in limits.values() if limit is not None))
+        if limit is not None and width > limit:
+            raise UsageError(f"{what} of {width} tokens exceeds {name} of {limit}", hint=hint)
+    return min((limit for limit in limits.values() if limit is not None), default=math.inf)

@@ -18,12 +18,10 @@ they all fit ``REFERENCE_BYTES``, and otherwise computed again beside each plan,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 from transformers import DynamicCache
@@ -41,29 +39,11 @@ from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 REFERENCE_BYTES = 2**30
 REFERENCE_CHUNK = 128
-NUM_SPANS = 8  # of positions, in the longest text
-
-
-@record(frozen=True, config=STRICT)
-class PartKL:
-    """``kl`` in nats per loss token of a part of the texts: one kind of text (``kind``), or the tokens predicted from
-    positions ``start`` to ``stop`` - 1 of all of them."""
-
-    kl: Number
-    kl_se: Amount | None
-    num_loss_tokens: Count
-    start: Count = 0
-    stop: Count = 0
-    kind: str = ""
-
-
-Parts = Annotated[tuple[PartKL, ...], Field(exclude_if=lambda parts: not parts)]
 
 
 @record(frozen=True, config=STRICT)
 class TextQuality:
-    """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single sequence.
-    ``kl_by_position`` has spans of equal width, ``kl_by_kind`` the kinds of texts of several."""
+    """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single sequence."""
 
     perplexity: Amount
     perplexity_se: Amount | None
@@ -74,8 +54,6 @@ class TextQuality:
     num_sequences: Count
     num_tokens: Count
     num_loss_tokens: Count
-    kl_by_position: Parts = ()
-    kl_by_kind: Parts = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,18 +130,14 @@ def measure_text(
     """
     reference = reference or Reference(loaded, data, batch)
     sums = torch.zeros(len(data.sequences), 3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
-    spans = torch.zeros(len(data.sequences), NUM_SPANS, 2, dtype=torch.float64)  # KL, loss tokens
-    span, done = -(-max(map(len, data.sequences)) // NUM_SPANS), 0
+    done = 0
     for number, text in enumerate(reference.batches):
         cache = PlanCache(plan, loaded.model.config)
         read = reference.reader(number)
         for start, logits_BTV in feed(loaded.model, cache, text.input_ids_BT):
             stop = start + logits_BTV.shape[1]
-            values, rows, positions = (part.cpu() for part in _token_values(text, start, logits_BTV, read(start, stop)))
-            numbers = torch.tensor(text.sequences)[rows]
-            sums.index_add_(0, numbers, values)
-            counted = torch.stack([values[:, 1], torch.ones(len(values), dtype=torch.float64)], dim=-1)
-            spans.index_put_((numbers, positions // span), counted, accumulate=True)
+            rows, values = _token_values(text, start, logits_BTV, read(start, stop))
+            sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
             reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
         require_predicted_bytes(cache)
         done += text.input_ids_BT.numel()
@@ -180,33 +154,11 @@ def measure_text(
         num_sequences=len(data.sequences),
         num_tokens=data.num_tokens,
         num_loss_tokens=data.num_loss_tokens,
-        kl_by_position=tuple(
-            PartKL(*_part(spans[:, n]), start=n * span, stop=(n + 1) * span)
-            for n in range(NUM_SPANS)
-            if spans[:, n, 1].any()
-        ),
-        kl_by_kind=_by_kind(spans.sum(1), data.kinds),
     )
 
 
-def _part(sums: Tensor) -> tuple[float, float | None, int]:
-    """Mean, standard error and number of loss tokens; sums [n, 2] of KL and loss tokens, by sequence. Sequences without
-    loss tokens do not count."""
-    sums = sums[sums[:, 1] > 0]
-    return *_ratio(sums[:, 0], sums[:, 1]), int(sums[:, 1].sum())
-
-
-def _by_kind(sums: Tensor, kinds: Sequence[str]) -> tuple[PartKL, ...]:
-    """Of every kind with loss tokens, where there are several; sums [n, 2] as above."""
-    parts = {kind: sums[[n for n, other in enumerate(kinds) if other == kind]] for kind in sorted(set(kinds))}
-    counted = {kind: part for kind, part in parts.items() if part[:, 1].any()}
-    return tuple(PartKL(*_part(part), kind=kind) for kind, part in counted.items()) if len(counted) > 1 else ()
-
-
-def _token_values(
-    text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, 3] fp64 of every predicting position (negative log-likelihood, KL, agreement), its row [M] and itself [M]."""
+def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor) -> tuple[Tensor, Tensor]:
+    """The row [M] of every predicting position, and [M, 3] fp64: negative log-likelihood, KL, agreement."""
     stop = start + logits_BTV.shape[1]
     columns, rows = text.predicts_TB[start:stop].nonzero(as_tuple=True)
     logits_MV = logits_BTV[rows, columns].float()
@@ -218,7 +170,7 @@ def _token_values(
             f"the logits of the model, at 16 bits or with the plan, are not finite between tokens {start} and {stop}"
         )
     agrees = logits_MV.argmax(-1) == reference_MV.argmax(-1)
-    return torch.stack([nll.double(), kl, agrees.double()], dim=-1), rows, columns + start
+    return rows, torch.stack([nll.double(), kl, agrees.double()], dim=-1)
 
 
 def _ratio(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:

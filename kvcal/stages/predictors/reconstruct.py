@@ -92,34 +92,31 @@ class Start:
 
 
 class Starts:
-    """Starts of whole shards, kept at ``place``: on the device of a model that lies there, or in host memory, up to a
-    share of what there is when the stage begins."""
+    """Starts of batches, kept at ``place``: on the device of a model that lies there, or in host memory, up to a share
+    of what there is when the stage begins."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         on_device = model.device.type == "cuda" and not is_streamed(model)
         self.place = model.device if on_device else torch.device("cpu")
         self._free = round(STARTS_SHARE * (torch.cuda.mem_get_info(model.device)[0] if on_device else host_bytes()))
-        self._found: dict[tuple[tuple[int, ...], ...], list[Start]] = {}
+        self._found: dict[tuple[int, ...], Start] = {}
 
-    def take(self, batches: Sequence[Batch]) -> list[Start]:
-        """Those of a shard's batches, which are kept no longer; none, or one for each."""
-        starts = self._found.pop(tuple(batch.numbers for batch in batches), [])
-        self._free += sum(start.nbytes for start in starts)
-        return starts
+    def take(self, batch: Batch) -> Start | None:
+        """That of a batch, which is kept no longer."""
+        start = self._found.pop(batch.numbers, None)
+        self._free += 0 if start is None else start.nbytes
+        return start
 
     def drop(self) -> None:
         """All of them: batches to come are others."""
-        for batches in self._found.values():
-            self._free += sum(start.nbytes for start in batches)
+        self._free += sum(start.nbytes for start in self._found.values())
         self._found = {}
 
-    def keep(self, batches: Sequence[Batch], starts: Sequence[Start | None]) -> None:
-        """Those that lie at ``place``, if each batch has one and there is room for them."""
-        found = [start for start in starts if start is not None]
-        nbytes = sum(start.nbytes for start in found)
-        if len(found) == len(batches) and nbytes <= self._free:
-            self._free -= nbytes
-            self._found[tuple(batch.numbers for batch in batches)] = found
+    def keep(self, batch: Batch, start: Start | None) -> None:
+        """If there is one, and room for it."""
+        if start is not None and start.nbytes <= self._free:
+            self._free -= start.nbytes
+            self._found[batch.numbers] = start.to(self.place)
 
 
 @dataclass(frozen=True, eq=False)

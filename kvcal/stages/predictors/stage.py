@@ -6,8 +6,7 @@ layers are fitted in order, one pass over the data for each: pass l sums up the 
 and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
 layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``Starts``): of as
 many sequences as a share of the memory holds, others run from the first layer. Either way gives the same bits. An
-interrupted run goes on after the last shard of sequences, and several processes take shards in turn. The sequences of a
-shard run in batches, halved when the device runs out of memory.
+interrupted run goes on after the last batch, and several processes take batches in turn.
 
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
@@ -22,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import PredictorSpec
-from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, added, require_smaller, shards
+from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (
     FIT,
@@ -49,7 +47,6 @@ from kvcal.stages.predictors.reconstruct import (
     PageReader,
     Receive,
     Reconstruction,
-    Start,
     Starts,
     Wanted,
     num_page_tokens,
@@ -72,9 +69,6 @@ from kvcal.stages.predictors.regression import NormalEquations, compress
 __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 
 PASSES, SEQUENCES = "passes", "sequences of the next one"
-# Of a pass, at most: an 8B's normal equations are 134 MB, which take a GPU as long to hand over as 8 sequences of 2,048
-# tokens.
-NUM_SHARDS = 16
 # Tokens of a batch, padding included.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
@@ -238,40 +232,23 @@ class _Fitting:
     ) -> None:
         """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the state. The
         next pass can begin at the layer ``kept``; without one, this pass begins at the first."""
-        numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
 
-        def measure(run: range) -> dict[str, Mean]:
-            """Sums of a shard, where they were made until the end."""
-            batches = _batches(self.data, [numbers[item] for item in run], self.most_tokens)
-            before = [] if kept is None else self.starts.take(batches)
-            first = before[0].layer if before else 0
+        def measure(batches: Sequence[Batch]) -> list[dict[str, Mean]]:
+            """Sums of a batch, where they were made until the end."""
+            (batch,), found = batches, dict[str, Mean]()
+            start = None if kept is None else self.starts.take(batch)
+            first = 0 if start is None else start.layer
             reader = PageReader(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, first, kept)
-            means, starts = dict[str, Mean](), list[Start | None]()
-            with reader.reading() as read:
-                for batch, start in zip_longest(batches, before):
-                    found: dict[str, Mean] = {}
-                    here = start and start.to(self.loaded.model.device)
-                    with naming(f"sequences {list(batch.numbers)}"):
-                        following = read(batch, sums(self._rows(batch), found), here)
-                    starts.append(following and following.to(self.starts.place))
-                    means |= added(means, found)
-            self.starts.keep(batches, starts)
-            return {name: Mean(mean.total.cpu(), mean.count) for name, mean in means.items()}
+            with reader.reading() as read, naming(f"sequences {list(batch.numbers)}"):
+                following = read(batch, sums(self._rows(batch), found), start and start.to(self.loaded.model.device))
+            self.starts.keep(batch, following)
+            return [{name: Mean(mean.total.cpu(), mean.count) for name, mean in found.items()}]
 
-        runs = shards(len(numbers), NUM_SHARDS)
-        self.checkpoint.run(SEQUENCES, runs, partial(self._halving, measure), label)
-
-    def _halving(self, measure: Callable[[range], dict[str, Mean]], run: range) -> dict[str, Mean]:
-        """Measure a shard, in smaller batches from now on where the device runs out of memory."""
-        while True:
-            try:
-                return measure(run)
-            except torch.OutOfMemoryError:  # whose traceback holds the batch's tensors until here
-                self.starts.drop()
-            width = max(len(self.data.sequences[number]) for number in self.splits)
-            self.most_tokens = min(self.most_tokens, len(run) * width) // 2
-            require_smaller(self.most_tokens // width, f"one sequence of {width} tokens")
-            self.reporter.say(f"predictors: out of memory, goes on with at most {self.most_tokens} tokens in a batch")
+        numbers = [number for number, split in self.splits.items() if split in splits]
+        most = for_each_batch(self.data, self.most_tokens, measure, SEQUENCES, self.checkpoint, label, numbers=numbers)
+        if most < self.most_tokens:
+            self.starts.drop()
+        self.most_tokens = most
 
     def _rows(self, batch: Batch) -> dict[str, list[slice]]:
         """Of each split, the rows of its sequences' pages."""
@@ -294,19 +271,6 @@ class _Fitting:
         fitted = {n: m.total for n, m in self.checkpoint.state.means.items() if n.startswith("fitted.")}
         device = self.loaded.model.device
         return rotary | {name.removeprefix("fitted."): tensor.to(device) for name, tensor in fitted.items()}
-
-
-def _batches(data: TokenDataset, numbers: Sequence[int], most_tokens: int) -> list[Batch]:
-    """The sequences of these numbers in their order, ``most_tokens`` at once, padding included, or one."""
-    groups: list[list[int]] = []
-    width = 0
-    for number in numbers:
-        width = max(width, len(data.sequences[number]))
-        if not groups or width * (len(groups[-1]) + 1) > most_tokens:
-            groups.append([])
-            width = len(data.sequences[number])
-        groups[-1].append(number)
-    return [Batch.of(data, group) for group in groups]
 
 
 # The rows of each split, in a layer's pages.

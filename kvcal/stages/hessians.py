@@ -1,4 +1,5 @@
-"""Statistics that a basis is fitted on (kvcal.pages.basis): weighted queries, and moments of keys and values.
+"""Sums of what attention makes of errors in keys and values: products of queries and of output projections (error
+feedback), queries weighted by that, and moments of keys and values (kvcal.pages.basis).
 
 An error e of key s changes the logits of the queries t that read it by q_t . e, and the attention block's output, to
 first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o outputs. So query t counts with
@@ -14,6 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcal.pages.hadamard import rotate as rotate_channels
+from kvcal.pages.transforms import rotate as rotate_positions
+
+DISTANCES = 8  # positions of keys that a query is turned back by, where pages hold keys before RoPE
 # Scores in fp32 that are held at once: 64 MB.
 SCORES_AT_ONCE = 2**24
 
@@ -58,3 +63,35 @@ def mean_and_covariance(sums_NEE: Tensor, is_centered: bool) -> tuple[Tensor, Te
     if not is_centered:
         return torch.zeros_like(mean), second
     return mean, second - mean.unsqueeze(2) * mean.unsqueeze(1)
+
+
+def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
+    """Sum of q q' over tokens, at ``position_T`` int64, and the query heads of each KV head, fp64 [N, D, D]. With a
+    ``rotary`` table (of kvcal.pages.transforms) queries are those that keys before RoPE meet, a mean over ``DISTANCES``
+    keys."""
+    if rotary is None:
+        return _products(q_post_HTD, num_kv_heads)
+    total = q_post_HTD.new_zeros((), dtype=torch.float64)
+    for number in range(DISTANCES):
+        key_T = position_T * (2 * number + 1) // (2 * DISTANCES)
+        # The transpose of RoPE, amplitude included, is RoPE at the negative position.
+        turned = rotate_positions(q_post_HTD, rotary.to(q_post_HTD.device), -key_T)
+        total = total + _products(turned, num_kv_heads)
+    return total / DISTANCES
+
+
+def output_products(weight_CHD: Tensor, num_kv_heads: int) -> Tensor:
+    """Sum of W_o' W_o over the query heads of each KV head, fp64 [N, D, D]; weight_CHD as of ``output_weights``."""
+    return _products(weight_CHD.transpose(0, 1), num_kv_heads).cpu()
+
+
+def rotated(hessian_NDD: Tensor, signs_D: Tensor) -> Tensor:
+    """Of values x R', where R is the rotation of kvcal.pages.hadamard with these signs: R H R', fp64."""
+    basis = rotate_channels(torch.eye(len(signs_D)), signs_D).double()  # rows: the rotated unit vectors, so it is R'
+    return basis.t() @ hessian_NDD @ basis
+
+
+def _products(x_HTD: Tensor, num_kv_heads: int) -> Tensor:
+    """x' x summed over tokens and groups of heads, fp64 [N, D, D]."""
+    x_NRD = x_HTD.double().unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+    return x_NRD.transpose(1, 2) @ x_NRD

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.stages import moments as module
-from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
+from kvcal.stages import hessians as module
+from kvcal.stages.hessians import mean_and_covariance, moments, weighted_queries
 
 TOKENS, DIM = 23, 6
 
