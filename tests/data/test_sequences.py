@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data import sources
-from kvcal.data.pools import PURPOSES, pool_of
+from kvcal.data.pools import PURPOSES
 from kvcal.data.sequences import DataSpec, TokenDataset, encode_problem, load_sequences, prefix_ids
 from kvcal.data.sources import Source
-from kvcal.data.tasks import extract_answer, problems
+from kvcal.data.tasks import problems
 from kvcal.embedded import model_folder
 from kvcal.errors import UsageError
 
@@ -166,17 +166,6 @@ def test_a_small_file_reaches_every_pool(tmp_path: Path, tokenizer: PreTrainedTo
         assert_says(caught.value, [f"pool '{purpose}'", "64 records", "65536 tokens", "of its own"])
 
 
-def joined_windows(source: str, num_tokens: int, seq_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All windows of a pool of ``num_tokens`` tokens, put together again without their opening token."""
-    spec = DataSpec(source, num_samples=num_tokens // (seq_len - 1), seq_len=seq_len)
-    return torch.cat([tokens_T[1:] for tokens_T in load_sequences(spec, tokenizer).sequences]).tolist()
-
-
-def fitting(texts: list[str]) -> list[str]:
-    """Those of the texts that are dealt to the pool "fit"."""
-    return [text for text in texts if pool_of(text) == "fit"]
-
-
 def load_any(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:
     """The sequences of the first pool that holds enough: a file of one record has only one."""
     refused = None
@@ -189,15 +178,6 @@ def load_any(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> TokenDataset
             refused = error
     assert refused is not None
     raise refused
-
-
-def test_documents_are_separated_by_eos(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = [f"document {i}" for i in range(400)]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    expected = [token for text in fitting(texts) for token in [*tokenizer(text)["input_ids"], EOS]]
-    joined = joined_windows(source, len(expected), 64, tokenizer)
-    assert len(joined) > 500
-    assert joined == expected[: len(joined)]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.txt.gz", "a.jsonl.gz"])
@@ -226,37 +206,18 @@ def test_the_same_text_gives_the_same_tokens_from_every_format(
 def test_a_folder_mixes_its_files_and_ignores_what_is_no_data(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    names = ("ann", "bob", "cid", "dee")
+    names = [f"person {number:02d}" for number in range(sources.MAX_OPEN_FILES + 4)]
     for name in names:
-        (tmp_path / f"{name}.txt").write_text(f"this is the long story of {name} and nobody else\n" * 1000)
+        (tmp_path / f"{name}.txt").write_text(f"this is the long story of {name} and nobody else\n" * 200)
     (tmp_path / "README.md").write_text("about the books")
     (tmp_path / "COPYING").write_text("a licence")
     (tmp_path / ".hidden.txt").write_text("hidden")
-    spec = DataSpec(str(tmp_path), num_samples=12, seq_len=256)
+    spec = DataSpec(str(tmp_path), num_samples=60, seq_len=128)
     dataset = load_sequences(spec, tokenizer)
     text = "".join(tokenizer.decode(tokens_T) for tokens_T in dataset.sequences)
-    assert all(f"story of {name}" in text for name in names)
+    assert sum(f"story of {name}" in text for name in names) > sources.MAX_OPEN_FILES
     assert "about" not in text and "licence" not in text and "hidden" not in text
     check_invariants(spec, tokenizer)
-
-
-def test_more_files_than_are_kept_open(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = [f"file number {i} of forty\n" for i in range(3 * sources.MAX_OPEN_FILES)]
-    for i, text in enumerate(texts):
-        (tmp_path / f"{i:02d}.txt").write_text(text)
-    texts = fitting(texts)
-    num_tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
-    assert len(texts) > 4
-    read = tokenizer.decode(joined_windows(str(tmp_path), num_tokens, 6, tokenizer)).split("<eos>")
-    assert set(read[:-1]) <= set(texts) and len(set(read[:-1])) >= len(texts) - 1
-
-
-def test_question_and_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "What is 1 + 1?", "answer": "2", "id": 7}])
-    dataset = load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer)
-    tokens_T, mask_T = dataset.sequences[0], dataset.loss_masks[0]
-    assert tokenizer.decode(tokens_T) == "<eos>What is 1 + 1?\n2<eos>"
-    assert tokenizer.decode(tokens_T[mask_T]) == "2<eos>"
 
 
 def test_named_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -324,11 +285,6 @@ def test_short_sequences_are_passed_over(tokenizer: PreTrainedTokenizerBase) -> 
     assert_says(caught.value, ["raise seq_len where replies begin behind it"])
 
 
-def test_blank_records_and_files_are_passed_over(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in ("", "  \n", None, words(300))])
-    assert load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer).num_tokens == 64
-
-
 def test_the_opening_tokens_are_the_tokenizers_own() -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -342,14 +298,6 @@ def test_the_opening_tokens_are_the_tokenizers_own() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.bos_token = None
     assert prefix_ids(tokenizer) == []
-
-
-def test_seeds_choose_different_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (tmp_path / "a.txt").write_text(words(5000))
-    for source in ("tasks:times", str(tmp_path / "a.txt")):
-        spec = DataSpec(source, num_samples=4, seq_len=200)
-        prints = {load_sequences(replace(spec, seed=seed), tokenizer).fingerprint for seed in range(3)}
-        assert len(prints) == 3
 
 
 def test_the_fingerprint_is_the_same_in_every_process_and_place(
@@ -417,19 +365,13 @@ BAD_SOURCES: dict[str, tuple[bytes | None, str, list[str]]] = {
     "missing.txt": (None, "", ["no such file"]),
     "table.csv": (b"a,b\n", "", ["'.csv'", ".jsonl", ".parquet"]),
     "empty.txt": (b"", "", ["is empty"]),
-    "empty.jsonl": (b"", "", ["is empty"]),
-    "blank.txt": (b" \n\n", "", ["is empty"]),
     "blank.jsonl": (b"\n\n", "", ["blank.jsonl"]),
-    "no-text.jsonl": (b'{"text": ""}\n', "", ["is empty"]),
     "broken.jsonl": (b'{"text": "a"}\n{"text"\n', "", ["cannot be read as json", "broken.jsonl"]),
-    "broken.parquet": (b"PAR1 no", "", ["cannot be read as parquet"]),
     "latin1.txt": (b"caf\xe9\n", "", ["cannot be read as text", "utf-8"]),
     "columns.jsonl": (b'{"body": "x", "id": 1}\n', "", ["messages, text", "body, id"]),
     "unknown.jsonl": (b'{"body": "x", "id": 1}\n', ",columns=txt", ["'txt'", "body, id"]),
     "number.jsonl": (b'{"text": 5}\n', "", ["record 0", "int"]),
     "split.txt": (b"x", ",split=test", ["split", "'test'", "hub"]),
-    "config.txt": (b"x", ",config=en", ["config", "'en'", "hub"]),
-    "short.txt": (b"a few words", "", ["holds 0 sequences", "num_samples = 2", "seq_len = 64"]),
     "chat.jsonl": (b'{"messages": [{"role": "user", "content": "hi"}]}\n', "", ["no chat template"]),
 }
 
@@ -477,9 +419,3 @@ def test_a_hub_id_that_cannot_be_reached_is_a_usage_error(tokenizer: PreTrainedT
     with pytest.raises(UsageError) as caught:
         load_sequences(DataSpec("nobody/no-such-data"), tokenizer)
     assert_says(caught.value, ["nobody/no-such-data", "no file or folder", "network"])
-
-
-def test_answers_survive_tokenization(tokenizer: PreTrainedTokenizerBase) -> None:
-    for task in ("ledger", "chain", "times"):
-        for problem in problems(task, 10, seed=0):
-            assert extract_answer(tokenizer.decode(tokenizer(problem.completion)["input_ids"])) == problem.answer

@@ -98,11 +98,6 @@ def test_a_shorter_list_is_a_prefix_and_seeds_differ() -> None:
     assert not set(longer) & set(problems("ledger", 8, seed=1))
 
 
-def test_evaluation_problems_are_the_same_in_every_process_and_version() -> None:
-    digest = hashlib.sha256("".join(p.text for p in problems("chain", 5, seed=3)).encode()).hexdigest()
-    assert digest == "b8dc40c685a99abd0481dfa91a2dd5d7b5dc3ac4adadc1beeec83a0db99b1fe1"
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_replay import assert_replayed, begin_sums
 from sglang_environment import python_with_sglang, recorded, run_sglang
-from test_vllm import LENGTHS, SOAK_SECONDS, VOCABULARY, Served, assert_soaked, prompts
+from test_vllm import LENGTHS, Served, prompts
 from vllm_environment import Unavailable
 
 from kvcal import Plan, PlanCache, attached
@@ -113,14 +113,6 @@ def test_requests_that_are_retracted(served: Served, tmp_path: Path) -> None:
     found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors"), given)
     assert found is not None and "Retract requests" in log, log[-4000:]
     assert assert_replayed(recorded(found, rounds), served.model, served.plan).restarts > 0
-
-
-def test_nothing_is_left_of_many_requests(served: Served, tmp_path: Path) -> None:
-    few = arguments(served, max_total_tokens=1024, chunked_prefill_size=256)
-    given = {"engine": few, "seconds": SOAK_SECONDS, "vocabulary": VOCABULARY}
-    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors"), given, "sglang_soak.py")
-    assert found is not None, log[-4000:]
-    assert_soaked(found, "aborted")
 
 
 def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:

@@ -261,31 +261,6 @@ def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> No
     assert sum(replay.cached.values()) > 1000
 
 
-# KVCAL_SOAK_SECONDS=480: as long as docs/engines.md states.
-SOAK_SECONDS = int(os.environ.get("KVCAL_SOAK_SECONDS", 20))
-
-
-def soak_arguments(served: Served, **more: Any) -> dict[str, Any]:
-    return {"engine": served.arguments(**SHORT, **more), "seconds": SOAK_SECONDS, "vocabulary": VOCABULARY}
-
-
-def assert_soaked(found: dict[str, Any], *counted: str) -> None:
-    """Nothing of a round is left: behind it the probes have the first answers to the bit, all blocks are free, and
-    memory is what it was behind the first quarter of the rounds, which fill caches."""
-    rounds = found["rounds"]
-    assert found["cached"] > 1000 and min(found[count] for count in counted) > 0, found
-    assert all(one["is_equal"] for one in rounds)
-    assert len({one.get("free_blocks") for one in rounds}) == 1
-    warm = rounds[len(rounds) // 4 :]
-    assert len({one["on_device"] for one in warm}) == 1
-    assert max(one["resident"] for one in warm) < warm[0]["resident"] + (24 << 20)
-
-
-def test_nothing_is_left_of_many_requests(version: str, tmp_path: Path, served: Served) -> None:
-    found = run_in(version, tmp_path, "vllm_soak.py", soak_arguments(served, max_num_batched_tokens=512))
-    assert_soaked(found, "aborted", "preempted")
-
-
 def test_the_experiment_times_steps(version: str, tmp_path: Path) -> None:
     """On a CPU; vLLM's own cache needs its compiled part, which is not there."""
     out = tmp_path / "speed.json"

@@ -17,9 +17,7 @@ from test_vllm import (
     LENGTHS,
     TOKENS,
     Served,
-    assert_soaked,
     prompts,
-    soak_arguments,
     without_queries,
 )
 from vllm_environment import answer_of, installed_checkout
@@ -107,11 +105,6 @@ def test_sinks_and_windows(drafts: dict[str, Any], tmp_path: Path, served: Serve
     requests = [{"prompt": ids, "tokens": TOKENS, "at": 5 * n} for n, ids in enumerate(prompts(5, 120, 250, 380))]
     found = serve(tmp_path, served, requests, **given, enable_prefix_caching=False, max_num_batched_tokens=256)
     assert_replayed(found, served.model, plan, False, alone=ALONE if drafts else 1)
-
-
-def test_nothing_is_left_of_many_requests(tmp_path: Path, served: Served) -> None:
-    arguments = soak_arguments(served, **ON_GPU | GRAPHS, max_num_batched_tokens=512)
-    assert_soaked(run(tmp_path, "vllm_soak.py", arguments), "aborted")
 
 
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.geometry import attention_layers, geometry_of
 from kvcal.models.load import LoadedModel, load
-from kvcal.models.projections import projections
 from kvcal.models.rope import rotary_pairs
 
 
@@ -96,22 +95,13 @@ def test_folded_logits_equal_and_the_cache_holds_k_over_lambda(name):
         assert lambda_ND.min() < lambda_ND.max()
 
 
-# llama: plain; qwen2: bias; phi3: fused; gpt_neox: fused per head, partial; stablelm: partial; glm4: interleaved.
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "stablelm", "glm4", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_neox", "qwen3"])  # a bias, one fused matrix, a norm
 def test_any_lambda_keeps_logits_in_fp64(name):
     model, geometry = double(name)
     _, logits = captured_by(model, geometry, batch())
     fold(model, lambdas_for(model, geometry, name in SHARED), geometry)
     _, folded_logits = captured_by(model, geometry, batch())
     torch.testing.assert_close(folded_logits[0], logits[0], rtol=1e-9, atol=1e-9)
-
-
-def test_gemma_takes_any_lambda_to_the_rounding_of_its_norm():
-    model, geometry = double("gemma3")
-    _, logits = captured_by(model, geometry, batch())
-    fold(model, lambdas_for(model, geometry, shared=True), geometry)
-    _, folded_logits = captured_by(model, geometry, batch())
-    torch.testing.assert_close(folded_logits[0], logits[0], rtol=1e-4, atol=1e-5)
 
 
 def test_some_layers_only():
@@ -191,26 +181,6 @@ def test_weights_that_cannot_take_lambda_are_refused():
     per_head = _build(hf.StableLmConfig(**_IDS, **_SHAPE, qk_layernorm=True))
     with pytest.raises(UnsupportedModel, match="StableLmLayerNormPerHead has no weight"):
         fold(per_head, lambdas_for(per_head, geometry_of(per_head), shared=False))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "gpt2"])
-def test_query_channels_make_the_queries(name):
-    """Zero one query head's channels in weight and bias: exactly that head's queries become zero."""
-    model = MODELS[name]()
-    geometry = geometry_of(model)
-    index = attention_layers(geometry)[-1].index
-    found = projections(model, geometry)[index]
-    out_dim = 0 if isinstance(found.query, torch.nn.Linear) else 1
-    before, _ = captured_by(model, geometry, batch())
-    with torch.no_grad():
-        found.query.weight.movedim(out_dim, 0)[found.q_channels_HD[2]] = 0
-        if found.query.bias is not None:
-            found.query.bias[found.q_channels_HD[2]] = 0
-    after, _ = captured_by(model, geometry, batch())
-    old, new = before[-1].q_post_BHTD, after[-1].q_post_BHTD
-    assert new[:, 2].abs().max() == 0 < old[:, 2].abs().max()
-    others = [h for h in range(old.shape[1]) if h != 2]
-    torch.testing.assert_close(new[:, others], old[:, others])
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

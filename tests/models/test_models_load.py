@@ -118,11 +118,6 @@ def test_identity_ignores_the_place_and_volatile_keys(saved: Path, folder: Path)
     assert identity_of(folder, "x").tokenizer_sha256 != first.tokenizer_sha256
 
 
-def test_no_machine_path_in_the_identity(folder: Path):
-    identity = load(str(folder), device="cpu").identity
-    assert str(folder.parent) not in repr(identity)
-
-
 def test_shards(folder: Path):
     model = load(str(folder), device="cpu", dtype="bfloat16").model
     (folder / "model.safetensors").unlink()
@@ -164,10 +159,6 @@ def test_hub_id_from_the_local_hub_cache(saved: Path, tmp_path: Path, monkeypatc
     (repository / "snapshots" / commit / "tokenizer.json").unlink()
     refused("owner/tiny", UsageError, "owner/tiny has no tokenizer")
     assert load("owner/tiny", device="cpu", need_tokenizer=False).tokenizer is None
-
-
-def test_a_file_is_not_a_model(folder: Path):
-    refused(folder / "config.json", UsageError, "is a file")
 
 
 def test_folder_without_config(folder: Path):

@@ -7,7 +7,7 @@ import torch
 from evaluation_cases import as_loaded
 from reparam_cases import outlier_model
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
-from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import BartConfig, BartForCausalLM, Qwen2Config
 
 from kvcal.errors import UnsupportedModel
 from kvcal.models.geometry import attention_layers, geometry_of
@@ -82,42 +82,6 @@ def test_projection_channels_make_the_keys_and_values(name):
             if name != "olmo2":  # its norm runs over all heads at once
                 torch.testing.assert_close(new[:, :-1], old[:, :-1])
         assert before[-1].q_post_BHTD.allclose(after[-1].q_post_BHTD, atol=1e-6)
-
-
-def test_fused_weights_score_like_split_ones():
-    """Phi-3 with its fused weight taken apart into a Llama has the same gradient norms."""
-    fused, inputs = built("phi3"), batch()
-    config = fused.config
-    split = LlamaForCausalLM(
-        LlamaConfig(
-            **{
-                key: value
-                for key, value in config.to_dict().items()
-                if key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps")
-                or key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-            },
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
-    ).eval()
-    state = {}
-    for key, value in fused.state_dict().items():
-        if "qkv_proj" in key:
-            for part, weight in zip("qkv", value.split([64, 16, 16]), strict=True):
-                state[key.replace("qkv_proj", f"{part}_proj")] = weight
-        elif "gate_up_proj" in key:
-            for part, weight in zip(("gate", "up"), value.chunk(2), strict=True):
-                state[key.replace("gate_up_proj", f"{part}_proj")] = weight
-        else:
-            state[key] = value
-    split.load_state_dict(state)
-    norms = []
-    for model in (fused, split):
-        projections = kv_projections(model, geometry_of(model))
-        flows = flows_of(model, projections, inputs)
-        norms.append([projection.weight_grad_norms(*flows[projection.module]).tolist() for projection in projections])
-        model.zero_grad(set_to_none=True)
-    for fused_norms, split_norms in zip(*norms, strict=True):
-        assert fused_norms == pytest.approx(split_norms, rel=1e-4)
 
 
 def test_projection_refusals_say_why():

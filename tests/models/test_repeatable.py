@@ -64,16 +64,6 @@ def test_settings_are_restored_after_an_error() -> None:
     assert logits is not None and settings() == before
 
 
-def test_attention_that_is_computed_eagerly_needs_no_setting() -> None:
-    model, before = TINY_MODELS["llama"](), settings()
-    model.set_attn_implementation("eager")
-    seen = []
-    with repeatable_attention(model):
-        model.model.layers[1].self_attn.q_proj.weight.register_hook(lambda _: seen.append(settings()))
-        model(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits.square().mean().backward()
-    assert seen == [(False, *before[1:])] and settings() == before
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_gpu_repeats_the_bits_of_a_backward(head_dim: int) -> None:

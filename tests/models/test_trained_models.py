@@ -75,10 +75,3 @@ def test_short_problems_come_first_and_none_is_of_the_report():
     early, late = ([train_models.draw(rng, progress, 0.35) for _ in range(60)] for progress in (0.0, 0.7))
     assert {train_models.pool_of(problem.prompt) for problem in early + late} <= {"fit", "select", "validate"}
     assert 1.3 * sum(len(problem.text) for problem in early) < sum(len(problem.text) for problem in late)
-
-
-@pytest.mark.parametrize("size", [(3, 8, 20), (2, 20, 8)])
-def test_updates_are_orthogonal(size):
-    found = train_models.orthogonal(torch.randn(size, generator=torch.Generator().manual_seed(0))).float()
-    singular = torch.linalg.svdvals(found)
-    assert singular.min() > 0.6 and singular.max() < 1.3

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from artifact_mutations import canonical, content_of, sealed
 from artifact_subjects import KINDS, subjects
-from fuzz_artifacts import fuzz
+from fuzz_artifacts import canonical, content_of, fuzz, sealed
 
 from kvcal.artifact import COMMANDS, kind_of
 from kvcal.errors import ArtifactError
