@@ -22,7 +22,7 @@ import torch
 from kvcal.artifact import write_text_atomic
 from kvcal.bench import time_layers
 from kvcal.geometry import AttentionGeometry, CacheDtype, ModelIdentity
-from kvcal.pages.grids import gaussian_grid
+from kvcal.pages.lattice import gaussian_grid
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload

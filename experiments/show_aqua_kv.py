@@ -32,7 +32,7 @@ from shared import arguments, print_table
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.pages.grids import GRIDS, gaussian_grid, nearest_point
+from kvcal.pages.lattice import GRIDS, gaussian_grid, nearest_point
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload

@@ -35,7 +35,7 @@ def cache_layers(
     config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate, keep_decoded: bool
 ) -> list[Any]:
     """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``: what they
-    call with batch and device when the first tokens come. ``keep_decoded``: see kvcal.cache.decoded.
+    call with batch and device when the first tokens come. ``keep_decoded``: see kvcal.store.layer_store.
 
     Raises:
         ArtifactError: the plan's layers are not the model's.

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcal.cache.decoded import DecodedCopy
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.choice import draft_reasons, refusals, slow_reasons
@@ -33,7 +32,7 @@ from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.store.dequantize import StepForm, form_reasons
-from kvcal.store.layer_store import LayerStore, NewTokens
+from kvcal.store.layer_store import DecodedCopy, LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.store.state import PlanState, StepState

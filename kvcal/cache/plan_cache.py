@@ -67,9 +67,9 @@ class PlanCache(Cache):
     ) -> None:
         """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens that every
         sequence has room for, which makes the cache static; keep_decoded: a dynamic cache decodes every page once and
-        keeps a dense copy, for evaluation on machines where decoding dominates (kvcal.cache.decoded); lookahead: draft
-        tokens a step, up to 7, that can be taken back as if they had never been there (``crop``). A static cache
-        verifies a token with as many drafts in one step.
+        keeps a dense copy, for evaluation on machines where decoding dominates; lookahead: draft tokens a step, up to
+        7, that can be taken back as if they had never been there (``crop``). A static cache verifies a token with as
+        many drafts in one step.
 
         Raises:
             ArtifactError: the plan's layers are not the model's.

@@ -8,12 +8,13 @@ sliding-window layers; a step takes no mask, since all that a row still holds is
 That is so where a row's tokens lie in neighbouring columns: masks count columns, and a row counts tokens. So padding
 behind the tokens of a row is refused, and so is attention in chunks (Llama-4), whose windows begin anew.
 
-The memory of a ``StaticWindow`` is kvcal.store.window's.
+A ``StaticWindow``'s memory is allocated once: the last W - 1 tokens of every row in a ring. A step is
+``append_window`` (kvcal.kernels.ops), then ``decode``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,32 +25,42 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvcal.cache.paged_layer import PagedLayer, require_shapes
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
+from kvcal.kernels import ops
+from kvcal.kernels.operands import Memory, PageTransform, Place
+from kvcal.kernels.variants import window_variant
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.padding import Block, Padding, Rows
-from kvcal.store.window import WindowStore
+from kvcal.store.pool import fixed
 
 
 class StaticWindow(PagedLayer):
-    """See the module's docstring."""
+    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side: token number i of a row has slot i
+    modulo the ring's size."""
 
     is_sliding = True
 
-    _window: WindowStore | None = None
-
-    @property
-    def window(self) -> WindowStore:
-        assert self._window is not None
-        return self._window
-
     def create(self, batch: int, device: torch.device) -> None:
-        assert self.static is not None
-        self._window = WindowStore.allocate(self.plan, self.static)
+        static, geometry, cache_dtype = self.static, self.plan.attention, self.state.plan.cache_dtype
+        assert static is not None and geometry.window is not None
+        num_heads, dim, dtype = geometry.num_kv_heads, geometry.k_head_dim, CACHE_DTYPES[cache_dtype]
+        self.ring_tokens = min(static.max_tokens, geometry.window - 1)
+        variant = window_variant(geometry, self.ring_tokens, cache_dtype)
+        shape, record = (static.batch, num_heads, self.ring_tokens, dim), variant.layout("k").record_bytes
+        self.ring = {side: fixed(torch.zeros(shape, dtype=dtype, device=device)) for side in SIDES}
+        no_pages = torch.empty(0, num_heads, record, dtype=torch.uint8, device=device)
+        no_table, none = torch.empty(static.batch, 0, dtype=torch.int32, device=device), static.in_order
+        self._memory = [
+            Memory(static.evicted(side, num_heads, dim, dtype), self.ring[side], no_pages) for side in SIDES
+        ]
+        self._place = Place(static.lengths, no_table, none, none, none)
+        self._number = variant.number  # ready for torch.compile
+        self._workspace = static.workspace(num_heads, variant.group_heads, dim)
         self.is_initialized = True
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self.window.tensors if self.is_initialized else []
+        return list(self.ring.values()) if self.is_initialized else []
 
     @property
     def overwritten(self) -> list[Tensor]:
@@ -58,8 +69,17 @@ class StaticWindow(PagedLayer):
     def _step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        self.window.append(k_new, v_new)
-        return self.window.decode(q, s_aux, scale, softcap)
+        static, (k, v) = self.static, self._memory
+        assert static is not None
+        ops.append_window(
+            k_new, v_new, k.sinks, k.ring, v.sinks, v.ring, static.lengths, static.error, static.max_tokens
+        )
+        nothing = static.nothing
+        attended: Tensor = ops.decode(
+            q, list(k), list(v), list(self._place), list(PageTransform(*[nothing] * 6)),
+            nothing if s_aux is None else s_aux, self._workspace, scale, softcap, [self._number], nothing, [],
+        )  # fmt: skip
+        return attended
 
     def past_columns(self, columns: int) -> int:
         """Number of the last of so many columns that a prompt attends to."""
@@ -75,16 +95,19 @@ class StaticWindow(PagedLayer):
     def require_croppable(self, before: list[int], after: list[int]) -> None:
         """UsageError where rows of so many tokens cannot go back: what was before them is gone."""
         for count, kept in zip(before, after, strict=True):
-            loss = self.window.loss(count, kept)
-            if loss is not None:
-                raise UsageError(f"cannot remove {count - kept} of {count} tokens: {loss}")
+            if kept < count and count > self.ring_tokens:
+                raise UsageError(
+                    f"cannot remove {count - kept} of {count} tokens: tokens before them have left the sliding window "
+                    f"of {self.ring_tokens + 1}"
+                )
 
     def crop(self, tokens_to_remove: int) -> None:
         """The ring stays as it is: tokens to come replace those that were removed."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.require_observed()
-        self.window.select(beam_idx.to(self.window.ring["k"].device))
+        for tensor in self.tensors:
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def reset(self) -> None:
         """The ring stays as it is: tokens to come replace what it holds."""
@@ -106,7 +129,7 @@ class StaticWindow(PagedLayer):
         if not count:
             return
         tokens = out.new_empty(*out.shape[:2], count, out.shape[3])
-        self.window.read(side, block.rows, rows.num_tokens(block, columns), tokens)
+        self.read_window(side, block.rows, rows.num_tokens(block, columns), tokens)
         for start, stop in intervals:
             out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
@@ -119,8 +142,24 @@ class StaticWindow(PagedLayer):
             for side, states in zip(SIDES, (new.keys, new.values), strict=True):
                 chunks = [states[block.rows, :, a - new.columns : b - new.columns] for a, b in intervals]
                 tokens[side] = torch.cat(chunks, dim=2)
-            self.window.extend(block.rows, new.rows.num_tokens(block, new.columns), tokens)
+            self.extend_window(block.rows, new.rows.num_tokens(block, new.columns), tokens)
         self._finish(new)
+
+    def read_window(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
+        """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as there are
+        in the ring at most."""
+        out.copy_(self.ring[side][rows].index_select(2, self._slots(num_tokens - out.shape[2], num_tokens)))
+
+    def extend_window(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
+        """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) behind the ``num_tokens`` of each of ``rows``."""
+        for side in SIDES:
+            last = new[side][:, :, -self.ring_tokens :]
+            total = num_tokens + new[side].shape[2]
+            self.ring[side][rows].index_copy_(2, self._slots(total - last.shape[2], total), last)
+
+    def _slots(self, first: int, stop: int) -> Tensor:
+        """int64: where the tokens ``first`` ... ``stop`` - 1 of a row lie."""
+        return torch.arange(first, stop, device=self.ring["k"].device) % self.ring_tokens
 
 
 class BoundedLayer(DynamicSlidingWindowLayer):
@@ -139,12 +178,7 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         return [tensor for tensor in (self.keys, self.values) if tensor is not None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the parent's.
-
-        Raises:
-            ArtifactError: the model's heads or head sizes are not the plan's.
-            UsageError: another batch than before.
-        """
+        """As the parent's; refused as by ``PagedLayer.update``."""
         require_shapes(self.geometry, key_states, value_states)
         dtype = key_states.dtype
         self.padding.resolve(key_states.shape[0])

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.lifts import key_lift
 from kvcal.kernels.variants import SCORES, Variant, stored_form, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side
 
@@ -32,6 +32,8 @@ MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 LATENTS = "it caches latents (multi-head latent attention), which are expanded in torch: the kernels read keys of heads"
 MAX_DRAFTS = 7  # that a step verifies beside its token
+MAX_CODE_SUM = 2**22 // 128  # of a token's bytes
+LIFTS = {1: 7, 2: 6, 3: 4, 4: 4}  # by the bits of the widest code
 MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
 
 
@@ -157,3 +159,25 @@ def draft_reasons(variant: Variant) -> Iterator[str]:
         yield "keys of 16 bits with packed values"
     elif v.num_bits != RAW_BITS and k.recent_window > v.recent_window:
         yield f"{k.recent_window} recent tokens of keys, more than {v.recent_window} of values"
+
+
+def key_lift(variant: Variant) -> int | None:
+    """``K_LIFT`` of the fast kernel, the power of two by which codes of keys are shifted within the bytes that tensor
+    cores multiply; None where even codes at the bottom of their bytes add up to too much.
+
+    A code at the top of its byte costs the fewest right shifts (``csrc/codes.cuh``). But products with a limb of the
+    query, -128 to 127, become a float by the bits of their sum, which must stay below 2^22
+    (``csrc/instructions.cuh``). With more than 128 channels, codes of 2 and 4 bits lie lower there."""
+    layout, bits = variant.layout("k"), variant.num_bits("k")
+    if bits == RAW_BITS:
+        return 0
+    widest, total, left = bits, 0, variant.head_dim
+    if isinstance(layout, TieredLayout):
+        for tier_bits, room, _ in layout.tiers:
+            if tier_bits != RAW_BITS:
+                widest, taken = max(widest, tier_bits), min(room, left)
+                total, left = total + taken * (2**tier_bits - 1), left - taken
+    total += left * (2**bits - 1)
+    # Steps of a code's bits: where one code of a word needs no shift, another one needs none then.
+    lifts = range(LIFTS.get(widest, 0), -1, -bits)
+    return next((lift for lift in lifts if total << lift <= MAX_CODE_SUM), None)

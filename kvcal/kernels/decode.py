@@ -22,9 +22,9 @@ from kvcal.kernels.choice import (
     WIDE_HEAD_DIMS,
     is_plain,
     is_wide,
+    key_lift,
 )
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.lifts import key_lift
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.pages.record_layout import RAW_BITS, padded_channels

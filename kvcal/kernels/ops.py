@@ -19,23 +19,31 @@ stored, and the page that they complete is packed; then each attends to the toke
     present, regions             where pages shrink: ``operands.Regions``; else empty
 
 Mutated arguments are declared, so that torch.compile and CUDA graphs can hold the operators.
+
+A launch is paid for every layer and step where no graph replays it, so nothing but pointers, strides and sizes is
+computed there; which kernel serves a variant on a device is looked up. What the kernels get is said in
+``csrc``. Tensors in another dtype than the cache's (a model that computes in fp32), or in strides that a 16-byte load
+does not take, are copied before.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
-from kvcal.kernels.compile import kernel
-from kvcal.kernels.decode import launch_decode
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, Regions
-from kvcal.kernels.pack import launch_append, launch_pack, launch_unpack, loadable
+from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.decode import launch_decode, region_addresses, row_defines, table_shape
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, Regions
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.variants import VARIANTS
-from kvcal.plan.page_format import SIDES
+from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.page_format import SIDES, Side
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))
@@ -89,11 +97,18 @@ def pack(
 ) -> None:  # fmt: skip
     """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[slots], int32 [b, P]. They are number ``first_page``
     and on of their sequences. ``query_mean`` [b, n, D] fp32, for query scores. ``side``: its index in SIDES."""
-    of_keys, named, mean = PageTransform(*transform), VARIANTS[variant], query_mean if query_mean.numel() else None
-    if x.is_cuda:
-        launch_pack(x, pages, slots, first_page, query_mean, of_keys, error, SIDES[side], named)
-    else:
+    named, of_keys = VARIANTS[variant], PageTransform(*transform)
+    if not x.is_cuda:
+        mean = query_mean if query_mean.numel() else None
         reference.pack(x, pages, slots, first_page, mean, of_keys, error, SIDES[side], named)
+        return
+    x, query_mean = loadable(x, CACHE_DTYPES[named.cache_dtype]), query_mean.contiguous()
+    batch, heads, tokens = x.shape[:3]
+    _side_kernel("pack", SIDES[side], named, x.get_device()).launch(
+        (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
+        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0), first_page,
+        *map(Tensor.data_ptr, of_keys), query_mean.data_ptr(), named.first_head, error.data_ptr(),
+    )  # fmt: skip
 
 
 @torch.library.custom_op("kvcal::unpack", mutates_args=("out",))
@@ -101,15 +116,24 @@ def unpack(
     pages: Tensor, slots: Tensor, out: Tensor, transform: Sequence[Tensor], side: int, variant: int
 ) -> None:  # fmt: skip
     """pages[slots], int32 [b, P] -> out [b, n, 128 P, D], any float dtype, channels side by side."""
-    serve = launch_unpack if out.is_cuda else reference.unpack
-    serve(pages, slots, out, PageTransform(*transform), SIDES[side], VARIANTS[variant])
+    named, of_keys = VARIANTS[variant], PageTransform(*transform)
+    if not out.is_cuda:
+        reference.unpack(pages, slots, out, of_keys, SIDES[side], named)
+        return
+    batch, heads, tokens = out.shape[:3]
+    _side_kernel("unpack", SIDES[side], named, pages.get_device()).launch(
+        (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
+        pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, of_keys[:2]),
+        of_keys.signs(SIDES[side]).data_ptr(),
+    )  # fmt: skip
 
 
 def _regions(present: Tensor, regions: Sequence[int]) -> Regions | None:
     return Regions(present, (regions[0], regions[1])) if regions else None
 
 
-THREADS = 32
+WINDOW_THREADS = 32
 WORD_BYTES = 16  # of a load
 
 
@@ -156,7 +180,7 @@ def append_window(
     in_word = WORD_BYTES // k_ring.itemsize
     kernel("window", "append_window", {}, k_new.get_device()).launch(
         (heads, batch, 2),
-        THREADS,
+        WINDOW_THREADS,
         0,
         k_new.data_ptr(), k_new.stride(0) // in_word, k_new.stride(1) // in_word,
         v_new.data_ptr(), v_new.stride(0) // in_word, v_new.stride(1) // in_word,
@@ -168,3 +192,58 @@ def append_window(
         lengths.data_ptr(), 0 if rows is None else rows.data_ptr(), k_ring.shape[2], dim // in_word, max_tokens,
         error.data_ptr(),
     )  # fmt: skip
+
+
+THREADS = 256
+
+
+@functools.cache
+def _append_kernel(variant: Variant, is_staged: bool, has_rows: bool, device_index: int) -> Kernel:
+    defines = variant.defines | ({"STAGED": 1} if is_staged else {}) | row_defines(has_rows)
+    return kernel("pack", "append", defines, device_index)
+
+
+@functools.cache
+def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> Kernel:
+    """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the other."""
+    own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
+    own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
+    return kernel("pack", entry, own, device_index)
+
+
+def launch_append(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k: Memory, v: Memory, queries: QueryStatistic, place: Place,
+    transform: PageTransform, error: Tensor, variants: Sequence[Variant], regions: Regions | None = None,
+) -> None:  # fmt: skip
+    """As ``ops.append``. With ``regions`` there is a launch for every variant, of which the one for the present bits
+    does the work."""
+    dtype = k.ring.dtype
+    k_new, v_new = loadable(k_new, dtype), loadable(v_new, dtype)
+    of_queries: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
+    if queries.sum.numel():
+        q = loadable(q, dtype)
+        of_queries = (
+            q.data_ptr(), *q.stride()[:2], queries.sum.data_ptr(), queries.sum.stride(0), queries.since.data_ptr(),
+            queries.since.stride(0),
+        )  # fmt: skip
+    batch, heads = k_new.shape[0], k_new.shape[-2]
+    for variant in variants:
+        _append_kernel(variant, regions is not None, place.rows.numel() > 0, k_new.get_device()).launch(
+            (heads, batch, 2),
+            THREADS,
+            0,
+            k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),
+            *of_queries,
+            *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
+            place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
+            *map(Tensor.data_ptr, transform), variant.first_head, error.data_ptr(), *region_addresses(regions),
+            *k_new.stride()[1:-2], *v_new.stride()[1:-2],
+        )  # fmt: skip
+
+
+def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16 bytes."""
+    x = x.to(dtype)
+    *outer, channel = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0
+    return x if aligned and (not x.numel() or channel == 1) else x.clone(memory_format=torch.contiguous_format)

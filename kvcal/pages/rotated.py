@@ -1,7 +1,7 @@
 """Rotated pages: uniform pages of values that a Hadamard rotation has made nearly Gaussian (QuaRot's rotation, per
 head).
 
-A token of one KV head is rotated (see hadamard; all heads of a side share its signs) and rounded to the cache's dtype,
+A token of one KV head is rotated (all heads of a side share its signs) and rounded to the cache's dtype,
 as a kernel keeps it in 16 bits. Each group of its channels is then rounded to the uniform grid that errs least on a
 Gaussian of the group's root mean square: 2^b levels around 0, a step of
 
@@ -14,11 +14,26 @@ page of codes per token without the zeros, which are -(2^b - 1) / 2 times the sc
 that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up to. Sinks and
 recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation would spread over the
 head.
+
+The rotation, a randomized Hadamard transform (HIGGS and QuaRot), makes any row of values nearly Gaussian:
+
+    y = H diag(s) x / sqrt(n),   x = diag(s) H y / sqrt(n),   H = [[1, 1], [1, -1]] (x) ... (x) [[1, 1], [1, -1]]
+
+in blocks of n, the largest power of two that divides the width. Signs s of +1 or -1 come first: without them a row of
+equal values would be turned into one spike. The transform is orthonormal, so an error of the rotated values is an error
+of the same L2 norm in the values. A width such as 96 has blocks of 32 and is never padded: padding would store more
+values than there are.
+
+The transform is log2(n) rounds of additions and subtractions, neighbours first (distance 1, 2, 4, ...), then one
+product with fp32(1 / sqrt(n)): single IEEE operations, the same bits on a CPU and on a GPU. A product with H would be
+summed in an order that the device chooses. Left out: dense rotations, and Hadamard matrices of sizes such as 12 and 20.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +41,6 @@ from typing import ClassVar
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.feedback import round_with_feedback
-from kvcal.pages.hadamard import random_signs, rotate, unrotate
 from kvcal.pages.record_layout import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
 from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
@@ -36,6 +50,52 @@ STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.0307623
 DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.3e-05}
 # Steps times these with error feedback.
 WIDER = {1: 1.0, 2: 1.27, 3: 1.2, 4: 1.1, 8: 1.0}
+
+
+def block_size(width: int) -> int:
+    """The largest power of two that divides ``width`` (1 or more): 1024 -> 1024, 96 -> 32, 20 -> 4, 7 -> 1."""
+    return width & -width
+
+
+def norm(width: int) -> float:
+    """1 / sqrt(n), which makes the transform orthonormal; rounded to fp32 where it is used."""
+    return 1.0 / math.sqrt(block_size(width))
+
+
+def random_signs(width: int, seed: int) -> Tensor:
+    """[width] int8 of +1 and -1 on the CPU, from the bits of a hash: the same on any machine and torch version.
+
+    The signs of a smaller width are the first ones of a larger width with the same ``seed``.
+    """
+    data = hashlib.shake_256(f"kvcal hadamard signs {seed}".encode("ascii")).digest(-(-width // 8))
+    bits = [byte >> place & 1 for byte in data for place in range(8)]
+    return torch.tensor([1 - 2 * bit for bit in bits[:width]], dtype=torch.int8)
+
+
+def rotate(x: Tensor, signs: Tensor) -> Tensor:
+    """x [..., width], any float dtype; signs [width] int8 on the same device -> [..., width] fp32, rotated."""
+    return _transformed(x.float() * signs.float())
+
+
+def unrotate(y: Tensor, signs: Tensor) -> Tensor:
+    """Inverse of :func:`rotate`, up to fp32 rounding: [..., width] -> [..., width] fp32."""
+    return _transformed(y.float()) * signs.float()
+
+
+def _transformed(x: Tensor) -> Tensor:
+    """H x / sqrt(n) of each block of the last dimension."""
+    width = x.shape[-1]
+    block = block_size(width)
+    # Rows last: each round then adds whole runs of memory, three times faster on a CPU than within rows.
+    values, distance = x.reshape(-1, width).t(), 1
+    while distance < block:
+        low, high = values.reshape(width // (2 * distance), 2, -1).unbind(1)
+        values = torch.stack((low + high, low - high), 1)
+        distance *= 2
+    values = values.reshape(width, -1).t().reshape(x.shape)
+    return values * x.new_full((), norm(width))
+
+
 _signs = functools.cache(random_signs)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal.pages.hadamard import rotate as rotate_channels
+from kvcal.pages.rotated import rotate as rotate_channels
 from kvcal.pages.transforms import rotate as rotate_positions
 
 DISTANCES = 8  # positions of keys that a query is turned back by, where pages hold keys before RoPE
@@ -86,7 +86,7 @@ def output_products(weight_CHD: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def rotated(hessian_NDD: Tensor, signs_D: Tensor) -> Tensor:
-    """Of values x R', where R is the rotation of kvcal.pages.hadamard with these signs: R H R', fp64."""
+    """Of values x R', where R is the rotation of kvcal.pages.rotated with these signs: R H R', fp64."""
     basis = rotate_channels(torch.eye(len(signs_D)), signs_D).double()  # rows: the rotated unit vectors, so it is R'
     return basis.t() @ hessian_NDD @ basis
 

@@ -9,7 +9,6 @@ that it may be captured in a CUDA graph. Nothing here knows of transformers or o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,13 +25,14 @@ from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
-from kvcal.store.dequantize import StepForm, dequantized_tokens, step_forms
+from kvcal.store.dequantize import Prediction, StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
 from kvcal.store.pages_and_ring import KernelCodec, PagedTensor
-from kvcal.store.pool import Pool, TablePool, fixed
-from kvcal.store.prediction import Prediction
-from kvcal.store.shrinking import RegionPool
+from kvcal.store.pool import Pool, RegionPool, TablePool, fixed
 from kvcal.store.state import PlanState, StepState
+
+# Columns that a decoded copy grows by: each growth copies it.
+GROWTH = 256
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,6 @@ class LayerStep:
         return list(self.variants) if x.dim() == 3 else [self.with_drafts[x.shape[1] - 2]]
 
 
-def phased_variants(variant: Variant, pools: Sequence[RegionPool]) -> list[Variant]:
-    """One for each pair of bits that pages in these regions, of keys and of values, come to have."""
-    phases = pools[0].phases
-    return [with_bits(variant, *bits) for bits in phases.widths([pool.number for pool in pools])]
-
-
-def with_bits(variant: Variant, k_bits: int, v_bits: int) -> Variant:
-    """The variant for pages of these bits. Those of 16 hold K as the model made them."""
-    is_plain = k_bits == RAW_BITS
-    return replace(
-        variant,
-        k_bits=k_bits,
-        v_bits=v_bits,
-        rescale=variant.rescale and not is_plain,
-        offset=variant.offset and not is_plain,
-    )
-
-
 class NewTokens(NamedTuple):
     """Keys and values [B, N, T, D] in the cache's dtype; ``columns`` were fed before them."""
 
@@ -119,6 +101,7 @@ class LayerStore:
         self.cache_dtype: CacheDtype = state.plan.cache_dtype
         self.prediction = Prediction(plan, state)
         self.sides: dict[Side, PagedTensor] = {}
+        self._variants, self._regions = ([], []) if static is None else self._compiled(static)
         tensors, group = state.tensors_on(device), plan.attention.group_heads
         for side in SIDES:
             codec = PageCodec.of_layer(plan, side, self.cache_dtype, tensors)
@@ -225,58 +208,65 @@ class LayerStore:
 
     # ---- how the memory is made
 
+    def _compiled(self, static: StepState) -> tuple[list[Variant], list[RegionPool]]:
+        """What the kernels of a static cache are compiled for: one variant, or where pages shrink, one for each pair of
+        bits that keys and values come to have in their regions."""
+        variant = replace(variant_of(self.plan, self.cache_dtype), lookahead=static.shared.lookahead)
+        if static.phases is None:
+            return [variant], []
+        regions = [RegionPool(static.phases, self.plan.geometry.index, side) for side in SIDES]
+        found = []
+        for k_bits, v_bits in static.phases.widths([region.number for region in regions]):
+            is_raw = k_bits == RAW_BITS  # pages of 16 bits hold K as the model made them
+            found.append(
+                replace(
+                    variant,
+                    k_bits=k_bits,
+                    v_bits=v_bits,
+                    rescale=variant.rescale and not is_raw,
+                    offset=variant.offset and not is_raw,
+                )
+            )
+        return found, regions
+
     def _pool(self, codec: PageCodec) -> Pool | None:
         """The pool of a part of a static cache; None for a pool that grows."""
         if self.static is None:
             return None
-        if self.static.phases is not None:
-            return RegionPool(self.static.phases, self.plan.geometry.index, codec.side)
+        if self._regions:
+            return self._regions[SIDES.index(codec.side)]
         return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
         """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
         if self.static is None or stored_form(self.plan, codec.side) is not None:
             return None
-        variant, error = variant_of(self.plan, self.cache_dtype), self.static.error
-        transform = self._transform(variant, self.static)
-        if codec.side == "v":
-            transform = transform.of_values
-        if self.static.phases is None:
-            return KernelCodec({(): variant}, [], transform, error)
-        pools = self._regions(self.static)
-        by_bits = {tuple(v.num_bits(side) for side in SIDES): v for v in phased_variants(variant, pools)}
-        return KernelCodec(by_bits, pools, transform, error)
+        transform = self._transform(self.static)
+        by_bits = {tuple(v.num_bits(side) for side in SIDES) if self._regions else (): v for v in self._variants}
+        return KernelCodec(
+            by_bits, self._regions, transform if codec.side == "k" else transform.of_values, self.static.error
+        )
 
-    def _regions(self, static: StepState) -> list[RegionPool]:
-        assert static.phases is not None
-        return [RegionPool(static.phases, self.plan.geometry.index, side) for side in SIDES]
-
-    def _transform(self, variant: Variant, static: StepState) -> PageTransform:
+    def _transform(self, static: StepState) -> PageTransform:
         tensors = layer_transforms(static.tensors, self.plan.geometry.index)
-        return PageTransform.of_variant(variant, tensors, static.nothing)
+        return PageTransform.of_variant(variant_of(self.plan, self.cache_dtype), tensors, static.nothing)
 
     def _layer_step(self, static: StepState) -> LayerStep:
-        lookahead, geometry = static.shared.lookahead, self.plan.attention
-        variant = replace(variant_of(self.plan, self.cache_dtype), lookahead=lookahead)
-        variants, present, regions = [variant], static.nothing, tuple[int, ...]()
-        if static.phases is not None:
-            pools = self._regions(static)
-            variants, present = phased_variants(variant, pools), static.phases.present
-            regions = tuple(pool.number for pool in pools)
-        k_part = self.sides["k"]
+        lookahead, geometry, keys = static.shared.lookahead, self.plan.attention, self.sides["k"]
+        first = self._variants[0]
         return LayerStep(
             static,
             self._memory("k", static),
             self._memory("v", static),
-            QueryStatistic(k_part.query_sum, k_part.query_since),
-            static.place(variant.k, variant.v),
-            self._transform(variant, static),
-            static.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + lookahead), variant.head_dim),
-            tuple(v.number for v in variants),
-            tuple(replace(variant, query_tokens=2 + drafts).number for drafts in range(lookahead)),
-            present,
-            regions,
-            variant.k.needs_queries,
+            QueryStatistic(keys.query_sum, keys.query_since),
+            static.place(first.k, first.v),
+            self._transform(static),
+            static.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + lookahead), first.head_dim),
+            tuple(variant.number for variant in self._variants),
+            tuple(replace(first, query_tokens=2 + drafts).number for drafts in range(lookahead)),
+            static.nothing if static.phases is None else static.phases.present,
+            tuple(region.number for region in self._regions),
+            first.k.needs_queries,
         )
 
     def _memory(self, side: Side, static: StepState) -> Memory:
@@ -302,3 +292,69 @@ def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decod
         part.read(block.rows, tokens.shape[2], decoded, tokens)
         for start, stop in intervals:
             view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
+
+
+class DecodedCopy:
+    """A dense copy of what a layer would read back (``PlanCache(keep_decoded=True)``), in the model's dtype.
+
+    A dynamic cache reads all of its pages at every step; with a small model on a CPU that is most of the time. Pages
+    never change once they are packed, so the copy decodes every page once. What the model attends to is the same bit
+    for bit (``PlanCache.verify_decoded`` compares). It saves time and not memory, so it serves evaluation.
+
+    ``dense`` [B, N, >= columns, D] of a side; ``pages``: of every sequence that are in it, of a side, and at how many
+    bits."""
+
+    def __init__(self) -> None:
+        self.dense: dict[Side, Tensor] = {}
+        self.pages: dict[Side, tuple[list[int], int]] = {}
+
+    def whole(self, part: PagedTensor, side: Side, new: Tensor, rows: Rows, columns: int) -> Tensor:
+        """The past and new [B, N, T, D] together: a view of the copy, valid until the next call."""
+        stop = columns + new.shape[2]
+        is_new = self._grow(side, new, stop, columns)
+        dense = self.dense[side]
+        self._refresh(part, side, rows, columns, dense, is_new)
+        if columns >= rows.width:
+            dense[:, :, columns:stop] = new
+            return dense[:, :, :stop]
+        for block in rows.blocks:
+            for a, b in rows.intervals(block, columns, stop):
+                dense[block.rows, :, a:b] = new[block.rows, :, a - columns : b - columns]
+        return dense[:, :, :stop]
+
+    def _grow(self, side: Side, states: Tensor, columns: int, held: int) -> bool:
+        """Room for ``columns``, of which ``held`` are kept; new ones are zero, as padding must be. Whether there was
+        no copy before."""
+        old = self.dense.get(side)
+        if old is None or old.shape[2] < columns:
+            grown = states.new_zeros(*states.shape[:2], -(-columns // GROWTH) * GROWTH, states.shape[3])
+            if old is not None:
+                grown[:, :, :held] = old[:, :, :held]
+            self.dense[side] = grown
+        return old is None
+
+    def _refresh(self, part: PagedTensor, side: Side, rows: Rows, columns: int, dense: Tensor, is_new: bool) -> None:
+        """Take in the pages that have come to be read since; all, and what is not in pages, where the copy is new or
+        pages have other bits."""
+        counts = [part.format.pages_read(length) for length in rows.lengths(columns)]
+        before, bits = self.pages.get(side, ([0] * rows.batch, part.num_bits))
+        self.pages[side] = counts, part.num_bits
+        if is_new and not columns:
+            return
+        for block in rows.blocks:
+            first, held = block.rows.start, rows.num_tokens(block, columns)
+            if not is_new and bits == part.num_bits and before[first] == counts[first]:
+                continue
+            spans = part.read_spans(block.rows, held)
+            tokens = dense.new_empty(block.rows.stop - first, part.codec.num_heads, held, dense.shape[3])
+            part.read(block.rows, held, part.decode(spans, dense.dtype), tokens)
+            for start, stop in rows.intervals(block, 0, columns):
+                dense[block.rows, :, start:stop] = tokens[:, :, : stop - start]
+                tokens = tokens[:, :, stop - start :]
+
+    def difference(self, part: PagedTensor, side: Side, rows: Rows, fresh: Tensor) -> float:
+        """Largest difference between the copy and a fresh read [B, N, S, D] of the packed cache; NaN where one has
+        NaN."""
+        nothing = fresh[:, :, :0]
+        dense = self.whole(part, side, nothing, rows, fresh.shape[2])
+        return float((dense - fresh).abs().max()) if fresh.numel() else 0.0

@@ -26,8 +26,7 @@ from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.plan.page_format import SIDES, num_pages
-from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
-from kvcal.store.shrinking import RegionPool
+from kvcal.store.pool import GrowingPool, Pool, RegionPool, Span, fixed, ordinals_of
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]

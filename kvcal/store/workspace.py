@@ -1,5 +1,5 @@
 """Memory that a decode step of a plan takes beside its cache: its bytes, which whole-device budgets and the bench
-count. A static cache allocates a part of it once (``kvcal.store.form_workspace``).
+count. A static cache allocates a part of it once (``kvcal.store.state``).
 
     kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last
                reader has used them. A layer that is predicted from the one before makes two exist at a time; a layer

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import CompileConfig
 
 from kvcal import PlanCache, attached
-from kvcal.kernels.launch import Kernel
+from kvcal.kernels.compile import Kernel
 
 pytestmark = pytest.mark.gpu
 

@@ -63,7 +63,7 @@ def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = Tru
             for side, dense in (("k", theirs.keys), ("v", theirs.values)):
                 expected = dense[row : row + 1, :, real[row]]
                 out = torch.empty_like(expected)
-                ours.window.read(side, slice(row, row + 1), length, out)
+                ours.read_window(side, slice(row, row + 1), length, out)
                 assert torch.equal(out, expected) if exact else torch.allclose(out, expected, atol=1e-4)
                 count += out.shape[2]
     return count
@@ -120,7 +120,7 @@ def test_the_step_in_fp64(lengths: tuple[int, int]) -> None:
     for row, length in enumerate(lengths):
         if length:
             new = {"k": k[row : row + 1, :, :length], "v": v[row : row + 1, :, :length]}
-            layer.window.extend(slice(row, row + 1), 0, new)
+            layer.extend_window(slice(row, row + 1), 0, new)
     static.static.lengths.copy_(torch.tensor(lengths))
     new = [torch.stack([x[row, :, length : length + 1] for row, length in enumerate(lengths)]) for x in (q, k, v)]
     out = layer.attend(*new, s_aux, 0.3, 2.5)

@@ -96,7 +96,7 @@ def test_a_step_is_the_references(head_dim: int, window: int) -> None:
         for row, length in enumerate(lengths):
             k, v = (torch.randn(1, 2, length, head_dim, generator=generator).bfloat16().to(device) for _ in range(2))
             if length:
-                windows.window.extend(slice(row, row + 1), 0, {"k": k, "v": v})
+                windows.extend_window(slice(row, row + 1), 0, {"k": k, "v": v})
         cache.static.lengths.copy_(torch.tensor(lengths))
         found = []
         for _ in range(40):

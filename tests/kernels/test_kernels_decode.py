@@ -19,8 +19,8 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import is_plain
 from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import Variant
-from kvcal.pages.hadamard import random_signs
 from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.rotated import random_signs
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvcal.errors import KernelError
-from kvcal.kernels.compile import cubin_of_text, kernel
-from kvcal.kernels.launch import Kernel, _parameter
+from kvcal.kernels.compile import Kernel, _parameter, cubin_of_text, kernel
 
 PLAIN = """
 extern "C" __global__ void plain(float* x, long long n, float by) {

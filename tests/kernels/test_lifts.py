@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcal.kernels.choice import is_plain
-from kvcal.kernels.lifts import key_lift
+from kvcal.kernels.choice import is_plain, key_lift
 from kvcal.kernels.variants import Variant
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import Boost, Format, Tier

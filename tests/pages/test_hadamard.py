@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvcal.pages.hadamard import block_size, random_signs, rotate, unrotate
+from kvcal.pages.rotated import block_size, random_signs, rotate, unrotate
 
 WIDTHS = (1, 20, 64, 96, 128, 1024)
 BLOCKS = (1, 4, 64, 32, 128, 1024)

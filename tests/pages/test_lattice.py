@@ -18,10 +18,9 @@ from oracles import PAGE, to_float32
 from kvcal import artifact
 from kvcal.artifact import cache_folder
 from kvcal.errors import NonFiniteActivations
-from kvcal.pages import grids
-from kvcal.pages.grids import GRIDS, gaussian_grid, nearest_point
-from kvcal.pages.hadamard import random_signs
-from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages import lattice as grids
+from kvcal.pages.lattice import GRIDS, LatticeLayout, gaussian_grid, nearest_point
+from kvcal.pages.rotated import random_signs
 
 EXPECTED_MSE = {(2, 16): 0.107, (2, 64): 0.030, (2, 256): 0.0077, (4, 256): 0.097}
 GRID_2_16_SHA256 = "68c85dc02ef426185782a152ac9c470be546032acb9bf54839c82c4746255043"
@@ -178,7 +177,7 @@ def test_grids_have_the_expected_error_and_are_stationary(size):
 
 def test_another_process_makes_the_same_grid(tmp_path):
     """With other vector instructions; the checksum asks for the same grid on every machine."""
-    code = "from kvcal.pages.grids import gaussian_grid; gaussian_grid(2, 16)"
+    code = "from kvcal.pages.lattice import gaussian_grid; gaussian_grid(2, 16)"
     settings = {"XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **settings}, check=True)
     gaussian_grid(2, 16)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.pages.hadamard import block_size, random_signs
-from kvcal.pages.rotated import STEPS, RotatedLayout
+from kvcal.pages.rotated import STEPS, RotatedLayout, block_size, random_signs
 from kvcal.plan.page_format import Format
 from kvcal.strict import dump
 

@@ -26,7 +26,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
 from kvcal.pages.basis import fitted_basis, moved_hessian
 from kvcal.pages.feedback import feedback_factor
-from kvcal.pages.hadamard import rotate as rotate_channels
+from kvcal.pages.rotated import rotate as rotate_channels
 from kvcal.pages.transforms import rotate
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier

@@ -96,7 +96,7 @@ extern "C" int run(i64 num_blocks, {listed}) {{
 
 
 class EmulatedKernel:
-    """In place of ``kvcal.kernels.launch.Kernel``: one variant, compiled in ``folder``."""
+    """In place of ``kvcal.kernels.compile.Kernel``: one variant, compiled in ``folder``."""
 
     def __init__(self, defines: Defines, folder: Path) -> None:
         text, types = _source(defines)

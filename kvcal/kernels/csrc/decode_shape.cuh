@@ -44,7 +44,7 @@
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MIN2(a, b) ((a) < (b) ? (a) : (b))
-// Power of two of the bytes that hold codes of values (codes.cuh); K_LIFT, of keys: kvcal/kernels/lifts.py.
+// Power of two of the bytes that hold codes of values (codes.cuh); K_LIFT, of keys: kvcal/kernels/choice.py.
 #define V_LIFT (V_BITS == 1 ? 7 : V_BITS == 2 ? 6 : V_BITS == 8 ? 0 : 4)
 // Records of keys and of values, each at a multiple of 128 bytes; at the end of a head, what its warp found.
 #define ALIGNED(bytes) (((bytes) + 127) / 128 * 128)
