@@ -148,13 +148,13 @@ class Bench:
         variants: list[tuple[str, GradientPass, AbstractContextManager[object]]]
         variants = [("no candidates", none, nullcontext()), ("", full, nullcontext()), ("torch", full, in_torch)]
         warm = Batch.of(self.data, (0,))
-        full.measure(warm)  # compiles what has to be
+        full.measure_together([warm])  # compiles what has to be
         for count in self.given.batches:
             batch = Batch.of(self.data, [number % self.given.samples for number in range(count)])
             for name, gradients, context in variants:
                 with context:
                     try:
-                        best = min(timed(lambda: gradients.measure(batch)) for _ in range(2))  # noqa: B023
+                        best = min(timed(lambda: gradients.measure_together([batch])) for _ in range(2))  # noqa: B023
                     except torch.OutOfMemoryError:
                         print(f"gradients of {count}, {name}: out of memory", flush=True)
                         continue

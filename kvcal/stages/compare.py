@@ -124,12 +124,14 @@ def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
             raise UsageError(f"--bits {value:g} is given twice", hint="give each budget once")
     recipes = {name: load_recipe(name) for name in BASELINES}
     for recipe in map(load_recipe, names):
-        known = recipes.get(recipe.name)
-        if known is not None and (recipe.name not in BASELINES or known.sha256 != recipe.sha256):
-            raise UsageError(f"two recipes are named {recipe.name!r}", hint="give each recipe once, or rename a file")
-        same = next((one.name for one in recipes.values() if one.sha256 == recipe.sha256 and one != known), None)
-        if same is not None:
-            raise UsageError(f"{same!r} and {recipe.name!r} are the same recipe", hint="leave one of them out")
+        for other in recipes.values():
+            is_same = other.sha256 == recipe.sha256
+            if other.name == recipe.name and not (is_same and other.name in BASELINES):
+                raise UsageError(f"two recipes are named {recipe.name!r}", hint="give each once, or rename a file")
+            if is_same and other.name != recipe.name:
+                raise UsageError(
+                    f"{other.name!r} and {recipe.name!r} are the same recipe", hint="leave one of them out"
+                )
         recipes[recipe.name] = recipe
     others = [recipe for name, recipe in recipes.items() if name not in BASELINES]
     if not others:
@@ -162,10 +164,8 @@ def compare(
     build: Build,
     reporter: Reporter,
 ) -> Comparison:
-    """Build and measure all ``points``; plans and rows stay in ``folder`` for the next run.
-
-    ``spec`` and ``data``: what everything is measured with; ``spec.against`` is not used. Plans whose pages shrink on a
-    schedule hold at most ``workload.batch`` sequences: with one of them, no plan is measured with more at once.
+    """Build and measure all ``points``; plans and rows stay in ``folder`` for the next run. ``spec`` and ``data``: what
+    everything is measured with; ``spec.against`` is not used.
 
     Raises:
         ArtifactError: the folder is another model's, or a file of the comparison's own is corrupt or not writable.
@@ -237,9 +237,9 @@ def load_comparison(path: Path) -> Comparison:
 def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:
     """The table: (header, one cell an entry) columns. How reasons of refusals begin is in a last one, if there are any:
     48 characters, all of them were said."""
-    entries, rows = comparison.entries, [row for _, row in comparison.measured]
+    entries = comparison.entries
     columns = [("plan", tuple(entry.name for entry in entries))]
-    for header, cells in table_columns(rows):
+    for header, cells in table_columns([row for _, row in comparison.measured]):
         if header not in EVALUATION_ALONE:
             measured = iter(cells)
             columns.append((header, tuple("-" if entry.row is None else next(measured) for entry in entries)))

@@ -211,20 +211,15 @@ class Room:
         first = 0
         while first < len(plans):
             stop = first + max(1, bisect_right(list(accumulate(shares[first:])), self.most))
-            if _is_within_memory(feed_group, plans[first:stop]):
+            try:
+                feed_group(plans[first:stop])
                 first = stop
                 continue
+            except torch.OutOfMemoryError:  # whose traceback holds the group's tensors until here
+                pass
             self.most = sum(shares[first:stop]) / 2
             require_smaller((stop - first) // 2, "one plan's cache of these texts")
             self._reporter.say(f"out of memory, goes on with {self.most:.3g} caches at once")
-
-
-def _is_within_memory(feed_group: Callable[[Sequence[Plan]], None], plans: Sequence[Plan]) -> bool:
-    try:
-        feed_group(plans)
-    except torch.OutOfMemoryError:  # whose traceback holds the group's tensors until here
-        return False
-    return True
 
 
 def lockstep_bytes(loaded: LoadedModel, batch: int, width: int) -> int:
@@ -294,7 +289,10 @@ def deviations(
                 else:
                     kl_n, flips_n = kl_divergence(reference_nV, logits_nV), logits_nV.argmax(-1) != top_n
                     chunks[number - 1].append((kl_n, flips_n, is_sure_n, sequence_n))
-        columns.extend(_by_sequence(*(torch.cat(parts).cpu() for parts in zip(*plan, strict=True))) for plan in chunks)
+        for plan in chunks:  # plans whose pages end elsewhere are fed in other chunks: in the order of the sequences
+            parts = [torch.cat(parts).cpu() for parts in zip(*plan, strict=True)]
+            order_n = parts[-1].argsort(stable=True)
+            columns.append([part_n[order_n] for part_n in parts])
 
     (room or Room(LOCKSTEP)).groups(reference, plans, feed_group)
     if not plans:
@@ -305,12 +303,6 @@ def deviations(
         plan = int((~torch.isfinite(kl_Pn)).any(1).nonzero()[0])
         raise NonFiniteActivations(f"logits are not finite through the cache of plan {plan}, or at 16 bits")
     return Deviations(kl_Pn, flips_Pn, *columns[0][2:])
-
-
-def _by_sequence(*columns: Tensor) -> list[Tensor]:
-    """The same, [n] each, in the order of the last one: plans whose pages end elsewhere are fed in other chunks."""
-    order_n = columns[-1].argsort(stable=True)
-    return [column_n[order_n] for column_n in columns]
 
 
 def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:

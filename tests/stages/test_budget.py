@@ -89,12 +89,6 @@ def test_a_plan_beyond_its_budget_is_refused_and_reserved_bytes_make_it_fit(kind
     )
 
 
-def test_formats_without_a_budget_have_none() -> None:
-    formats = FormatsSpec(Format(2), Format(2))
-    fixed = fixed_allocation(formats, IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
-    assert compile_plan(fixed, *rescaled(fixed)).predicted_bytes == fixed.split.budget + LAMBDAS
-
-
 def test_reserved_bytes_are_taken_from_the_formats() -> None:
     given = allocated(kv_budget="700000B")
     assert given.split.reserved == 0
@@ -203,31 +197,6 @@ def test_a_static_cache_allocates_what_the_workspace_says(name: str) -> None:
     assert said.nbytes >= said.forms + said.passing and said.nbytes >= said.kept + said.unpacked + said.packing
 
 
-def test_eight_rows_of_32k_of_a_predicted_8b_model() -> None:
-    """Pages of one layer in 16 bits, and of two layers in fp32 for predictors: 5.4 GB where 1.1 GB were counted."""
-    fmt = Format(2, num_sink_tokens=4)
-    model = geometry(32, heads=8, dim=128)
-    layers = tuple(
-        LayerPlan(layer, (fmt,), (fmt,))
-        if layer.index == 0
-        else LayerPlan(layer, (fmt,), (fmt,), False, False, "pre", *[Predictor("linear", layer.index - 1)] * 2)
-        for layer in model.layers
-    )
-    said = step_workspace(layers, "bfloat16", 8, 32768)
-    pages = 8 * (32768 // 128) * 128 * 8 * 128
-    assert said.forms == pages * (2 * 2 + 4 * 4)
-    assert 5.3e9 < said.forms < 5.5e9 and said.passing < 1 << 30
-
-
-def test_all_in_bits_count_the_tensors() -> None:
-    allocation = allocated(bits=6.5)
-    plain, plan = (Plan(IDENTITY, "bfloat16", layers, allocation.workload, {}, tensors)
-                   for layers, tensors in ((allocation.layers, {}), rescaled(allocation)))  # fmt: skip
-    values = 3 * 2 * 2 * 32 * BATCH * CONTEXT
-    assert plan.bits_per_value() - plain.bits_per_value() == pytest.approx(8 * LAMBDAS / values)
-    assert plain.bits_per_value() <= 6.5
-
-
 PROGRESSIVE_CACHE = CacheSpec(num_sink_tokens=1, k_recent_window=0, v_recent_window=0, param_dtype="float32")
 
 
@@ -282,18 +251,6 @@ def test_bits_of_a_progressive_plan_are_all_in() -> None:
         ProgressiveSpec(bits=7.0), 0,
     )  # fmt: skip
     assert whole.split.budget == whole.split.overhead + budget
-
-
-def test_keys_and_values_keep_their_own_formats() -> None:
-    """Keys, per token as values are, lose nothing; values lose much."""
-    found = profile(
-        loss=lambda layer, side, candidate: (100.0 if side == "v" else 0.01) / candidate.num_bits,
-        spec=ProfileSpec(num_bits=(2, 8), k_axes=("token",), group_sizes=(128,), kl_samples=0),
-    )
-    spec = AllocateSpec(bits=8.6, batch=BATCH, context=CONTEXT, objective="sensitivity")
-    layers = allocate(found, spec, {}).layers
-    assert {fmt.num_bits for layer in layers for fmt in layer.k} == {2}
-    assert all(fmt.num_bits >= 8 for layer in layers for fmt in layer.v)
 
 
 @pytest.mark.parametrize("budget", ["1TB", "1000000000000000000TB", "1" + "0" * 30])

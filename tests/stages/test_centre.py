@@ -20,7 +20,6 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.record_layout import page_positions
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Format
 from kvcal.plan.plan import Plan, Workload
@@ -149,21 +148,3 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
         loaded.model.model.layers[0].self_attn.k_proj.bias[0] = math.inf
     with pytest.raises(NonFiniteActivations, match="keys of layer 0"):
         centring(loaded, layers, list(TOKENS), Notes())
-
-
-def test_positions_are_those_of_pages() -> None:
-    """What is subtracted at every position of a page is the turned mean."""
-    loaded = as_loaded(biased(20))
-    layers = layers_in(loaded, LATTICE)
-    found = centring(loaded, layers, list(TOKENS), Notes())
-    layer, tensors = found.apply(layers)[0], lattice_tensors(layers) | found.tensors()
-    codec = PageCodec.of_layer(layer, "k", "float32", tensors)
-    mean_ND, page_index = found.stored["layers.0.k_offset"].double(), torch.tensor([5, 900])
-    nothing = torch.zeros(2, len(mean_ND), 128, mean_ND.shape[1])
-    turned = codec.restore(nothing, page_index)
-    positions = page_positions(page_index).squeeze(1).double()
-    for a, b, frequency, amplitude in found.stored["layers.0.rotary"].tolist():
-        cos, sin = (positions * frequency).cos() * amplitude, (positions * frequency).sin() * amplitude
-        real, imaginary = mean_ND[:, int(a)][None, :, None], mean_ND[:, int(b)][None, :, None]
-        expected = real * cos[:, None] - imaginary * sin[:, None]
-        torch.testing.assert_close(turned[..., int(a)].double(), expected, rtol=1e-5, atol=1e-4)

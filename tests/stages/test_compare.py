@@ -13,14 +13,14 @@ from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, by_name, write_recipe
 from evaluation_cases import Notes, make_plan, text, tiny
 from safetensors.torch import save_file
 
-from kvcal.errors import ArtifactError, InfeasibleBudget, KvcalError, UsageError
+from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Folder
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import AllocateSpec, EvaluateSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.compare import Build, Comparison, Point, compare, comparison_columns, load_comparison, points_of
+from kvcal.stages.compare import Build, Comparison, compare, comparison_columns, load_comparison, points_of
 from kvcal.strict import dump
 
 SPEC = EvaluateSpec(tasks=(), batch=2)
@@ -111,7 +111,7 @@ def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: t
     def refuse(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
         raise UsageError("not with this model")
 
-    with pytest.raises(KvcalError, match="not with this model"):
+    with pytest.raises(UsageError, match="not with this model"):
         run(tmp_path, small_recipes, [3], builder=refuse)
 
 
@@ -152,10 +152,6 @@ def test_points(recipes: tuple[str, str]) -> None:
         spec = point.recipe.allocate
         assert spec == AllocateSpec(bits=bits, batch=2, context=512, objective="sensitivity") and point.bits == bits
         assert replace(point.recipe, allocate=small.allocate) == small
-
-
-def test_without_bits_a_recipe_keeps_its_budget(recipes: tuple[str, str]) -> None:
-    assert points_of(recipes, ())[3:] == tuple(Point(r.name, r, None, False) for r in map(load_recipe, recipes))
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,6 @@ def test_answer_line_ends_a_completion(tokenizer: PreTrainedTokenizerBase) -> No
         assert sequence.is_finished == is_finished, text
 
 
-def test_no_tasks_and_no_tokenizer() -> None:
-    loaded = tiny()
-    assert measure_tasks(loaded, make_plan(loaded), spec(tasks=()), Silent()) == ()
-    with pytest.raises(UsageError, match="no tokenizer"):
-        measure_tasks(loaded, make_plan(loaded), spec(), Silent())
-
-
 def test_prompt_longer_than_the_context(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded.model.config, "max_position_embeddings", 40)
     with pytest.raises(UsageError, match="exceeds the model's context of 40"):

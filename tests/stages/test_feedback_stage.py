@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from kvcal import PlanCache, attached
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.folder import Folder, Job
-from kvcal.kernels.choice import refusals
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
@@ -33,7 +32,7 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
-from kvcal.recipe import FeedbackSpec, Recipe
+from kvcal.recipe import FeedbackSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.run.formats import fix_folder
@@ -365,19 +364,6 @@ def test_a_basis_errs_less_in_a_cache(tmp_path: Path, llama: LoadedModel) -> Non
     assert errors["basis"] < errors["feedback"] < 0.5
 
 
-def test_static_caches_refuse_what_has_no_kernels(tmp_path, llama) -> None:
-    layers = layers_of(llama, k_pages="pre")
-    tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
-    record = run(tmp_path, llama, layers, tables)
-    plan = plan_of(llama, record.apply(layers), tables | record.tensors())
-    with pytest.raises(UnsupportedModel, match="k pages hold keys before RoPE, and their codes are chosen with error"):
-        PlanCache(plan, llama.model.config, max_tokens=300)
-    wide = replace(bare_layers(llama.geometry)[0], k=(K,), v=(V,), k_feedback=True)
-    wide = replace(wide, geometry=replace(wide.attention, k_head_dim=256, v_head_dim=256))
-    assert list(refusals(wide, "bfloat16")) == ["head size 256; with error feedback the kernels take up to 128"]
-    assert not list(refusals(replace(wide, k_feedback=False), "bfloat16"))
-
-
 RECIPE = """
 [data]
 source = "tasks"
@@ -408,12 +394,3 @@ def test_from_a_recipe_to_a_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     table = ran_well(*given)
     assert "K error left" in table.out and "feedback.safetensors is current" in table.err
     assert pipeline.compile_folder(folder).sha256 == plan.sha256
-
-
-def test_sections_that_feedback_does_not_go_with() -> None:
-    base = load_recipe("kitty-feedback")
-    assert base.feedback is not None and base.calibrates and not base.is_baseline
-    with pytest.raises(ValueError, match=r"\[feedback\] does not go with \[progressive\]"):
-        replace(load_recipe("pm-kvq"), feedback=FeedbackSpec())
-    kitty, fed = load_recipe("kitty"), base
-    assert isinstance(fed, Recipe) and kitty.formats == fed.formats

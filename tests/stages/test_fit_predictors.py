@@ -292,17 +292,7 @@ def test_fitting_on_exact_inputs_is_another_fit() -> None:
         assert fit_ is not None and other is not None and fit_.explained > other.explained
 
 
-def test_one_side_alone() -> None:
-    side = "v"
-    loaded = loaded_llama()
-    layers = aqua_layers(loaded)
-    record = fit(loaded, layers, sequences([140] * 4), PredictorSpec(drop=False, sides=(side,)))
-    assert {f.side for f in record.kept} == {side}
-    assert all("only" in (f.reason or "") for f in record.findings if f.side != side and f.layer > 0)
-    plan_with(loaded, layers, record)
-
-
-@pytest.mark.parametrize("spec", [PredictorSpec(kind="low_rank", rank=6, drop=False), PredictorSpec("int4", None, 8)])
+@pytest.mark.parametrize("spec", [PredictorSpec("int4", None, 8)])
 def test_other_kinds(spec: PredictorSpec) -> None:
     loaded = loaded_llama()
     layers, linear = fitted_llama()

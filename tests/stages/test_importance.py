@@ -146,37 +146,12 @@ def test_formats_are_the_papers() -> None:
     }
 
 
-def test_every_knob_reaches_the_formats() -> None:
-    spec = ImportanceSpec(
-        share=0.5, k_high_bits=4, v_high_bits=8, low_bits=3, group_size=64, high_window_share=0.3,
-        low_window_share=0.0, window="clamped", min_window=16, max_window=200,
-    )  # fmt: skip
-    formats = importance_formats({"k": {0: 1.0, 1: 2.0}, "v": {0: 2.0, 1: 1.0}}, spec, 5, "bfloat16")
-    rule = WindowRule("clamped", 0.3, 200, 16)
-    low, high = ("channel", 64, 5, 16, "bfloat16"), ("channel", 64, 5, 0, "bfloat16")
-    assert formats[0][0] == Format(3, *low) and formats[1][0] == Format(4, *high, window_rule=rule)
-    assert formats[1][1] == Format(3, "token", *low[1:])
-    assert formats[0][1] == Format(8, "token", *high[1:], window_rule=rule)
-
-
 def test_a_paged_window_is_charged_for_what_it_reaches() -> None:
     for share in (0.05, 0.2, 0.5, 0.9):
         rule = window_rule(ImportanceSpec(max_window=512), share)
         assert rule.max_tokens == max(WindowRule("paged", share, 512).window(count) for count in range(0, 9000, 64))
     assert window_rule(ImportanceSpec(max_window=20, min_window=3), 0.2) == WindowRule("paged", 0.2, 20, 3)
     assert window_rule(ImportanceSpec(max_window=90, min_window=40), 0.2) == WindowRule("paged", 0.2, 40, 40)
-
-
-def test_a_random_assignment_is_of_the_same_size_and_ignores_the_scores() -> None:
-    layers = list(range(30))
-    chosen = importance_formats(random_scores(layers, 1), ImportanceSpec(), 0, "float16")
-    drawn = importance_formats(random_scores(layers, 1), ImportanceSpec(random_seed=4), 0, "float16")
-    again = importance_formats(random_scores(layers, 2), ImportanceSpec(random_seed=4), 0, "float16")
-    other = importance_formats(random_scores(layers, 1), ImportanceSpec(random_seed=5), 0, "float16")
-    assert drawn == again and drawn != chosen and drawn != other
-    for number in (0, 1):
-        counts = [sorted(str(formats[index][number]) for index in layers) for formats in (chosen, drawn, other)]
-        assert counts[0] == counts[1] == counts[2]
 
 
 def test_the_recipes_are_the_paper_and_its_windows() -> None:

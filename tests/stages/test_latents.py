@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 from kvcal import PlanCache, load_plan
 from kvcal.engines.support import require_served
 from kvcal.errors import UnsupportedModel
-from kvcal.geometry import AttentionGeometry, ExpandedHeads, ModelIdentity
+from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
-from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload, save_plan
+from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import (
     AllocateSpec,
@@ -124,13 +124,6 @@ def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
     assert found[True].loss < found[False].loss
 
 
-def test_a_profile_measures_both(measured_profile: profile_record.Profile) -> None:
-    for index in range(3):
-        for side in ("k", "v"):
-            kl = measured_profile.kl(index, side)
-            assert kl.shape == (3,) and bool((kl > 0).all()) and kl[0] > kl[-1]
-
-
 TRANSFORMS = {
     "λ": {"k_rescale": True},
     "offset": {"k_offset": True},
@@ -185,11 +178,6 @@ def test_what_has_kernels_for_heads_refuses_latents() -> None:
     assert "without max_tokens" in str(caught.value.hint)
 
 
-def test_one_latent_serves_all_heads() -> None:
-    with pytest.raises(ValueError, match="layer 3 caches 2 latents, expected one"):
-        AttentionGeometry(3, 4, 2, 32, 8, None, ExpandedHeads(24, 24))
-
-
 def test_a_step_has_room_for_the_expanded_heads() -> None:
     """Measured: what the projection and ``expand_kv`` allocate for each token, in one layer."""
     model, layers = built("deepseek_v3"), layers_in("deepseek_v3", TWO_BITS)
@@ -202,15 +190,6 @@ def test_a_step_has_room_for_the_expanded_heads() -> None:
     expanded = (projected[0].nbytes + keys.nbytes) / 50
     latent = 4 * (32 + 8)
     assert step_workspace(layers, "float32", 2, 512).unpacked == 2 * 512 * (latent + expanded)
-
-
-def test_a_plan_file_keeps_latents(tmp_path: Path) -> None:
-    plan = model_plan(built("deepseek_v2"), TWO_BITS)
-    save_plan(plan, tmp_path / "plan.safetensors")
-    assert load_plan(tmp_path / "plan.safetensors") == plan
-    other = model_plan(built("llama"), TWO_BITS, Format(2, "token", 32))
-    save_plan(other, tmp_path / "other.safetensors")
-    assert b"expanded" not in (tmp_path / "other.safetensors").read_bytes()
 
 
 def save_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:

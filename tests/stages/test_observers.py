@@ -71,7 +71,7 @@ def batch_of(number: int, tokens_T: Tensor, mask_T: Tensor) -> Batch:
 
 def measure(gradients: GradientPass, number: int, tokens_T: Tensor, mask_T: Tensor) -> BatchGradients:
     """Of one sequence, without the dimension of the batch."""
-    return row_of(gradients.measure(batch_of(number, tokens_T, mask_T)), 0)
+    return row_of(gradients.measure_together([batch_of(number, tokens_T, mask_T)])[0], 0)
 
 
 def row_of(found: BatchGradients, row: int) -> BatchGradients:
@@ -325,7 +325,7 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> No
     samples = [sample_of(length, seed=length) for length in (270, 140, 5)]
     samples[2][1][:] = torch.arange(5) > 2
     data = TokenDataset(*(tuple(parts) for parts in zip(*samples, strict=True)), "f", "random")
-    together = gradients.measure(Batch.of(data, (2, 0, 1)))
+    together = gradients.measure_together([Batch.of(data, (2, 0, 1))])[0]
     full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
     assert together.errors.keys() == together.weight_grad_norms.keys() == set(product(full, "kv")) != set()
     assert together.loss_B.shape == (3,)
@@ -362,10 +362,10 @@ def test_the_model_is_left_as_it_was_and_nothing_is_kept() -> None:
     flags = [parameter.requires_grad for parameter in model.parameters()]
     tokens_T, mask_T = sample_of(60)
     observing = observer(model, FEW)
-    first = observing.measure(batch_of(0, tokens_T, mask_T))
+    first = observing.measure_together([batch_of(0, tokens_T, mask_T)])[0]
     alive = count_tensors()
     for sample in range(3):
-        again = observing.measure(batch_of(sample, tokens_T, mask_T))
+        again = observing.measure_together([batch_of(sample, tokens_T, mask_T)])[0]
         assert all(torch.equal(again.errors[key].weighted_BNC, first.errors[key].weighted_BNC) for key in first.errors)
     kept = 2 + 1 + 4 * len(again.errors)  # of the last batch, and what it measured
     assert count_tensors() <= alive + kept
@@ -417,19 +417,11 @@ def test_keys_too_large_for_the_scales_are_refused_with_layer_and_sample() -> No
         measure(observer(model, FEW), 2, *sample_of(30))
 
 
-def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
-    assert candidates("k", (4, 2), ("token", "channel"), (64,)) == (
-        Candidate(2, "channel", 64), Candidate(2, "token", 64), Candidate(4, "channel", 64), Candidate(4, "token", 64),
-    )  # fmt: skip
-    assert candidates("v", (2,), ("channel",), (128, 32)) == (Candidate(2, "token", 32), Candidate(2, "token", 128))
-    both = candidates("v", (2,), ("token",), (32,), ("uniform", "other"))
-    assert both == (Candidate(2, "token", 32), Candidate(2, "token", 32, "other"))
-
-
 def test_observers_stream_and_merge_to_the_statistic_of_the_batch() -> None:
     """Of any observer: the declared shape; streaming equals batch; parts merge in any order; results change nothing."""
     gradients, place = observer(gqa_model("llama"), FEW), (3, "k")
-    samples = [gradients.measure(batch_of(n, *sample_of(length, seed=n))) for n, length in enumerate((140, 30, 60))]
+    batches = [batch_of(n, *sample_of(length, seed=n)) for n, length in enumerate((140, 30, 60))]
+    samples = gradients.measure_together(batches)
     for observing in OBSERVERS.values():
         observed = [observing.observe(sample, place) for sample in samples]
         shape = (1, *observing.shape(2, len(FEW["k"])))

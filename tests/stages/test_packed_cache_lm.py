@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import KIVI_2
-from evaluation_cases import RAW_PAIR, WORDY_CONTEXT, as_loaded, make_plan, wordy_llama
+from evaluation_cases import as_loaded, make_plan, wordy_llama
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -77,21 +77,6 @@ def completed(loaded: LoadedModel, pair: tuple[Format, Format], context: str, co
     return tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("pair", [RAW_PAIR, KIVI_2, QUERY_PAIR], ids=["raw", "kivi", "query"])
-def test_logits_are_those_of_single_sequences(loaded: LoadedModel, pair: tuple[Format, Format]) -> None:
-    tokenizer: Any = loaded.tokenizer
-    sequences = [torch.tensor(tokenizer(WORDS * count)["input_ids"]) for count in (6, 1, 8)]
-    found = lm(loaded, pair)._model_call(pad_sequence(sequences, True))
-    for row, tokens in zip(found, sequences, strict=True):
-        cache = PlanCache(make_plan(loaded, pair), loaded.model.config)
-        expected = torch.cat([logits[0] for _, logits in feed(loaded.model, cache, tokens[None])])
-        torch.testing.assert_close(row[: len(tokens)], expected, rtol=1e-3, atol=1e-3)
-    assert len(sequences[2]) > 300  # pages were read back
-    if pair != RAW_PAIR:
-        plain = loaded.model(sequences[2][None]).logits[0]
-        assert (found[2, : len(plain)] - plain).abs().max() > 1e-2
-
-
 def test_completions_of_the_model_are_those_of_single_sequences(loaded: LoadedModel) -> None:
     contexts = [WORDS * 3, "ann pays", WORDS * 2 + "bob"]
     tokenizer: Any = loaded.tokenizer
@@ -124,7 +109,7 @@ def test_bytes_and_logits_are_checked(tokenizer: PreTrainedTokenizerBase, monkey
         lm(broken)._model_generate(input_ids, **settings)
 
 
-@pytest.mark.parametrize("pair", [RAW_PAIR, KIVI_2, QUERY_PAIR], ids=["raw", "kivi", "query"])
+@pytest.mark.parametrize("pair", [KIVI_2, QUERY_PAIR], ids=["kivi", "query"])
 def test_likelihoods_are_those_of_single_sequences(loaded: LoadedModel, pair: tuple[Format, Format]) -> None:
     found = lm(loaded, pair).loglikelihood([Request(args) for args in PAIRS], disable_tqdm=True)
     tokenizer = loaded.tokenizer
@@ -138,36 +123,3 @@ def test_likelihoods_are_those_of_single_sequences(loaded: LoadedModel, pair: tu
         assert value == pytest.approx(expected, rel=2e-4) and greedy == expected_greedy
         assert value < -1
     assert max(len(tokenizer(context + more)["input_ids"]) for context, more in PAIRS) > 300  # pages were read back
-
-
-def test_a_long_context_is_cut_on_the_left(loaded: LoadedModel) -> None:
-    tokenizer: Any = loaded.tokenizer
-    whole = tokenizer(WORDS * 30 + " ned 5")["input_ids"]
-    num_given = len(tokenizer((WORDS * 30).rstrip())["input_ids"]) - len(whole) + WORDY_CONTEXT + 1
-    ((value, _),) = lm(loaded, RAW_PAIR).loglikelihood([Request((WORDS * 30, " ned 5"))], disable_tqdm=True)
-    assert value == pytest.approx(alone(loaded, RAW_PAIR, whole[-WORDY_CONTEXT - 1 :], num_given)[0], rel=2e-4)
-
-
-def test_rolling_likelihood_predicts_every_token_once(loaded: LoadedModel) -> None:
-    text = WORDS * 22
-    tokens = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
-    assert WORDY_CONTEXT < len(tokens) < 2 * WORDY_CONTEXT
-    asked = lm(loaded, RAW_PAIR)
-    short, long = asked.loglikelihood_rolling([Request((WORDS,)), Request((text,))], disable_tqdm=True)
-    first, rest = tokens[:WORDY_CONTEXT], tokens[len(tokens) - WORDY_CONTEXT - 1 :]
-    expected = alone(loaded, RAW_PAIR, [0, *first], 1)[0]
-    expected += alone(loaded, RAW_PAIR, rest, WORDY_CONTEXT - len(tokens) + WORDY_CONTEXT + 1)[0]
-    assert long == pytest.approx(expected, rel=1e-4)
-    assert short == pytest.approx(alone(loaded, RAW_PAIR, [0, *loaded.tokenizer(WORDS)["input_ids"]], 1)[0], rel=1e-4)  # type: ignore[misc]
-
-
-def test_completions_end_before_the_first_stop(loaded: LoadedModel) -> None:
-    contexts = [WORDS * 3, "ann pays", WORDS, WORDS * 2 + "bob"]
-    asked = [Request((context, {"until": [], "max_gen_toks": 12})) for context in contexts]
-    asked.insert(1, Request(("cid", {"until": [], "max_gen_toks": 5, "do_sample": False, "temperature": 0.0})))
-    found = lm(loaded).generate_until(asked, disable_tqdm=True)
-    assert found.pop(1) == completed(loaded, KIVI_2, "cid", 5)
-    assert found == [completed(loaded, KIVI_2, context, 12) for context in contexts]
-    whole = completed(loaded, KIVI_2, "ann pays", 12)
-    asked = [Request(("ann pays", {"until": until, "max_gen_toks": 12})) for until in ([whole[9:12], whole[4:7]],)]
-    assert lm(loaded).generate_until(asked, disable_tqdm=True) == [whole[: whole.index(whole[4:7])]]

@@ -31,7 +31,6 @@ from kvcal.stages.estimate import graph_bytes, parameter_bytes
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
-from kvcal.stages.profile.sensitivity import Candidate
 
 SPEC = ProfileSpec(
     num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
@@ -171,21 +170,6 @@ def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
     assert again.setup.weight_bytes == weight_bytes(loaded.model) and again.setup.vocab_size == 64
     assert (again.setup.num_samples, again.setup.num_tokens) == (4, 610)
     assert again.data_fingerprint == "f" and again.setup.num_loss_tokens == 610 - 4 * 7
-
-
-def test_losses_name_every_candidate_per_head_or_per_layer(finished) -> None:
-    found, _ = finished
-    by_head = found.losses("sensitivity", 1, "k")
-    assert list(by_head) == list(found.setup.candidates("k"))
-    assert by_head[Candidate(2, "channel", 32)] == found.sensitivity(1, "k")[:, 0].tolist()
-    assert all(len(losses) == 2 for losses in by_head.values())
-    assert found.losses("kl", 1, "v") == {
-        Candidate(2, "token", 64): [float(found.kl(1, "v")[0])],
-        Candidate(4, "token", 64): [float(found.kl(1, "v")[1])],
-    }
-    by_bits = [by_head[Candidate(num_bits, "token", 32)] for num_bits in (2, 4)]
-    for bits_2, bits_4 in zip(*by_bits, strict=True):
-        assert bits_2 > 3 * bits_4  # 15 levels against 3: about 5 times
 
 
 def test_a_profile_that_is_interrupted_twice_resumes_to_the_same_bytes(finished, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvcal.models import forwards
 from kvcal.models.forwards import decoder_layers
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import PageCodec
-from kvcal.plan.plan import RAW, Format, Plan
+from kvcal.plan.plan import Format, Plan
 from kvcal.plan.tensors import needed_tensors
 from kvcal.stages import divergence
 from kvcal.stages.divergence import (
@@ -214,12 +214,6 @@ def test_plans_fed_together_take_no_more_than_estimated(
         deviations(loaded.model, reference, plans, drifting_ids(4, width), torch.arange(width).expand(4, -1) > 0)
     assert 0.5 * estimate < found.peak < estimate
     assert found.now < 0.02 * estimate
-
-
-def test_layers_that_are_predicted_have_pages() -> None:
-    predicted = plan_of_random_predictors(loaded_llama(), RAW, Format(2, "token", 32), RAW, RAW)
-    cache = PlanCache.for_measurement(predicted, loaded_llama().model.config)
-    assert not any(isinstance(layer, DenseLayer) for layer in cache.layers)
 
 
 def test_layers_that_read_another_ones_keys_run_from_the_first_on() -> None:

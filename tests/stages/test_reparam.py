@@ -17,7 +17,6 @@ from tiny_models import _IDS, _SHAPE, _build, built
 from torch import Tensor
 
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.models.fold import fold
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import MOSTLY_BIAS
@@ -194,18 +193,6 @@ def test_offset_is_kept_where_it_helps(tmp_path):
     assert not plain.layers[0].has_offset and torch.equal(plain.offsets[0], torch.zeros(2, 16))
 
 
-def test_shared_heads_can_be_folded_into_qk_norms(tmp_path):
-    model = _build(hf.Qwen3Config(**_IDS, **_SHAPE | {"num_key_value_heads": 2, "num_hidden_layers": 1}, head_dim=16))
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_norm.weight[[3, 11]] = 10.0
-    loaded = loaded_with(model)
-    record = run(tmp_path, loaded, spec=replace(SPEC, shared_heads=True, offset=False))
-    lambda_ND = record.lambdas[0]
-    assert record.layers[0].alpha > 0 and torch.equal(lambda_ND[0], lambda_ND[1])
-    assert record.layers[0].k_bias_share is None
-    fold(model, record.lambdas, loaded.geometry)
-
-
 def test_positions_end_with_the_models_context(tmp_path, outliers):
     """Of 512 tokens: 290 x 4 would end at 1,157. The statistics are those of the positions that fit."""
     listener = Listener()
@@ -249,12 +236,6 @@ def test_lambda_needs_pairs_and_no_angles(tmp_path, scaling):
         a, b = rotary_pairs(model, geometry_of(model))[layer.index].unbind(1)
         assert len(a) == 8 and torch.equal(record.lambdas[layer.index][:, a], record.lambdas[layer.index][:, b])
         assert layer.error <= layer.error_at_zero
-
-
-def test_llama4_has_lambda_where_it_keeps_pages(tmp_path):
-    """Its layers with a norm behind RoPE are chunked and stay at 16 bits; the full ones have no RoPE, and no pairs."""
-    record = run(tmp_path, loaded_with(built("llama4")))
-    assert [layer.index for layer in record.layers] == [3] and record.lambdas.keys() == {3}
 
 
 def test_refusals(tmp_path, outliers):

@@ -140,15 +140,6 @@ def test_what_shrinks_has_fp32_parameters_and_all_else_is_left_alone():
     assert v.shrink_at[:2] == k.shrink_at  # K and V of a layer shrink together
 
 
-def test_events_that_the_budget_does_not_need_lie_beyond_the_context():
-    layers, workload = uniform(2, TWO, TWO), Workload(1, 512)
-    final = smallest_budget(layers, workload, "bfloat16")
-    found = progressive_layers(layers, workload, "bfloat16", 3 * final)
-    assert all(min(fmt.shrink_at[-1:]) > 512 for layer in found for fmt in (*layer.k, *layer.v))
-    for count in range(513, found[1].v[0].shrink_at[-1]):  # and the budget goes on being kept there
-        assert sum(layer.nbytes("bfloat16", (count,), count) for layer in found) <= 3 * final
-
-
 def test_an_infeasible_budget_says_the_smallest_one():
     layers, workload = CASES["several final bits"], Workload(2, 700)
     smallest = smallest_budget(layers, workload, "float16")
@@ -156,18 +147,6 @@ def test_an_infeasible_budget_says_the_smallest_one():
         progressive_layers(layers, workload, "float16", smallest - 1)
     assert caught.value.smallest_bytes == smallest and caught.value.exit_code == 3
     progressive_layers(layers, workload, "float16", smallest)
-
-
-def test_a_budget_that_the_buffers_alone_exhaust_shrinks_from_the_first_token():
-    layers, workload = uniform(1, TWO, TWO), Workload(1, 100)  # no page within the context
-    budget = smallest_budget(layers, workload, "bfloat16")
-    (layer,) = progressive_layers(layers, workload, "bfloat16", budget)
-    assert layer.v[0].shrink_at == (128, 128, 128)
-
-
-def test_nothing_to_shrink_is_left_alone():
-    layers = uniform(2, RAW, Format(3, "token", 64))
-    assert progressive_layers(layers, Workload(1, 300), "bfloat16", 10**9) == layers
 
 
 def test_many_layers_and_a_long_context_take_no_time():

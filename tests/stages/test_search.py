@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
-from kvcal.folder import Folder, Job, sequences
+from kvcal.folder import Folder, sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.page_format import RAW
@@ -23,7 +23,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import Recipe, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
-from kvcal.run.search import estimate_search, system_recipes
+from kvcal.run.search import system_recipes
 from kvcal.stages import search as choose
 from kvcal.stages.allocate.record import load as load_allocation
 from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
@@ -261,11 +261,6 @@ def test_wrong_systems_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             recipe_of(tmp_path, 3.0, systems)
-
-
-def test_the_size_of_a_search(loaded: LoadedModel, tmp_path: Path) -> None:
-    found = estimate_search(Job(recipe_of(tmp_path, 4.0), loaded, Folder.create(tmp_path), Silent()))
-    assert found.steps == {"plans": 5, "plans times texts": 6 * 3 + 4 * 3} and found.seconds > 0
 
 
 def test_a_record_comes_back_as_it_was(whole: Path, tmp_path: Path) -> None:

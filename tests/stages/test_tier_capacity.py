@@ -22,7 +22,6 @@ from kvcal.stages.tier_capacity import (
     key_code_bits,
     measure_scores,
     page_scores,
-    score_quantile,
     taken_channels,
     with_thresholds,
 )
@@ -193,8 +192,3 @@ def test_code_bits_are_those_of_stored_pages(tiers: tuple[Tier, ...]) -> None:
         for values in scores.values()
     ]
     assert key_code_bits(plan, scores) == pytest.approx(float(torch.cat(bits).double().mean()), abs=1e-12)
-
-
-def test_quantile_is_a_score() -> None:
-    scores = {0: torch.tensor([[[3.0, 1.0]]]), 1: torch.tensor([[[2.0, 5.0]], [[4.0, 0.0]]])}
-    assert [score_quantile(scores, share) for share in (0, 0.5, 0.99, 1)] == [0, 3, 5, 5]

@@ -152,13 +152,9 @@ class GradientPass:
             if projection.layer in self._layers:
                 self._projections.setdefault(projection.module, []).append(projection)
 
-    def measure(self, batch: Batch) -> BatchGradients:
-        """Errors and norms of each sequence, which has at least one loss token behind position 0. Raises as
-        ``measure_together``."""
-        return self.measure_together((batch,))[0]
-
     def measure_together(self, batches: Sequence[Batch]) -> list[BatchGradients]:
-        """As ``measure``, of batches side by side. All gradients of their logits are held at once.
+        """Errors and norms of each sequence, which has at least one loss token behind position 0, of batches side by
+        side. All gradients of their logits are held at once.
 
         Raises:
             NonFiniteActivations: in keys, values, the loss or gradients, naming layer and sample.
@@ -181,7 +177,7 @@ class GradientPass:
         return [self._gradients(found) for found in passes]
 
     def _forward(self, found: _Pass) -> tuple[GradientEdge, Tensor] | None:
-        """The end of a batch's graph and the gradient of its logits, which are not held; None without a graph."""
+        """The end of a batch's graph and the gradient of its logits; None without a graph."""
         batch, device = found.batch, self._model.device
         tokens_BT, loss_mask_BT = batch.tokens_BT.to(device), batch.loss_mask_BT.to(device)
         token = _PASS.set(found)

@@ -42,7 +42,7 @@ from kvcal.stages.divergence import (
 )
 from kvcal.stages.estimate import Estimate, graph_bytes, host_bytes, parameter_bytes, seconds_of
 from kvcal.stages.feedback import FeedbackRecord
-from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, BatchGradients, GradientPass
+from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
@@ -76,7 +76,6 @@ def run_profile(
         NonFiniteActivations: NaN or infinity, naming layer and sample.
         UsageError: no sequence is long enough for the KL.
         UnsupportedModel: keys, values or their projections cannot be found.
-        ArtifactError: a file cannot be written.
     """
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
@@ -201,20 +200,19 @@ def _indices(setup: ProfileSetup) -> list[int]:
 
 def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
     """The statistics of each batch by name."""
-    return [_means_of(found) for found in gradients.measure_together(batches)]
-
-
-def _means_of(found: BatchGradients) -> dict[str, Mean]:
-    means = {"loss": Mean.of(found.loss_B)}
-    for place, (name, observer) in product(found.errors, OBSERVERS.items()):
-        means[f"{name}.{place[1]}.{place[0]}"] = Mean.of(observer.observe(found, place))
-    return means
+    every = []
+    for found in gradients.measure_together(batches):
+        means = {"loss": Mean.of(found.loss_B)}
+        for (index, side), (name, observer) in product(found.errors, OBSERVERS.items()):
+            means[f"{name}.{side}.{index}"] = Mean.of(observer.observe(found, (index, side)))
+        every.append(means)
+    return every
 
 
 def divergence_means(
     loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room, basis: FeedbackRecord | None = None
 ) -> dict[str, Mean]:
-    """The KL of some layers' sides on a batch of texts, by name: so many sides that their plans fill a lockstep."""
+    """The KL of a step, by name."""
     places, texts = step
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
@@ -223,11 +221,7 @@ def divergence_means(
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
         kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
     rows = kl_Pn.split([len(setup.measured(side)) for _, side in places])
-    return {_kl_name(*place): Mean.of(row.T) for place, row in zip(places, rows, strict=True)}
-
-
-def _kl_name(index: int, side: Side) -> str:
-    return f"kl.{side}.{index}"
+    return {f"kl.{side}.{index}": Mean.of(row.T) for (index, side), row in zip(places, rows, strict=True)}
 
 
 def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> list[Plan]:
