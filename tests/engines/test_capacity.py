@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,14 +250,6 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     assert value["arguments"][2] == str(model) and value["arguments"][-6:] == [
         "--tensor-parallel-size", "2", "--max-model-len", "4096", "--kv-cache-memory-bytes", "1000000000",
     ]  # fmt: skip
-
-
-def test_a_plan_of_a_local_folder_names_no_model_that_an_engine_finds(tmp_path: Path, plan_path: Path) -> None:
-    plan = load_plan(plan_path)
-    save_plan(replace(plan, model=replace(plan.model, id="folder")), tmp_path / "plan")
-    done = ran_well("serve-args", tmp_path / "plan")
-    assert "'folder' is no hub id: --model names the model as vllm finds it" in done.err
-    assert not ran_well("serve-args", tmp_path / "plan", "--model", tmp_path).err
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,7 @@ same tokens in the same chunks. ``make engines`` runs these tests; they are no p
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,9 @@ import pytest
 import torch
 import transformers as hf
 from engine_replay import MOST, Replay, assert_replayed
-from vllm_environment import CHECKOUT, Unavailable, python_with_vllm, run_in, variables_in
+from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
-from kvcal.cache.attached import attached_for
 from kvcal.engines.capacity import capacity as capacity_of
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import TESTED
@@ -155,26 +151,6 @@ def test_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: S
     assert replay.restarts == 0
 
 
-def test_16_bits_give_other_tokens(served: Served) -> None:
-    """So that a plan that is not served would be seen."""
-    (prompt,) = prompts(300)
-    tokens = []
-    for plan in (served.plan, served.plan.unquantized()):
-        from kvcal import PlanCache
-
-        cache = PlanCache(plan, served.model.config)
-        options = {"max_new_tokens": TOKENS, "do_sample": False, "past_key_values": cache}
-        with attached_for(served.model, plan):
-            tokens.append(served.model.generate(torch.tensor([prompt]), **options)[0, 300:].tolist())
-    assert tokens[0] != tokens[1]
-
-
-def test_prompts_in_chunks(version: str, tmp_path: Path, served: Served) -> None:
-    requests = [{"prompt": ids, "tokens": TOKENS} for ids in prompts(*LENGTHS)]
-    found, _ = serve(version, tmp_path, served, requests, max_num_batched_tokens=256)
-    assert max(count for step in found["steps"] for _, _, count, *_ in step) <= 256
-
-
 def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     """Requests lose their blocks and are computed again."""
     requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
@@ -259,24 +235,6 @@ def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> No
     """Few blocks, and samples that share the blocks of their prompt."""
     _, replay = serve(version, tmp_path, served, random_requests(200), **SHORT, max_num_batched_tokens=512)
     assert sum(replay.cached.values()) > 1000
-
-
-def test_the_experiment_times_steps(version: str, tmp_path: Path) -> None:
-    """On a CPU; vLLM's own cache needs its compiled part, which is not there."""
-    out = tmp_path / "speed.json"
-    sizes = {"layers": 3, "context": 512, "memory": 2_000_000, "passes": 2, "steps": 5}
-    options = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
-    script = [str(CHECKOUT / "experiments" / "bench_vllm.py"), "--caches", "kvcal", "bfloat16", "--shape", "tiny"]
-    done = subprocess.run(
-        [str(python_with_vllm(version)), *script, *options, "--out", str(out)],
-        env=os.environ | variables_in(tmp_path), capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
-    found = json.loads(out.read_text())
-    assert found["kvcal"]["sequences"] > 1 and "has no attribute" in found["bfloat16"]["refused"]
-    assert [len(one["step_s"]) for one in found["kvcal"]["passes"]] == [5, 5]
-    for one in found["kvcal"]["passes"]:
-        assert one["tokens_per_s"] * sum(one["step_s"]) == pytest.approx(5 * found["kvcal"]["sequences"])
-    assert "| kvcal | 4 of 488 tokens |" in done.stdout and "| bfloat16 | did not start: " in done.stdout
 
 
 def test_layers_with_a_sliding_window(version: str, tmp_path: Path) -> None:
@@ -399,11 +357,3 @@ def sliding_plan(folder: Path) -> str:
     path.parent.mkdir()
     save_plan(plan, path)
     return str(path)
-
-
-def test_tested_versions_are_not_refused(version: str, tmp_path: Path) -> None:
-    found = run_in(version, tmp_path, "versions_host.py")
-    assert found == {
-        "refusal": None,
-        "doctor": {"name": "plans in vllm", "status": "ok", "found": f"{version}+cpu", "note": ""},
-    }

@@ -161,43 +161,43 @@ def test_hub_id_from_the_local_hub_cache(saved: Path, tmp_path: Path, monkeypatc
     assert load("owner/tiny", device="cpu", need_tokenizer=False).tokenizer is None
 
 
-def test_folder_without_config(folder: Path):
-    (folder / "config.json").unlink()
-    assert refused(folder, UsageError, "has no config.json").hint is not None
+# A file, what becomes of it (None: it is gone; a number: bytes that are left; a dict: other keys), and the refusal.
+DAMAGE: list[tuple[str, object, type[KvcalError], tuple[str, ...]]] = [
+    ("config.json", None, UsageError, ("has no config.json",)),
+    ("config.json", "{", UsageError, ("config.json",)),
+    ("config.json", "[1]", UsageError, ("config.json",)),
+    ("config.json", {"model_type": "no_such_type"}, UnsupportedModel, ("no_such_type",)),
+    ("config.json", {"model_type": "t5"}, UnsupportedModel, ("'t5'",)),
+    ("config.json", {"model_type": "vit"}, UnsupportedModel, ("'vit'",)),
+    ("config.json", {"dtype": "float64"}, UnsupportedModel, ("float64", "bfloat16, float16, float32")),
+    ("model.safetensors", None, UsageError, ("copy has no weights", "model.safetensors")),
+    ("model.safetensors", 4, UsageError, ("the weights cannot be read",)),
+    ("model.safetensors", 1000, UsageError, ("the weights cannot be read",)),
+    ("model.safetensors", -8, UsageError, ("the weights cannot be read",)),
+    ("tokenizer.json", "{", UsageError, ("the tokenizer cannot be read",)),
+    ("tokenizer.json", "{}", UsageError, ("the tokenizer cannot be read",)),
+]
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", ""])
-def test_config_that_is_not_a_json_object(folder: Path, text: str):
-    (folder / "config.json").write_text(text)
-    refused(folder, UsageError, "config.json")
-
-
-@pytest.mark.parametrize(("model_type", "part"), [("no_such_type", "no_such_type"), ("t5", "'t5'"), ("vit", "'vit'")])
-def test_other_kinds_of_model(folder: Path, model_type: str, part: str):
-    edit_json(folder / "config.json", model_type=model_type)
-    refused(folder, UnsupportedModel, part)
+@pytest.mark.parametrize(("name", "content", "kind", "parts"), DAMAGE)
+def test_a_damaged_folder_is_refused(
+    name: str, content: object, kind: type[KvcalError], parts: tuple[str, ...], folder: Path
+):
+    path = folder / name
+    if content is None:
+        path.unlink()
+    elif isinstance(content, dict):
+        edit_json(path, **content)
+    elif isinstance(content, int):
+        path.write_bytes(path.read_bytes()[:content])
+    else:
+        path.write_text(str(content))
+    refused(folder, kind, *parts)
 
 
 def test_model_that_the_geometry_refuses(tmp_path: Path):
     TINY_MODELS["recurrent_gemma"]().save_pretrained(tmp_path / "states")
     refused(tmp_path / "states", UnsupportedModel, "keeps a state in", need_tokenizer=False)
-
-
-def test_unsupported_checkpoint_dtype(folder: Path):
-    edit_json(folder / "config.json", dtype="float64")
-    refused(folder, UnsupportedModel, "float64", "bfloat16, float16, float32")
-
-
-def test_no_weights(folder: Path):
-    (folder / "model.safetensors").unlink()
-    refused(folder, UsageError, "copy has no weights", "model.safetensors")
-
-
-@pytest.mark.parametrize("length", [0, 4, 1000, -8])
-def test_truncated_weights(folder: Path, length: int):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:length])
-    refused(folder, UsageError, "the weights cannot be read")
 
 
 def test_weights_of_another_shape_or_depth(folder: Path):
@@ -214,12 +214,6 @@ def test_missing_tokenizer(folder: Path):
     assert "tokenizer.json" in str(error.hint)
     loaded = load(str(folder), device="cpu", need_tokenizer=False)
     assert loaded.tokenizer is None and loaded.identity.tokenizer_sha256 == ""
-
-
-@pytest.mark.parametrize("text", ["{", "{}"])
-def test_broken_tokenizer(folder: Path, text: str):
-    (folder / "tokenizer.json").write_text(text)
-    refused(folder, UsageError, "the tokenizer cannot be read")
 
 
 def test_wrong_dtype_and_device():

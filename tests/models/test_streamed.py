@@ -19,7 +19,7 @@ from kvcal.models.fold import fold
 from kvcal.models.load import LoadedModel, load, weight_bytes
 from kvcal.models.projections import key_biases, output_weights
 from kvcal.models.residence import Residence, Shapes, residence
-from kvcal.models.streamed import _Streamer, copy_threads, stream
+from kvcal.models.streamed import _Streamer, stream
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
@@ -183,13 +183,6 @@ def test_a_dry_run_times_batches_that_share_loads(saved, monkeypatch: pytest.Mon
     assert timed == [[(2, 2), (0, 0), (1, 1)]] * 2  # the longest is number 2, of 160 tokens
     assert gradients.steps == {"sequences": 3, "tokens": 370, "tokens at once": 1200}
     assert gradients.nbytes == profile_stage.gradient_bytes(loaded, 400, 3)
-
-
-@pytest.mark.parametrize(("num_ranks", "expected"), [(1, 16), (2, 16), (4, 8), (64, 1)])
-def test_ranks_of_a_node_share_its_cores(num_ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "size_on_node", lambda: num_ranks)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(32))
-    assert copy_threads() == expected
 
 
 def test_ranks_share_the_memory_that_a_container_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
