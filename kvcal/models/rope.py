@@ -8,9 +8,8 @@ sin of the model. The result is the matrix of the rotation at each position: whi
 what.
 
 PM-KVQ needs the pairs (its λ must be equal within a pair, to pass through the rotation: Eq. 9-11), a plan that stores
-keys before RoPE needs the whole map. Angles are observed at powers of two, where position x frequency is exact even in
-fp32, so that a doubling position refines the frequency each time; the model's own ``inv_freq`` buffer is taken where it
-agrees with every angle observed.
+keys before RoPE needs the whole map. A pair's frequency is the one of the model's ``inv_freq`` buffers that explains
+every angle observed, near and far.
 
 Errors: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the length,
 multimodal rotation takes three positions), and rotations that cannot be observed. ``rotary_pairs`` serves the former.
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
-from kvcal.models.geometry import attention_layers, probe_ids
+from kvcal.models.geometry import probe_ids
 from kvcal.models.taps import Captured, tap
 
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -61,16 +60,17 @@ def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) ->
 
 
 def observe_turns(
-    model: PreTrainedModel, geometry: Geometry, positions: Sequence[int] | None, indices: Collection[int]
+    model: PreTrainedModel, geometry: Geometry, positions: Sequence[int] | None, indices: Collection[int] | None
 ) -> dict[int, Turn]:
-    """The rotations of layers ``indices`` at ``positions``; None: those of an ordinary forward of four tokens."""
+    """The rotations of layers ``indices``, None for all, at ``positions``; None: those of an ordinary forward of four
+    tokens."""
     positions_T = torch.arange(4) if positions is None else torch.tensor(positions)
     tokens_BT = probe_ids(model, 1, len(positions_T))
     inputs = {"input_ids": tokens_BT} if positions is None else inputs_at(model, tokens_BT, positions_T)
     turns: dict[int, Turn] = {}
 
     def measure(captured: Captured) -> None:
-        if captured.layer not in indices:
+        if indices is not None and captured.layer not in indices:
             return
         matrices = _matrices(captured, f"layer {captured.layer} of {geometry.model_type}").cpu()
         eps = max(FP32_EPS, torch.finfo(captured.k_post_BNTD.dtype).eps)
@@ -125,21 +125,15 @@ def rotary_pairs(
     """{layer: pairs int64 [P, 2]}, first channel below the second, for attention layers ``indices``, None for all; see
     ``RotaryMap``. Raises UnsupportedModel: the rotation of one cannot be observed, or mixes channels otherwise than in
     pairs."""
-    turns = observe_turns(model, geometry, None, _indices(geometry) if indices is None else indices)
+    turns = observe_turns(model, geometry, None, indices)
     return {index: _pairs(turn, f"layer {index} of {geometry.model_type}") for index, turn in turns.items()}
-
-
-def _indices(geometry: Geometry) -> list[int]:
-    return [layer.index for layer in attention_layers(geometry)]
 
 
 def rotary_maps(
     model: PreTrainedModel, geometry: Geometry, indices: Collection[int] | None = None
 ) -> dict[int, RotaryMap]:
     """The rotations of attention layers ``indices``, None for all, by cache index. Raises UnsupportedModel: as
-    ``rotary_pairs``; or angles are not position x frequency; or they are known to less than fp32 precision and no
-    buffer of the model tells them."""
-    indices = _indices(geometry) if indices is None else indices
+    ``rotary_pairs``; or angles are not position x a frequency of the model's buffers."""
     small = observe_turns(model, geometry, None, indices)
     if all(not _pairs(turn, f"layer {index}").numel() for index, turn in small.items()):
         nothing = torch.empty(0, dtype=torch.float64)
@@ -148,11 +142,10 @@ def rotary_maps(
     if "mrope_section" in (config.get("rope_parameters") or {}):
         raise UnsupportedModel(f"{geometry.model_type} rotates by three positions a token (mrope_section)")
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
-    ladder = sorted({0, 3, context // 3, context - 1, *(2**i for i in range(context.bit_length() - 1))})
     try:
         # Far positions first, small ones last: frequencies that grow with the length then show, and shrink back.
         far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context], indices)
-        near = observe_turns(model, geometry, ladder, indices)
+        near = observe_turns(model, geometry, sorted({0, 1, 2, 3, 7, 61, context // 3, context - 1}), indices)
     except torch.OutOfMemoryError:
         raise
     except (IndexError, RuntimeError) as error:
@@ -160,8 +153,9 @@ def rotary_maps(
     finally:
         small = observe_turns(model, geometry, None, indices)
     buffers = [buffer.double().cpu() for name, buffer in model.named_buffers() if "inv_freq" in name.split(".")[-1]]
+    own = torch.cat([torch.empty(0, dtype=torch.float64), *(buffer.flatten() for buffer in buffers)]).unique()
     return {
-        index: _map(near[index], [small[index], far[index]], buffers, f"layer {index} of {geometry.model_type}")
+        index: _map([near[index], small[index], far[index]], own, f"layer {index} of {geometry.model_type}")
         for index in small
     }
 
@@ -182,39 +176,28 @@ def _pairs(turn: Turn, place: str) -> Tensor:
     return pairs
 
 
-def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: str) -> RotaryMap:
-    """From the observation at a ladder of positions, confirmed by all others."""
-    pairs = _pairs(near, place)
+def _map(turns: Sequence[Turn], own: Tensor, place: str) -> RotaryMap:
+    """From all observations, with the frequencies ``own`` of the model's buffers."""
+    pairs = _pairs(turns[0], place)
     if not pairs.numel():
         return RotaryMap(pairs, torch.empty(0, dtype=torch.float64), 1.0)
-    turns = [near, *others]
     a, b = pairs.unbind(1)
-    angles = [torch.atan2(turn.matrices[:, b, a], turn.matrices[:, a, a]) for turn in turns]  # [T, P], -π to π
-    amplitude = _amplitude(turns, pairs, place)
-    frequency = torch.zeros(len(pairs), dtype=torch.float64)
-    for position, angle in zip(near.positions.tolist(), angles[0], strict=True):
-        if position > 0 and math.log2(position).is_integer():
-            frequency = frequency + _wrapped(angle - position * frequency) / position
-    if not _explains(frequency, turns, angles):
+    amplitude, candidates = _amplitude(turns, pairs, place), torch.cat([own, -own])
+    errors = torch.zeros(len(pairs), len(candidates), dtype=torch.float64)  # the largest, over what rounding explains
+    for turn in turns:
+        found_TP1 = torch.atan2(turn.matrices[:, b, a], turn.matrices[:, a, a]).unsqueeze(2)  # -π to π
+        expected_T1C = (turn.positions[:, None] * candidates).unsqueeze(1)
+        wrapped = torch.remainder(found_TP1 - expected_T1C + math.pi, 2 * math.pi) - math.pi
+        # An fp32 angle is rounded, and so are cos and sin.
+        errors = errors.maximum((wrapped.abs() / (8 * turn.eps + 4 * FP32_EPS * expected_T1C.abs())).amax(0))
+    if not len(candidates) or bool((errors.amin(1) > 1).any()):
         raise UnsupportedModel(
-            f"{place}: its rotary angles are not position x frequency (dynamic or longrope scaling change them with "
-            "the length)",
+            f"{place}: its rotary angles are not position x a frequency of its inv_freq buffers (dynamic or longrope "
+            "scaling change them with the length)",
             hint="store keys after RoPE: leave out [predictors] and k_pages = 'pre'; λ needs no angles",
         )
-    own = []
-    for buffer in buffers:
-        if buffer.numel():
-            nearest = buffer[(buffer.abs() - frequency.abs()[:, None]).abs().argmin(1)]
-            own.append(torch.copysign(nearest, frequency))
-    own = [candidate for candidate in own if _explains(candidate, turns, angles)]
-    if not own and near.eps > FP32_EPS:
-        raise UnsupportedModel(
-            f"{place}: no inv_freq buffer agrees with its rotary angles, which are observed to {near.eps:.0e} only",
-            hint="load the model with dtype = float32",
-        )
-    frequency = own[0] if own else frequency
-    pairs = torch.where(frequency[:, None] < 0, pairs.flip(1), pairs)
-    return RotaryMap(pairs, frequency.abs(), amplitude)
+    frequency = candidates[errors.argmin(1)]
+    return RotaryMap(torch.where(frequency[:, None] < 0, pairs.flip(1), pairs), frequency.abs(), amplitude)
 
 
 def _amplitude(turns: Sequence[Turn], pairs: Tensor, place: str) -> float:
@@ -224,18 +207,3 @@ def _amplitude(turns: Sequence[Turn], pairs: Tensor, place: str) -> float:
     if not bool(((found - amplitude).abs() <= 8 * turns[0].eps * amplitude).all()):
         raise UnsupportedModel(f"{place}: its rotation scales keys by {float(found.min())} to {float(found.max())}")
     return amplitude
-
-
-def _explains(frequency: Tensor, turns: Sequence[Turn], angles: Sequence[Tensor]) -> bool:
-    """Whether all observed angles are position x frequency, to the rounding of an fp32 angle and of cos and sin."""
-    for turn, found_TP in zip(turns, angles, strict=True):
-        expected_TP = turn.positions[:, None] * frequency
-        tolerance_TP = 8 * turn.eps + 4 * FP32_EPS * expected_TP.abs()
-        if not bool((_wrapped(found_TP - expected_TP).abs() <= tolerance_TP).all()):
-            return False
-    return True
-
-
-def _wrapped(angle: Tensor) -> Tensor:
-    """In -π .. π."""
-    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
