@@ -31,7 +31,7 @@ from kvcal.kernels.variants import variant_of
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
-from kvcal.store.dequantize import StepForm, form_reasons
+from kvcal.store.dequantize import form_reasons
 from kvcal.store.layer_store import DecodedCopy, LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.pages_and_ring import PagedTensor
@@ -90,10 +90,6 @@ class PagedLayer(CacheLayerMixin):
         return [] if self._store is None else self._store.parts
 
     @property
-    def forms(self) -> list[StepForm]:
-        return [] if self._store is None else self._store.forms
-
-    @property
     def tensors(self) -> list[Tensor]:
         """Tensors that count as the plan's bytes."""
         return [tensor for part in self.parts for tensor in part.tensors]
@@ -102,11 +98,6 @@ class PagedLayer(CacheLayerMixin):
     def control(self) -> list[Tensor]:
         """Tensors that a step changes besides, no part of the plan's bytes."""
         return [part.query_since for part in self.parts]
-
-    @property
-    def overwritten(self) -> list[Tensor]:
-        """Tensors that later tokens overwrite."""
-        return [tensor for part in self.parts for tensor in (*part.overwritten, part.query_since)]
 
     @property
     def columns(self) -> int:
@@ -134,11 +125,7 @@ class PagedLayer(CacheLayerMixin):
         create(key_states.shape[0], key_states.device)
 
     def create(self, batch: int, device: torch.device) -> None:
-        """Empty storage for ``batch`` rows.
-
-        Raises:
-            UnsupportedModel: a static cache on CUDA, and the kernels do not take this layer.
-        """
+        """Empty storage for ``batch`` rows. UnsupportedModel where the kernels do not take a static cache's layer."""
         self.padding.resolve(batch)
         if self.static is not None and device.type == "cuda":
             cache_dtype = self.state.plan.cache_dtype
@@ -189,7 +176,11 @@ class PagedLayer(CacheLayerMixin):
         self.state.require_scheduled(batch, columns + tokens)
         if self.static is not None:
             self.static.require_room(max(rows.lengths(columns + tokens)))
-        self._shrink(columns, tokens)
+        # Every update begins by shrinking pages to the bits of the columns behind it: nothing ever takes more.
+        if self.static is None:
+            self.store.set_bits(columns + tokens)
+        elif self._is_first and self.static.phases is not None:
+            self.static.phases.prepare(tokens)
         cache_dtype = CACHE_DTYPES[self.state.plan.cache_dtype]
         new = NewTokens(key_states.to(cache_dtype), value_states.to(cache_dtype), rows, columns)
         keys = self._whole("k", new.keys, key_states.dtype, rows, columns)
@@ -204,13 +195,6 @@ class PagedLayer(CacheLayerMixin):
     def skip(self, tokens: int) -> None:
         """Count columns that are never stored nor read, in a dynamic cache that is fed none here."""
         self._columns += tokens
-
-    def _shrink(self, columns: int, tokens: int) -> None:
-        """Every update begins by shrinking pages to the bits of the columns behind it: nothing ever takes more."""
-        if self.static is None:
-            self.store.set_bits(columns + tokens)
-        elif self._is_first and self.static.phases is not None:
-            self.static.phases.prepare(tokens)
 
     def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
         """The past and new [B, N, T, D] together: new tokens as they are read until they are packed."""
@@ -236,14 +220,14 @@ class PagedLayer(CacheLayerMixin):
         self._write(new, per_head)
 
     def _write(self, new: NewTokens, query_sum: Tensor | None) -> None:
-        self.store.write(new, query_sum)
-        self._finish(new)
-
-    def _finish(self, new: NewTokens) -> None:
         """Behind the last layer, a static cache is as far as these tokens, and says what its kernels found."""
+        self._store_tokens(new, query_sum)
         if self.static is not None and self._is_last:
             self.static.set_columns(new.stop)
             self.static.check()
+
+    def _store_tokens(self, new: NewTokens, query_sum: Tensor | None) -> None:
+        self.store.write(new, query_sum)
 
     def require_observed(self) -> None:
         """UsageError when the attention of the last update was not observed: its tokens would be lost."""
@@ -357,12 +341,8 @@ def tokens_to_next_event(plan: LayerPlan, rows: Rows | None, columns: int) -> in
 
 
 def require_shapes(geometry: AttentionGeometry, key_states: Tensor, value_states: Tensor) -> None:
-    """Checks key_states [B, N, T, k_head_dim] and value_states [B, N, T, v_head_dim], for N and head sizes of the plan.
-
-    Raises:
-        ArtifactError: other heads or head sizes.
-        UsageError: values of other sequences, heads or tokens than the keys.
-    """
+    """ArtifactError unless key_states [B, N, T, k_head_dim] and value_states [B, N, T, v_head_dim] have the heads and
+    head sizes of the plan; UsageError for values of other sequences, heads or tokens than the keys."""
     expected = (geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
     found = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
     if found != expected:

@@ -62,10 +62,6 @@ class StaticWindow(PagedLayer):
     def tensors(self) -> list[Tensor]:
         return list(self.ring.values()) if self.is_initialized else []
 
-    @property
-    def overwritten(self) -> list[Tensor]:
-        return self.tensors
-
     def _step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
@@ -82,7 +78,6 @@ class StaticWindow(PagedLayer):
         return attended
 
     def past_columns(self, columns: int) -> int:
-        """Number of the last of so many columns that a prompt attends to."""
         window = self.plan.attention.window
         assert window is not None
         return min(columns, window - 1)
@@ -133,7 +128,7 @@ class StaticWindow(PagedLayer):
         for start, stop in intervals:
             out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
-    def _write(self, new: NewTokens, query_sum: Tensor | None) -> None:
+    def _store_tokens(self, new: NewTokens, query_sum: Tensor | None) -> None:
         for block in new.rows.blocks:
             intervals = new.rows.intervals(block, new.columns, new.stop)
             if not intervals:
@@ -143,7 +138,6 @@ class StaticWindow(PagedLayer):
                 chunks = [states[block.rows, :, a - new.columns : b - new.columns] for a, b in intervals]
                 tokens[side] = torch.cat(chunks, dim=2)
             self.extend_window(block.rows, new.rows.num_tokens(block, new.columns), tokens)
-        self._finish(new)
 
     def read_window(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
         """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as there are

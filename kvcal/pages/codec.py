@@ -26,7 +26,7 @@ from kvcal.pages.basis import Basis
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
-from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform
+from kvcal.pages.transforms import BeforeRope, Transform
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
@@ -154,7 +154,7 @@ class PageCodec:
             for transform in self._transforms(page_index[part], num_bits):
                 page = transform.apply(page)
             if prediction is not None:
-                page = Residual(prediction[part]).apply(page)
+                page = page.float() - prediction[part]
             query = None if query_mean is None else query_mean[part]
             parts.append(self._quantize(page, page_index[part], num_bits, query))
         return torch.cat(parts)
@@ -174,7 +174,7 @@ class PageCodec:
         """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other transforms are
         undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
         values = self._layout(num_bits).decode_pages(records, self.num_heads, self.operands)
-        return values if prediction is None else Residual(prediction).undo(values)
+        return values if prediction is None else values.float() + prediction
 
     def read_back(self, x: Tensor) -> Tensor:
         """x [n, 128 P, D], keys after RoPE or values behind the sinks -> [n, 128 P, D] as its P pages are read, at the
@@ -201,7 +201,7 @@ class PageCodec:
             return stored.float()
         return self._rope(page_index).apply(self.restore(stored, page_index, num_bits))
 
-    def _transforms(self, page_index: Tensor, num_bits: int) -> tuple[Invertible, ...]:
+    def _transforms(self, page_index: Tensor, num_bits: int) -> tuple[BeforeRope | Transform, ...]:
         """All but the prediction, in the order of encoding."""
         if self.is_pre:
             return (self._rope(page_index), *(() if num_bits == RAW_BITS else (Transform(offset=self.offset),)))

@@ -1,8 +1,7 @@
-"""Transforms of pages around their quantizer, with inverses: λ and offset, RoPE undone, a prediction subtracted.
+"""Transforms of pages [..., n, 128, D] around their quantizer; ``undo(apply(x))`` is x to the rounding of fp32.
 
     Transform    keys after RoPE -> (K - offset) / λ                                   (PM-KVQ Eq. 9)
     BeforeRope   keys after RoPE -> before                                             (AQUA-KV, section 3.1)
-    Residual     keys or values -> what a prediction leaves                            (AQUA-KV Alg. 2-4)
 
 RoPE comes from a plan's own table [pairs, 4] in fp64: for every rotated pair of channels (a, b) the angle per position
 and the amplitude (RoPE variants such as YaRN scale cos and sin):
@@ -17,17 +16,8 @@ turned forth again by the same table. The Hadamard rotation is not here: it is p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvcal.lazy_torch import Tensor, torch
-
-
-class Invertible(Protocol):
-    """One transform of pages [..., n, 128, D]; ``undo(apply(x))`` is x to the rounding of fp32."""
-
-    def apply(self, x: Tensor) -> Tensor: ...
-
-    def undo(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -61,19 +51,6 @@ class BeforeRope:
 
     def undo(self, x: Tensor) -> Tensor:
         return rotate(x, self.table, self.positions)
-
-
-@dataclass(frozen=True, eq=False)
-class Residual:
-    """Keys or values less their ``prediction`` [M, n, 128, D], fp32."""
-
-    prediction: Tensor
-
-    def apply(self, x: Tensor) -> Tensor:
-        return x.float() - self.prediction
-
-    def undo(self, x: Tensor) -> Tensor:
-        return x.float() + self.prediction
 
 
 def rotate(x: Tensor, table: Tensor, positions_T: Tensor) -> Tensor:

@@ -126,28 +126,22 @@ class Prediction:
         return predicted(self._predictors[side], inputs, self.plan.attention.num_kv_heads)
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """The predictor of a side's pages, and its ``inputs`` [B, P, 128, .., ..] fp32, of the source first."""
-
-    predictor: LinearPredictor
-    inputs: tuple[Tensor, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class StepForm:
     """One side of a layer, of N heads.
 
     ``records`` uint8 [slots, r, record_bytes]. ``tokens`` [slots, N, 128, D] in the cache's dtype: what the kernels
-    read; None where they read the records. ``kept`` [B, P, 128, N, D] fp32: for predictors. ``place`` and ``error`` are
-    the cache's.
+    read; None where they read the records. ``kept`` [B, P, 128, N, D] fp32: for predictors. ``predictor``, of
+    the side's own pages, has ``inputs`` [B, P, 128, .., ..] fp32, of the source first. ``place`` and ``error`` are the
+    cache's.
     """
 
     codec: PageCodec
     records: Tensor
     tokens: Tensor | None
     kept: Tensor | None
-    predicted: Predicted | None
+    predictor: LinearPredictor | None
+    inputs: tuple[Tensor, ...]
     place: Place
     error: Tensor
 
@@ -168,9 +162,9 @@ class StepForm:
         pages = pages.clamp(max=place.table.shape[1] - 1).long()
         slots = place.table.gather(1, pages.unsqueeze(1)).squeeze(1).long()
         wanted, prediction = is_complete[:, None, None, None], None
-        if self.predicted is not None:
+        if self.predictor is not None:
             rows = torch.arange(len(pages), device=pages.device)
-            prediction = torch.where(wanted, self._prediction([kept[rows, pages] for kept in self.predicted.inputs]), 0)
+            prediction = torch.where(wanted, self._prediction([kept[rows, pages] for kept in self.inputs]), 0)
         x = torch.where(wanted, tokens[slots], 0)
         with noted_in(self.error, NON_FINITE):
             encoded = self.codec.encode(x, pages, num_bits, prediction=prediction)
@@ -182,8 +176,8 @@ class StepForm:
         at_once = max(1, VALUES_AT_ONCE // (PAGE_TOKENS * codec.num_heads * codec.head_dim))
         for part in torch.arange(table.numel(), device=table.device).split(at_once):
             slots, ordinals, prediction = table.flatten()[part].long(), part % table.shape[1], None
-            if self.predicted is not None:
-                prediction = self._prediction([source.flatten(0, 1)[part] for source in self.predicted.inputs])
+            if self.predictor is not None:
+                prediction = self._prediction([source.flatten(0, 1)[part] for source in self.inputs])
             stored = codec.decode(self.records[slots], codec.format.num_bits, prediction)
             if self.kept is not None:
                 self.kept.flatten(0, 1)[part] = codec.before_rope(stored, ordinals).transpose(1, 2)
@@ -191,9 +185,9 @@ class StepForm:
                 self.tokens[slots] = codec.restore(stored, ordinals).to(self.tokens.dtype)
 
     def _prediction(self, inputs: Sequence[Tensor]) -> Tensor:
-        """[M, N, 128, D] fp32 from ``Predicted.inputs`` of M pages, [M, 128, .., ..]."""
-        assert self.predicted is not None
-        return predicted(self.predicted.predictor, [x.transpose(1, 2) for x in inputs], self.codec.num_heads)
+        """[M, N, 128, D] fp32 from ``inputs`` of M pages, [M, 128, .., ..]."""
+        assert self.predictor is not None
+        return predicted(self.predictor, [x.transpose(1, 2) for x in inputs], self.codec.num_heads)
 
 
 def step_forms(plan: LayerPlan, state: StepState, sides: Mapping[Side, PagedTensor]) -> list[StepForm]:
@@ -202,10 +196,19 @@ def step_forms(plan: LayerPlan, state: StepState, sides: Mapping[Side, PagedTens
     index, found = plan.geometry.index, []
     for side, part in sides.items():
         kept, is_form = state.forms.kept(index, side), stored_form(plan, side) is not None
-        if is_form or kept is not None:
-            tokens = dequantized_tokens(state, plan, side) if is_form else None
-            place, fitted = state.place(part.format, part.format), _predicted(plan, side, state)
-            found.append(StepForm(part.codec, part.pool.records, tokens, kept, fitted, place, state.error))
+        if not is_form and kept is None:
+            continue
+        fitted, read, predictor = None, list[Tensor | None](), plan.predictor(side)
+        if predictor is not None:
+            fitted = predictor_of(plan, side, state.shared, state.lengths.device)
+            read = [state.forms.kept(predictor.source, side)]
+            read += [state.forms.kept(index, "k")] if side == "v" else []
+        tokens, place = (
+            dequantized_tokens(state, plan, side) if is_form else None,
+            state.place(part.format, part.format),
+        )
+        inputs = tuple(source for source in read if source is not None)
+        found.append(StepForm(part.codec, part.pool.records, tokens, kept, fitted, inputs, place, state.error))
     return found
 
 
@@ -224,13 +227,3 @@ def form_reasons(plan: LayerPlan, read_sides: Sequence[Side]) -> list[str]:
         if form is not None or side in read_sides:
             found.append(f"{side} pages {form or 'are predicted from'}")
     return found
-
-
-def _predicted(plan: LayerPlan, side: Side, state: StepState) -> Predicted | None:
-    predictor, index = plan.predictor(side), plan.geometry.index
-    if predictor is None:
-        return None
-    read = [(predictor.source, side)] + ([(index, "k")] if side == "v" else [])
-    inputs = [state.forms.kept(*place) for place in read]
-    fitted = predictor_of(plan, side, state.shared, state.lengths.device)
-    return Predicted(fitted, tuple(kept for kept in inputs if kept is not None))

@@ -164,7 +164,7 @@ def as_met(layer: PagedLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
     """What the dynamic cache hands to attention, rounded once where a step of the static one reconstructs it in 16
     bits."""
     found = [keys.clone(), values.clone()]
-    for form in layer.forms:
+    for form in layer.store.forms:
         if form.tokens is not None:
             number = SIDES.index(form.codec.side)
             found[number] = found[number].bfloat16().float()
