@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.models.attention import _LISTENING, OURS, attention_modules, layer_index, listen
+from kvcal.models.attention import _LISTENING, attention_modules, layer_index, listen
 from kvcal.models.geometry import attention_layers
 from kvcal.models.taps import tap
 
@@ -137,20 +136,3 @@ def test_other_attention_is_refused_with_the_reason() -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedModel, match="BloomForCausalLM bypasses"), listen(built("bloom"), print):
         pytest.fail("entered")
-
-
-def not_for_a_tower(implementation: object) -> None:
-    if OURS in str(implementation):
-        raise ValueError("A tower of sound does not support it. Please ask for it.")
-
-
-@pytest.mark.parametrize("setter", [lambda implementation: None, not_for_a_tower])
-def test_a_model_whose_implementation_cannot_be_set_is_refused(
-    setter: Callable[[object], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = built("llama")
-    monkeypatch.setattr(model, "set_attn_implementation", setter)
-    reason = "does not let its attention implementation be set"
-    with pytest.raises(UnsupportedModel, match=reason), listen(model, print):
-        pytest.fail("entered")
-    assert not _LISTENING

@@ -10,7 +10,6 @@ import oracles
 import pytest
 import torch
 from cache_cases import (
-    HEAD_DIM,
     KINDS,
     KIVI_2,
     SINKS_3,
@@ -96,16 +95,6 @@ def test_a_chunk_reads_the_past_as_stored_and_itself_raw(sizes, name):
         for states, oracle, result in zip((keys, values), expected, found, strict=True):
             assert torch.equal(result, torch.cat([stored(oracle, start), states[:, :, new]], 2))
         start += size
-
-
-def test_new_tokens_are_rounded_to_the_caches_dtype():
-    states = torch.randn(1, HEADS, 200, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    cache = empty_cache(PLANS_BF16["sinks"])
-    k, v = cache.update(states[:, :, :1], states[:, :, :1], 0)
-    assert k.dtype == v.dtype == torch.float32
-    assert torch.equal(k, states[:, :, :1].bfloat16().float()) and not torch.equal(k, states[:, :, :1])
-    half, _ = empty_cache(PLANS["sinks"]).update(states.half(), states.half(), 0)
-    assert half.dtype == torch.float16 and torch.equal(half, states.half())
 
 
 def test_a_long_prompt_is_encoded_in_parts_with_the_same_bytes():

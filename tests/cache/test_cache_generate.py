@@ -138,17 +138,6 @@ def test_reset_and_reuse_generate_the_same_again():
     assert torch.equal(generate(cache, inputs), first)
 
 
-def test_beams_reorder_pages():
-    """With a page in place before the beams part, logits under a 16-bit plan stay those of DynamicCache."""
-    ids = random_ids(1, 200)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    options = {"num_beams": 3, "output_scores": True, "return_dict_in_generate": True, "length_penalty": 0.0}
-    ours = generate(plan_cache(RAW_PLAN), inputs, new_tokens=70, **options)
-    native = generate(native_cache(), inputs, new_tokens=70, **options)
-    assert torch.equal(ours.sequences, native.sequences)
-    assert torch.allclose(ours.sequences_scores, native.sequences_scores, atol=1e-4)
-
-
 def test_the_prompt_attends_to_itself_unquantized():
     """The first logits after a prompt do not depend on the plan; the next ones do."""
     model, ids = tiny_llama(), random_ids(1, 300)

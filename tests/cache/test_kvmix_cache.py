@@ -11,7 +11,6 @@ import oracles
 import pytest
 import torch
 from cache_cases import (
-    HEAD_DIM,
     VOCAB_SIZE,
     assert_exact_bytes,
     llama_plan,
@@ -121,29 +120,6 @@ def test_pages_are_those_of_a_simulation_token_by_token(fmt: Format) -> None:
         pages = expected[count][0]
         distance = next(new for new in range(1, 1300) if expected[count + new][0] > pages)
         assert fmt.tokens_to_next_event(count, count) == distance
-
-
-def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
-    total = 0
-    for side, formats in (("k", plan.layers[0].k), ("v", plan.layers[0].v)):
-        for fmt in formats:
-            record = oracles.record_bytes(
-                fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, fmt.param_dtype, plan.cache_dtype
-            )
-            raw = (fmt.num_sink_tokens + fmt.window_rule.max_tokens + 128) * HEAD_DIM * 4
-            total += HEADS * sum(raw + length // 128 * record for length in lengths)
-    return total
-
-
-@pytest.mark.parametrize("plan", MIXED[2:])
-def test_bytes_are_exact_at_every_token_count(plan: Plan) -> None:
-    cache = PlanCache(plan, tiny_llama(HEADS, 1).config)
-    step = random_states(1, HEADS, 1)
-    for count in range(1, 270):
-        cache.update(step, step, 0)
-        assert cache.nbytes == plan.nbytes([count])
-        if count % 9 == 0:
-            assert cache.nbytes == bytes_by_hand(plan, [count])
 
 
 class Contents:

@@ -13,7 +13,6 @@ import torch
 import transformers as hf
 from cache_cases import feed, plan_of
 from static_cases import FORMATS, assert_same_pages
-from test_static_graphs import Step, allocations
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -107,38 +106,3 @@ class TestOnCuda:
         static = self.allocated(model, formats, 3, random_batch("cuda")[1][:, :PROMPT])
         assert_like_the_dynamic_cache(model, static, tolerance)
         static.check()
-
-    @pytest.mark.parametrize("name", SIZES)
-    def test_it_generates_the_tokens_of_the_dynamic_cache(self, name: str) -> None:
-        model = model_of(name, "cuda")
-        ids, mask = (x[:, :PROMPT] for x in random_batch("cuda"))
-        static = self.allocated(model, "kitty", 3, mask)
-        found = []
-        for cache in (static, PlanCache(static.plan, model.config, mask)):
-            with context(model, cache):
-                found.append(
-                    model.generate(
-                        ids, past_key_values=cache, attention_mask=mask, max_new_tokens=140, do_sample=False,
-                        disable_compile=True,
-                    )
-                )  # fmt: skip
-        assert torch.equal(*found)
-
-    @torch.inference_mode()
-    @pytest.mark.parametrize(("name", "formats"), [("llama, 80", "kitty"), ("gemma, 256", "different sinks")])
-    def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(self, name: str, formats: str) -> None:
-        model, found = model_of(name, "cuda", torch.bfloat16), []
-        prompt = random_batch("cuda")[0][:2, 150:PROMPT]
-        with attached(model):
-            for is_captured in (False, True):
-                step = Step(model, self.allocated(model, formats, 2), 2, 250)
-                call = step.capture().replay if is_captured else step
-                if is_captured:
-                    step.cache.reset()
-                step.begin(prompt)
-                before = allocations()
-                step.run(call)
-                assert allocations() == before or not is_captured
-                step.cache.check()
-                found.append(step.history)
-        assert torch.equal(*found)

@@ -11,7 +11,6 @@ from gpu_cases import VOCABULARY, logits_of, random_ids, relative
 from test_static_graphs import Step, allocations
 from test_static_window import assert_same_windows
 from torch import Tensor
-from transformers import CompileConfig
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
@@ -165,26 +164,3 @@ def test_steps_beyond_the_room_are_found_in_a_window_of_less() -> None:
     layer.attend(q, k, k, None, 0.1, 0.0)
     with pytest.raises(UsageError, match="a sequence of 21 tokens does not fit"):
         cache.check()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # torch's own, to reserve a pool
-def test_generate_compiles_the_step_of_a_hybrid_model() -> None:
-    from torch._dynamo.utils import counters
-
-    model = sliding_model("gemma2", torch.float32)
-    plan, ids = kivi(model), random_ids(2, 60)
-    cache = PlanCache(plan, model.config, max_tokens=300)
-    options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    torch.compiler.reset()
-    counters.clear()
-    with attached(model):
-        expected = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
-        cache.reset()
-        config = CompileConfig(mode="reduce-overhead")
-        found = model.generate(ids, past_key_values=cache, compile_config=config, **options)
-    cache.check()
-    assert cache.lengths == [259, 259]
-    assert not counters["graph_break"] and not counters["inductor"]["cudagraph_skips"]
-    assert torch.equal(found, expected)

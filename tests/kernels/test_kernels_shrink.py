@@ -172,30 +172,6 @@ def test_every_record_arrives_at_its_place(seed: int, device: str) -> None:
             assert torch.equal(found[:, : old.shape[1]], old[..., : row[RECORD]])
 
 
-@pytest.mark.gpu
-def test_a_large_memory_arrives_whole() -> None:
-    """Half a gigabyte by all blocks of the GPU, several times: the order of records is kept under load."""
-    fmt = Format(2, "token", 128, 0, 0, param_dtype="float32", shrink_at=(4000, 9000, 16000))
-    later = Format(2, "token", 128, 0, 0, param_dtype="float32", shrink_at=(5000, 8000, 17000))
-    regions = [Region("kv"[i % 2], (fmt, later)[i % 2], 4, 128, "bfloat16", False, False, 0) for i in range(8)]
-    starts = stage_starts(regions, 32000)
-    table, room = layout_table(regions, starts, 4, 20000)
-    pages = torch.randint(0, 256, (room,), dtype=torch.uint8, device="cuda")
-    on_cpu, layout, tickets = pages.cpu(), torch.tensor(table), new_tickets(torch.device("cuda"))
-    largest = max(row[RECORD] for rows in table for row in rows)
-    stages = Stages(torch.zeros(1, dtype=torch.int64), torch.tensor(starts), layout, torch.tensor(0))
-    on_gpu, present = Stages(*(tensor.cuda() for tensor in stages)), layout[0].clone()
-    present_on_gpu = present.cuda()
-    for number, start in enumerate(starts[1:], 1):
-        stages.columns.fill_(start)
-        on_gpu.columns.fill_(start)
-        slide(on_cpu, *stages, present, tickets.cpu(), 4, largest)
-        slide(pages, *on_gpu, present_on_gpu, tickets, 4, largest)
-        for row, before in zip(table[number], table[number - 1], strict=True):
-            found, expected = (region_pages(x, row, 4)[:, : before[PAGES]] for x in (pages, on_cpu))
-            assert torch.equal(found.cpu(), expected)
-
-
 @pytest.mark.parametrize("number", range(0, len(CASES), 4))
 def test_shrink_compiles(number: int) -> None:
     """Every fourth: all shifts, and most halvings."""

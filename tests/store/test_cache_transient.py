@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,40 +10,14 @@ import pytest
 import torch
 from cache_cases import KINDS, KIVI_2, SINKS_3, llama_plan, padded, random_states, recipe_formats, tiny_llama
 from form_cases import with_tensors
+from peak_bytes import PeakBytes
 from progressive_cases import K_2, V_2, fixed, scheduled
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvcal import PlanCache
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
-from kvcal.store.layer_store import LayerStore, NewTokens
+from kvcal.store.layer_store import LayerStore
 from kvcal.store.workspace import SCRATCH_BYTES, transient_bytes
-
-
-class Storages(TorchDispatchMode):
-    """``peak``: the most bytes of storages that were alive at a time, of ``held`` and of those made within the mode."""
-
-    def __init__(self, held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.peak = 0
-        self._note(held)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self._note([leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
-        return out
-
-    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.given:
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
 
 
 def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -54,10 +28,7 @@ def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.
     def watched(call: Callable[..., None]) -> Callable[..., None]:
         def method(layer: LayerStore, *args: Any) -> None:
             nonlocal peak
-            held = [tensor for each in cache.layers for tensor in each.tensors]
-            given = [tensor for new in args if isinstance(new, NewTokens) for tensor in (new.keys, new.values)]
-            with Storages(held, [*given, *cache.plan.tensors.values()]) as storages:
-                del held
+            with PeakBytes([tensor for each in cache.layers for tensor in each.tensors]) as storages:
                 call(layer, *args)
             peak = max(peak, storages.peak)
 
