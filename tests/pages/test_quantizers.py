@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import oracles
 import pytest
 import torch
@@ -79,17 +77,6 @@ def test_constant_groups_are_exact(value, param_dtype):
     codes, scale, zero = uniform.quantize(x, 2, 32, -1, PARAM_DTYPES[param_dtype])
     assert not codes.any() and not scale.any()
     assert torch.equal(uniform.dequantize(codes, scale, zero, 32, -1), x)
-
-
-@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_non_finite_values_are_refused(bad, param_dtype):
-    for position in (0, 31, 32, 39):
-        x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
-        x[1, position] = bad
-        with pytest.raises(NonFiniteActivations, match="NaN, infinity, or a range") as caught:
-            uniform.quantize(x, 4, 32, -1, PARAM_DTYPES[param_dtype])
-        assert caught.value.exit_code == 4 and "bfloat16" in caught.value.hint
 
 
 @pytest.mark.parametrize(("x", "num_bits"), [([-70000.0, 0.0], 8), ([70000.0, 70001.0], 2), ([-60000.0, 60000.0], 1)])
