@@ -36,8 +36,8 @@ from kvcal.stages.centre import Centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
-from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
+from kvcal.stages.predictors.stage import Room
 from kvcal.stages.reparam import Reparam
 from kvcal.strict import dump, flat_records
 

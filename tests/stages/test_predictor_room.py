@@ -14,9 +14,8 @@ from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.stages.allocate.record import Allocation, Split, layer_bytes
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import Finding, PredictorRecord, with_predictors
-from kvcal.stages.predictors.stage import run_fit_predictors
+from kvcal.stages.predictors.stage import Room, run_fit_predictors
 
 SPEC = PredictorSpec(min_explained=-1e9)
 

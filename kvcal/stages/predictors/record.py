@@ -1,5 +1,9 @@
 """The predictors that can be fitted, and the record of those that were: what each explains, costs and saves.
 
+A predictor is worth 1/2 log2(1 / (1 - explained variance)) bits a value: the error of a scaled quantizer is a share of
+the variance that is left, and every bit divides it by 4. Where that, times the quantized values of the workload, is
+less than the predictor's own bytes, or the explained variance is at most ``min_explained``, it is left out.
+
 The file is an artifact of its own: :meth:`PredictorRecord.apply` puts the predictors that pay into a plan's layers,
 :meth:`PredictorRecord.tensors` gives what these layers then need (predictors, and rotary tables to get at keys before
 RoPE). Predictors that do not pay are named with the reason and leave no tensors.
@@ -21,22 +25,25 @@ from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Index, ModelIdentity
 from kvcal.pages.predictor import MAX_INPUTS, PredictorShape
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, Predictor
-from kvcal.plan.page_format import RAW, SIDES, Side
+from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, predictor_shape, rotary_spec
+from kvcal.quantities import format_bytes
 from kvcal.recipe import PredictorSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
 
 KIND = "predictors"
-SCHEMA = 1
+SCHEMA = 2
+# What a perfect predictor is said to save: no more bits are there to be saved.
+MAX_SAVED_BITS = 16.0
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Fit:
     """One fitted predictor, measured on held-out sequences. ``explained``: its explained variance as stored;
-    ``explained_whole`` that of the fp64 weights, ``explained_nearest`` that of int4 weights without error compensation.
     ``nbytes`` are its tensors, ``saved_bits`` what it is worth per value, 1/2 log2(1 / (1 - explained)), and
     ``saved_bytes`` that times the quantized values of the workload.
 
@@ -46,8 +53,6 @@ class Fit:
     num_inputs: Positive
     num_outputs: Positive
     explained: Number
-    explained_whole: Number
-    explained_nearest: Number | None
     nbytes: NumBytes
     saved_bits: Amount
     saved_bytes: NumBytes
@@ -204,6 +209,36 @@ def _obstacle(
     return None
 
 
+def decide(target: Target, explained: float | None, spec: PredictorSpec, workload: Workload) -> Finding:
+    """Whether a predictor that explains this share of the variance pays at ``workload``; None: it was not tried."""
+    source, shape = None if target.source is None else target.source.geometry.index, target.shape
+    if explained is None or shape is None:
+        return Finding(target.index, target.side, source, target.reason or "was not fitted", None)
+    num_tokens = sum(PAGE_TOKENS * num_pages(length) for length in workload.lengths)
+    saved_bits = saved_bits_per_value(explained)
+    saved_bytes = int(saved_bits * shape.num_outputs * num_tokens / 8)
+    fit = Fit(shape.num_inputs, shape.num_outputs, explained, shape.nbytes, saved_bits, saved_bytes)
+    return Finding(target.index, target.side, source, unpaid(fit, spec, workload), fit)
+
+
+def unpaid(fit: Fit, spec: PredictorSpec, workload: Workload) -> str | None:
+    """Why a fitted predictor does not pay; None where it does, or none is to be left out."""
+    if spec.drop and fit.explained <= spec.min_explained:
+        return f"explains {fit.explained:.4f} of the variance, at most min_explained = {spec.min_explained:g}"
+    if spec.drop and fit.saved_bytes < fit.nbytes:
+        return (
+            f"saves {format_bytes(fit.saved_bytes)} at {workload.batch} x {workload.context} tokens and takes "
+            f"{format_bytes(fit.nbytes)}"
+        )
+    return None
+
+
+def saved_bits_per_value(explained: float) -> float:
+    """See the module's docstring; 0 for a predictor that explains nothing."""
+    left = 1.0 - max(explained, 0.0)
+    return MAX_SAVED_BITS if left <= 4.0**-MAX_SAVED_BITS else 0.5 * math.log2(1.0 / left)
+
+
 @pydantic_dataclass(frozen=True, config=STRICT)
 class _Body:
     subject: Subject
@@ -211,14 +246,12 @@ class _Body:
 
 
 def save(record: PredictorRecord, inputs: dict[str, Any], path: Path) -> None:
-    """Write the record. ArtifactError when it cannot be written."""
     body = dump(_Body(record.subject, record.findings))
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, dict(record.stored)))
 
 
 def load(path: Path) -> PredictorRecord:
-    """Read and check a record. Raises ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped
-    content."""
+    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):
@@ -232,8 +265,8 @@ def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
     places = [(finding.layer, finding.side) for finding in body.findings]
     if len(set(places)) < len(places):
         raise ValueError(f"findings of the layers and sides {places[:8]}, expected each once")
-    rotary = {f"layers.{layer}.rotary": rotary_spec(MAX_INPUTS) for layer, _ in places}
-    declared = {name: rotary[name] for name in names if name in rotary}
+    rotary = {f"layers.{layer}.rotary" for layer, _ in places}
+    declared = {name: rotary_spec(MAX_INPUTS) for name in names if name in rotary}
     for finding in body.findings:
         if not finding.is_kept:
             continue
@@ -243,14 +276,10 @@ def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
         shape = PredictorShape(
             spec.kind, fit.num_inputs, fit.num_outputs, body.subject.cache_dtype, spec.rank, spec.group_size
         )
-        if fit.nbytes != shape.nbytes:
-            raise ValueError(f"{place} has a predictor of {fit.nbytes} bytes, expected {shape.nbytes}")
         for name, tensor in shape.tensors().items():
             declared[f"layers.{finding.layer}.{finding.side}_predictor.{name}"] = tensor
-        reads = finding.source if finding.side == "k" else finding.layer
-        declared[f"layers.{reads}.rotary"] = rotary_spec(MAX_INPUTS)
-        if finding.side == "k":
-            declared[f"layers.{finding.layer}.rotary"] = rotary_spec(MAX_INPUTS)
+        for index in {finding.source if finding.side == "k" else finding.layer, finding.layer}:
+            declared[f"layers.{index}.rotary"] = rotary_spec(MAX_INPUTS)
     return declared
 
 

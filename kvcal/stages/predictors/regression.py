@@ -193,16 +193,14 @@ def to_low_rank(fit: LinearFit, rank: int, cache_dtype: CacheDtype) -> LinearPre
     return _finished(fit, shape, {"down": (up.T @ fit.weight_OF).to(dtype), "up": up.to(dtype)})
 
 
-def to_int4(fit: LinearFit, group_size: int, cache_dtype: CacheDtype, compensate: bool = True) -> LinearPredictor:
+def to_int4(fit: LinearFit, group_size: int, cache_dtype: CacheDtype) -> LinearPredictor:
     """4 bits a weight. ValueError for a group_size below 1; NonFiniteActivations as above."""
     shape = PredictorShape("int4", *fit.extents, cache_dtype, None, group_size)
     num_inputs = shape.num_inputs
     weight, codes, scales = fit.weight_OF.clone(), [], []
-    carry = torch.eye(num_inputs, dtype=torch.float64)
-    if compensate:
-        # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns behind it, as row i says.
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(fit.metric_FF))
-        carry = torch.linalg.cholesky(inverse, upper=True)
+    # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns behind it, as row i says.
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(fit.metric_FF))
+    carry = torch.linalg.cholesky(inverse, upper=True)
     for start in range(0, num_inputs, group_size):
         stop = min(start + group_size, num_inputs)
         group, factor = weight[:, start:stop], carry[start:stop, start:]

@@ -11,15 +11,18 @@ interrupted run goes on after the last batch, and several processes take batches
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
 instead of keys and values really brings. Layers behind a predictor that is left out are fitted to what the cache reads
-back without it.
+back without it. A predictor that pays may still not fit the budget of its allocation: the solver spends what it is
+given on formats, but for the bytes that it was told to reserve. Predictors are taken in the order of layers, as they
+are fitted, while there is room for them.
 
 Left out: hidden states kept on disk, where memory does not hold them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,17 +32,19 @@ from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import from_first
-from kvcal.errors import naming
+from kvcal.errors import InfeasibleBudget, naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Workload
-from kvcal.plan.tensors import needed_tensors
+from kvcal.plan.tensors import needed_nbytes, needed_tensors
 from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes
 from kvcal.recipe import PredictorSpec
+from kvcal.stages.allocate.budget import bytes_left, reserve_hint, transform_bytes
+from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
-from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (
     FIT,
     HELD_OUT,
@@ -59,9 +64,12 @@ from kvcal.stages.predictors.record import (
     PredictorRecord,
     Subject,
     Target,
+    decide,
+    every_finding,
     find_targets,
     load,
     save,
+    unpaid,
     with_predictors,
 )
 from kvcal.stages.predictors.regression import NormalEquations, compress
@@ -71,6 +79,65 @@ __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "s
 PASSES, SEQUENCES = "passes", "sequences of the next one"
 # Tokens of a batch, padding included.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Bytes that ``allocation``, which has a budget, leaves for the predictors ``spec`` of its ``layers``, which have
+    their other transforms by now."""
+
+    allocation: Allocation
+    layers: tuple[LayerPlan, ...]
+    spec: PredictorSpec
+
+    def left(self, findings: Sequence[Finding] = ()) -> int:
+        """Bytes of the budget that the predictors of the kept ``findings`` leave; below zero beyond it."""
+        return _bytes_left(self, with_predictors(self.layers, findings, self.spec))
+
+    def afford(self, finding: Finding, others: Sequence[Finding]) -> Finding:
+        """``finding``, left out where its predictor does not fit beside the others."""
+        if not (finding.is_kept and self.spec.drop):
+            return finding
+        left = self.left((*others, finding))
+        return finding if left >= 0 else replace(finding, reason=f"would take {-left} bytes beyond the budget")
+
+    def require_some(self) -> None:
+        """InfeasibleBudget where not one predictor fits, or, where none is to be left out, not all of them."""
+        every = every_finding(self.layers, self.spec, self.allocation.cache_dtype)
+        lefts = [self.left([one]) for one in every] if self.spec.drop else [self.left(every)]
+        if not every or max(lefts) >= 0:
+            return
+        budget = self.allocation.split.budget
+        which = "no predictor fits" if self.spec.drop else "not all predictors fit"
+        raise InfeasibleBudget(
+            f"{which} the budget of {format_bytes(budget)} = {budget} bytes: {-max(lefts)} bytes are missing",
+            budget - max(lefts),
+            hint=reserve_hint(self._taken(every)),
+        )
+
+    def message(self, record: PredictorRecord) -> str | None:
+        """The warning that predictors which pay were left out for the budget; None where none was."""
+        paying = [
+            replace(finding, reason=None)
+            for finding in record.findings
+            if finding.fit is not None and unpaid(finding.fit, self.spec, self.allocation.workload) is None
+        ]
+        if len(paying) == len(record.kept):
+            return None
+        missing, hint = len(paying) - len(record.kept), reserve_hint(self._taken(paying))
+        return f"predictors: {missing} of {len(paying)} that pay do not fit the budget; to have all of them, {hint}"
+
+    def _taken(self, findings: Sequence[Finding]) -> int:
+        layers = with_predictors(self.layers, findings, self.spec)
+        return transform_bytes(self.allocation, layers, needed_nbytes(layers, self.allocation.cache_dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_left(room: Room, layers: tuple[LayerPlan, ...]) -> int:
+    """The same layers are asked for after every pass."""
+    found = bytes_left(room.allocation, layers, needed_nbytes(layers, room.allocation.cache_dtype))
+    assert found is not None, "without a budget there is room for all"
+    return found
 
 
 def run_fit_predictors(
@@ -111,7 +178,7 @@ class _Fitting:
 
     ``sums.{side}.{split}.{sum}``  the normal equations of the pass so far; counts are tokens
     ``fitted.{name in a plan}``    the tensors of every predictor fitted
-    ``facts.{layer}.{side}``       its ``Measured``, as an fp64 tensor
+    ``facts.{layer}.{side}``       [2]: the variance of held-out tokens, and the share of it that is explained
     ``errors.{layer}.{side}``      squared error per held-out token [2]: without any predictor, and with those kept
     """
 
@@ -166,12 +233,12 @@ class _Fitting:
         found: list[Finding] = []
         for target in self.targets:
             name = f"{target.index}.{target.side}"
-            measured = Measured(*means[f"facts.{name}"].total.tolist()) if f"facts.{name}" in means else None
-            finding = decide(target, measured, self.spec, self.workload)
+            variance, explained = means[f"facts.{name}"].total.tolist() if f"facts.{name}" in means else (0.0, None)
+            finding = decide(target, explained, self.spec, self.workload)
             finding = finding if self.room is None else self.room.afford(finding, found)
-            if f"errors.{name}" in means and measured is not None and measured.variance > 0:
+            if f"errors.{name}" in means and variance > 0:
                 assert finding.fit is not None
-                plain, error = (means[f"errors.{name}"].result() / measured.variance).tolist()
+                plain, error = (means[f"errors.{name}"].result() / variance).tolist()
                 finding = replace(finding, fit=replace(finding.fit, error=error, plain_error=plain))
             found.append(finding)
         return tuple(found)
@@ -205,10 +272,10 @@ class _Fitting:
             equations[split] = NormalEquations(sums, found["xx"].count)
         fit = equations[FIT].solve(self.spec.ridge)
         predictor = compress(fit, self.spec, self.loaded.geometry.cache_dtype)
-        measured = measure(fit, predictor, equations[HELD_OUT], self.spec)
+        variance = equations[HELD_OUT].result().y_variance_O.sum().item()
+        facts = [variance, equations[HELD_OUT].explained_variance(*predictor.dense())]
         tensors = predictor.tensors(f"fitted.layers.{target.index}.{target.side}_predictor")
-        facts = torch.tensor([number for number in measured if number is not None], dtype=torch.float64)
-        tensors |= {f"facts.{target.index}.{target.side}": facts}
+        tensors |= {f"facts.{target.index}.{target.side}": torch.tensor(facts, dtype=torch.float64)}
         return {name: Mean(tensor, 1) for name, tensor in tensors.items()}
 
     def _measure_errors(self) -> None:
