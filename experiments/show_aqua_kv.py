@@ -40,7 +40,7 @@ from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import EvaluateSpec, PredictorSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.evaluate.tasks import measure_tasks
-from kvcal.stages.evaluate.text import Reference, measure_text
+from kvcal.stages.evaluate.text import measure_text
 from kvcal.stages.predictors.record import PredictorRecord, table_rows
 from kvcal.stages.predictors.stage import run_fit_predictors
 from kvcal.strict import dump
@@ -143,11 +143,11 @@ def show_quality(
     texts: TokenDataset,
     num_problems: int,
 ) -> list[dict[str, object]]:
-    reference, rows = Reference(loaded, texts, TEXT_BATCH), []
+    rows = []
     problems = EvaluateSpec(num_problems=max(1, num_problems))
     for name, plan in plans.items():
         with TerminalReporter().running() as reporter:
-            text = measure_text(loaded, plan, texts, TEXT_BATCH, reporter, reference)
+            text = measure_text(loaded, plan, texts, TEXT_BATCH, reporter)
             tasks = measure_tasks(loaded, plan, problems, reporter) if num_problems else ()
         row: dict[str, object] = {
             "plan": name,

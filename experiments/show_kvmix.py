@@ -41,7 +41,7 @@ from kvcal.stages.allocate.importance import (
     importance_scores,
     important_layers,
 )
-from kvcal.stages.evaluate.text import Reference, measure_text
+from kvcal.stages.evaluate.text import measure_text
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.stage import run_profile
 
@@ -108,11 +108,10 @@ class Judge:
 
     def __init__(self, loaded: LoadedModel, data: TokenDataset) -> None:
         self.loaded, self.data = loaded, data
-        self.reference = Reference(loaded, data, BATCH)
 
     def row(self, name: str, scores: Scores, spec: ImportanceSpec) -> dict[str, Any]:
         plan = plan_of(self.loaded, importance_formats(scores, spec, 0, PARAM_DTYPE))
-        found = measure_text(self.loaded, plan, self.data, BATCH, Silent(), self.reference)
+        found = measure_text(self.loaded, plan, self.data, BATCH, Silent())
         low, paged = PAPER.low_bits, [layer for layer in plan.layers if layer.is_paged]
         high = {side: [p.geometry.index for p in paged if p.formats(side)[0].num_bits > low] for side in SIDES}
         print(f"  {name}: KL {found.kl:.4f}", flush=True)

@@ -123,7 +123,7 @@ def _against_16_bits(
     """(KL, its standard error over texts, top-1 agreement) of each plan."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     found = deviations(loaded.model, reference, plans, texts.tokens_BT, texts.mask_BT)
-    kl_PB = found.statistics(len(texts.tokens_BT))[..., 0].clamp_min(0)
+    kl_PB = found.kl_of_sequences(len(texts.tokens_BT)).clamp_min(0)
     count = kl_PB.shape[1]
     errors = [None] * len(plans) if count < 2 else (kl_PB.std(1) / count**0.5).tolist()
     agrees = (~found.flips_Pn).double().mean(1)

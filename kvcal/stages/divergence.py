@@ -20,7 +20,6 @@ limit nor a second way for models whose hidden states and log-probabilities woul
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -60,10 +59,6 @@ from kvcal.stored_tensor import ITEM_BYTES
 MAX_CHUNK_TOKENS = 256
 # Plans compared at once, counted by the layers that they run: so many caches are held, and one more for the reference.
 LOCKSTEP = 12
-# Of each text: mean KL and 99th percentile of KL in nats, and the share of loss tokens at which 16 bits are sure (give
-# their most likely token SURE or more) and the plan's most likely token is another.
-STATISTICS = ("kl", "tail", "flips")
-TAIL, SURE = 0.99, 0.9
 # Logits compared at once: 1 MiB a tensor on a CPU, 32 MiB on a GPU.
 MAX_COMPARED = {"cpu": 1 << 18, "cuda": 1 << 23}
 # Of exp in fp32, with room for the sum over a vocabulary.
@@ -173,25 +168,18 @@ def _tensors_of(plan: Plan, layer: LayerPlan) -> dict[str, int]:
 
 class Deviations(NamedTuple):
     """Of P plans at n loss tokens, on the CPU. ``kl_Pn``: KL(reference || plan) of the next-token distributions, fp64,
-    nats; ``flips_Pn``: whether the most likely token is another than at 16 bits; ``is_sure_n``: whether that one has a
-    probability of ``SURE`` or more at 16 bits; ``sequence_n``: which sequence of the batch the token is in."""
+    nats; ``flips_Pn``: whether the most likely token is another than at 16 bits; ``sequence_n``: which sequence of the
+    batch the token is in."""
 
     kl_Pn: Tensor
     flips_Pn: Tensor
-    is_sure_n: Tensor
     sequence_n: Tensor
 
-    def statistics(self, num_sequences: int) -> Tensor:
-        """[P, B, 3] fp64, a row of ``STATISTICS`` for each sequence; 0 where it has no (sure) loss token."""
-        found = torch.zeros(len(self.kl_Pn), num_sequences, len(STATISTICS), dtype=torch.float64)
-        for number in range(num_sequences):
-            mine = self.sequence_n == number
-            if mine.any():
-                kl_Pm = self.kl_Pn[:, mine]
-                found[:, number, 0], found[:, number, 1] = kl_Pm.mean(1), kl_Pm.quantile(TAIL, dim=1)
-                flips_Pm, sure_m = self.flips_Pn[:, mine], self.is_sure_n[mine]
-                found[:, number, 2] = (flips_Pm & sure_m).double().sum(1) / max(1, int(sure_m.sum()))
-        return found
+    def kl_of_sequences(self, num_sequences: int) -> Tensor:
+        """The mean KL of each sequence, [P, B] fp64; 0 where it has no loss token."""
+        count_B = self.sequence_n.bincount(minlength=num_sequences)
+        total_PB = self.kl_Pn.new_zeros(len(self.kl_Pn), num_sequences).index_add_(1, self.sequence_n, self.kl_Pn)
+        return total_PB / count_B.clamp_min(1)
 
 
 class Room:
@@ -284,11 +272,9 @@ def deviations(
                 logits_nV = logits_BTV[sequence_n.to(logits_BTV.device), position_n.to(logits_BTV.device)]
                 if number == 0:
                     reference_nV, top_n = logits_nV, logits_nV.argmax(-1)
-                    most_n = logits_nV.amax(-1).float()
-                    is_sure_n = most_n - logits_nV.float().logsumexp(-1) >= math.log(SURE)
                 else:
                     kl_n, flips_n = kl_divergence(reference_nV, logits_nV), logits_nV.argmax(-1) != top_n
-                    chunks[number - 1].append((kl_n, flips_n, is_sure_n, sequence_n))
+                    chunks[number - 1].append((kl_n, flips_n, sequence_n))
         for plan in chunks:  # plans whose pages end elsewhere are fed in other chunks: in the order of the sequences
             parts = [torch.cat(parts).cpu() for parts in zip(*plan, strict=True)]
             order_n = parts[-1].argsort(stable=True)
@@ -297,12 +283,12 @@ def deviations(
     (room or Room(LOCKSTEP)).groups(reference, plans, feed_group)
     if not plans:
         none = torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
-        return Deviations(none, none.bool(), none.new_zeros(none.shape[1]).bool(), none.new_zeros(none.shape[1]).long())
+        return Deviations(none, none.bool(), none.new_zeros(none.shape[1]).long())
     kl_Pn, flips_Pn = (torch.stack([of_plan[part] for of_plan in columns]) for part in (0, 1))
     if not torch.isfinite(kl_Pn).all():
         plan = int((~torch.isfinite(kl_Pn)).any(1).nonzero()[0])
         raise NonFiniteActivations(f"logits are not finite through the cache of plan {plan}, or at 16 bits")
-    return Deviations(kl_Pn, flips_Pn, *columns[0][2:])
+    return Deviations(kl_Pn, flips_Pn, columns[0][2])
 
 
 def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:

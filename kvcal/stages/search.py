@@ -146,7 +146,7 @@ def measured(
         part = texts[start : start + batch]
         with naming(f"search, plans {', '.join(plans)}"):
             found = deviations(loaded.model, reference, list(plans.values()), *padded_texts(part), room)
-        return found.statistics(len(part))[..., 0]
+        return found.kl_of_sequences(len(part))
 
     kl_PN = torch.cat(list(map_over_ranks(starts, step)), dim=1)
     reporter(len(texts), len(texts), label)

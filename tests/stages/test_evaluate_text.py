@@ -17,7 +17,7 @@ from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
-from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text, text_batches
+from kvcal.stages.evaluate.text import TextQuality, measure_text, text_batches
 
 
 def measure(loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int = 4) -> TextQuality:
@@ -106,16 +106,6 @@ def test_batches_hold_equal_lengths_only_and_do_not_change_the_result() -> None:
     together, alone = (measure(loaded, make_plan(loaded), data, batch) for batch in (2, 1))
     assert together.kl == pytest.approx(alone.kl, rel=1e-4)
     assert together.perplexity == pytest.approx(alone.perplexity, rel=1e-5)
-
-
-def test_reference_in_lockstep_equals_the_kept_one() -> None:
-    loaded, data = tiny(), text(300, 300, 180, first_loss=9)
-    plan = make_plan(loaded)
-    kept, lockstep = Reference(loaded, data, 2), Reference(loaded, data, 2, memory_limit=1000)
-    assert kept.is_kept and not lockstep.is_kept
-    first, second = (measure_text(loaded, plan, data, 2, Silent(), reference) for reference in (kept, lockstep))
-    assert first.kl == pytest.approx(second.kl, rel=1e-4)
-    assert measure_text(loaded, plan, data, 2, Silent(), kept) == first
 
 
 def test_not_finite_logits_are_refused() -> None:

@@ -28,7 +28,7 @@ from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.record import Evaluation, Row, load_evaluation, measured_bits, save_evaluation
 from kvcal.stages.evaluate.tasks import measure_reading, measure_tasks
-from kvcal.stages.evaluate.text import Reference, measure_text
+from kvcal.stages.evaluate.text import measure_text
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import flat_records
 
@@ -63,7 +63,6 @@ def evaluate(
         require_same_model(plan, loaded)
     digests = [plan.sha256 for _, plan in plans]
     measured = kept_rows(path, inputs, reporter)
-    reference = Reference(loaded, data, spec.batch)
 
     def save() -> Evaluation:
         named = zip(plans, digests, strict=True)
@@ -83,7 +82,7 @@ def evaluate(
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
         reporter(number, len(plans), "evaluate: plans")
-        return _measure(loaded, name, plan, spec, data, reference, reporter)
+        return _measure(loaded, name, plan, spec, data, reporter)
 
     gather(None)  # all ranks have read the rows that are kept
     for digest, row in zip(numbers, map_over_ranks(list(numbers.values()), measure), strict=True):
@@ -134,12 +133,11 @@ def _measure(
     plan: Plan,
     spec: EvaluateSpec,
     data: TokenDataset,
-    reference: Reference,
     reporter: Reporter,
 ) -> Row:
     started = time.monotonic()
     require_unseen(plan.provenance, data)
-    text = measure_text(loaded, plan, data, spec.batch, reporter, reference)
+    text = measure_text(loaded, plan, data, spec.batch, reporter)
     tasks = tuple(
         result
         for measure in (measure_tasks, measure_reading, measure_harness)

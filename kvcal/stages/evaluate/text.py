@@ -11,14 +11,12 @@ Standard errors are over sequences, since tokens of one text are not independent
 error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over c_i
 tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
 
-Logits exist for one chunk at a time. The reference's, where loss tokens are predicted, are kept for the next plans if
-they all fit ``REFERENCE_BYTES``, and otherwise computed again beside each plan, chunk by chunk.
+Logits exist for one chunk at a time: the reference runs beside each plan.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +34,6 @@ from kvcal.progress import Reporter
 from kvcal.stages.divergence import feed, kl_divergence
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
-
-REFERENCE_BYTES = 2**30
-REFERENCE_CHUNK = 128
 
 
 @record(frozen=True, config=STRICT)
@@ -81,62 +76,22 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
     return batches
 
 
-class Reference:
-    """Logits of the unmodified model at every predicting position of a data set, by token, then by sequence. One object
-    serves all plans of an evaluation; it holds at most ``memory_limit`` bytes of them."""
-
-    def __init__(
-        self, loaded: LoadedModel, data: TokenDataset, batch: int, memory_limit: int = REFERENCE_BYTES
-    ) -> None:
-        self.model = loaded.model
-        self.batches = text_batches(data, batch, loaded.model.device)
-        self.is_kept = 4 * data.num_loss_tokens * loaded.vocab_size <= memory_limit
-        self._kept: dict[int, Tensor] = {}
-
-    def reader(self, number: int) -> Callable[[int, int], Tensor]:
-        """For batch ``number``: (start, stop) -> logits [M, V] fp32 at the predicting positions of these tokens. To be
-        called with adjoining intervals from 0 on."""
-        batch, cache = self.batches[number], DynamicCache(config=self.model.config)
-
-        def compute(start: int, stop: int) -> Tensor:
-            logits_BTV = self.model(input_ids=batch.input_ids_BT[:, start:stop], **with_cache(self.model, cache)).logits
-            return logits_BTV.transpose(0, 1)[batch.predicts_TB[start:stop]].float()
-
-        if not self.is_kept:
-            return compute
-        if number not in self._kept:
-            length = len(batch.predicts_TB)
-            starts = range(0, length, REFERENCE_CHUNK)
-            self._kept[number] = torch.cat([compute(start, min(length, start + REFERENCE_CHUNK)) for start in starts])
-        before = [0, *batch.predicts_TB.sum(1).cumsum(0).tolist()]
-        return lambda start, stop: self._kept[number][before[start] : before[stop]]
-
-
 @torch.inference_mode()
-def measure_text(
-    loaded: LoadedModel,
-    plan: Plan,
-    data: TokenDataset,
-    batch: int,
-    reporter: Reporter,
-    reference: Reference | None = None,
-) -> TextQuality:
-    """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once; ``reference`` must be of the
-    same model, data and batch.
+def measure_text(loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int, reporter: Reporter) -> TextQuality:
+    """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once.
 
     Raises:
         NonFiniteActivations: NaN or infinity in the logits, or in a page to be quantized.
         ArtifactError: the plan is not this model's, or the cache's bytes are not the predicted ones.
     """
-    reference = reference or Reference(loaded, data, batch)
     sums = torch.zeros(len(data.sequences), 3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
     done = 0
-    for number, text in enumerate(reference.batches):
-        cache = PlanCache(plan, loaded.model.config)
-        read = reference.reader(number)
+    for text in text_batches(data, batch, loaded.model.device):
+        cache, reference = PlanCache(plan, loaded.model.config), DynamicCache(config=loaded.model.config)
         for start, logits_BTV in feed(loaded.model, cache, text.input_ids_BT):
             stop = start + logits_BTV.shape[1]
-            rows, values = _token_values(text, start, logits_BTV, read(start, stop))
+            inputs = {"input_ids": text.input_ids_BT[:, start:stop], **with_cache(loaded.model, reference)}
+            rows, values = _token_values(text, start, logits_BTV, loaded.model(**inputs).logits)
             sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
             reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
         require_predicted_bytes(cache)
@@ -157,11 +112,11 @@ def measure_text(
     )
 
 
-def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor) -> tuple[Tensor, Tensor]:
+def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """The row [M] of every predicting position, and [M, 3] fp64: negative log-likelihood, KL, agreement."""
     stop = start + logits_BTV.shape[1]
     columns, rows = text.predicts_TB[start:stop].nonzero(as_tuple=True)
-    logits_MV = logits_BTV[rows, columns].float()
+    logits_MV, reference_MV = (x_BTV[rows, columns].float() for x_BTV in (logits_BTV, reference_BTV))
     targets = text.input_ids_BT[rows, columns + start + 1]
     nll = torch.nn.functional.cross_entropy(logits_MV, targets, reduction="none")
     kl = kl_divergence(reference_MV, logits_MV)
