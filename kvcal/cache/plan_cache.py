@@ -383,10 +383,12 @@ class PlanCache(Cache):
                 dtype = layer.decoded.dense[side].dtype
                 fresh = layer.store.read(side, rows, layer.columns, 0, dtype)
                 difference = layer.decoded.difference(layer.sides[side], side, rows, fresh)
-                if difference != 0:
+                # Products with a basis round by the number of tokens that are read at once.
+                allowed = 1e-6 * float(fresh.abs().max()) if layer.plan.basis(side) else 0.0
+                if not difference <= allowed:
                     raise ArtifactError(
                         f"layer {layer.plan.geometry.index}: the decoded {side} differ from the packed cache by "
-                        f"{difference:g}, expected 0",
+                        f"{difference:g}, expected {allowed:g}",
                         hint="the packed cache changed under the evaluation: please report this",
                     )
 
