@@ -34,7 +34,7 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.report import draw_quality, trials_series
+from kvcal.report import Point, Series, draw_quality
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.tune import TaskObjective, Tuning, tune
@@ -173,7 +173,12 @@ def main() -> None:
             objective = TaskObjective(loaded, plan, spec, recipe.evaluate, recipe.data)
             tuning = search(objective, reporter)
             print_front(tuning)
-            draw_quality("Search of thresholds", [], trials_series(tuning, None), given.out.with_suffix(".png"))
+            points = {
+                one.number: Point(one.outcome.bits_per_value, 100 * one.outcome.accuracy) for one in tuning.trials
+            }
+            front = Series("Pareto front", [points[number] for number in tuning.front])
+            trials = Series("trial", list(points.values()), False)
+            draw_quality("Search of thresholds", [], [trials, front], given.out.with_suffix(".png"))
             results["search"] = {"front": tuning.front}
             results["search"]["trials"] = [{**trial.thresholds, **asdict(trial.outcome)} for trial in tuning.trials]
     given.out.write_text(json.dumps(results, indent=1) + "\n")

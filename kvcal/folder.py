@@ -230,21 +230,19 @@ def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
     and shorter texts."""
     if loaded.source in embedded_models() or spec.kl_measured == "all":
         return spec
-    samples, tokens = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
-    return replace(
-        spec, kl_measured="lowest", kl_samples=min(samples, spec.kl_samples), kl_tokens=min(tokens, spec.kl_tokens)
-    )
+    limits = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
+    samples, tokens = map(min, limits, (spec.kl_samples, spec.kl_tokens))
+    return replace(spec, kl_measured="lowest", kl_samples=samples, kl_tokens=tokens)
 
 
 def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:
     """The recipe's [search], on a CPU with fewer and shorter texts, unless --thorough."""
     spec = recipe.search
     assert spec is not None
-    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
-    if is_whole or loaded.model.device.type != "cpu":
+    if not _is_cut(recipe, loaded):
         return spec
-    samples, tokens = CPU_PLANS
-    return replace(spec, kl_samples=min(samples, spec.kl_samples), kl_tokens=min(tokens, spec.kl_tokens))
+    samples, tokens = map(min, CPU_PLANS, (spec.kl_samples, spec.kl_tokens))
+    return replace(spec, kl_samples=samples, kl_tokens=tokens)
 
 
 def feedback_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
@@ -253,11 +251,15 @@ def feedback_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
     assert spec is not None
     if not recipe.chooses_in_a_basis:
         return spec
-    samples, tokens = spec.num_samples, min(spec.seq_len, loaded.max_context or spec.seq_len)
-    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
-    if loaded.model.device.type == "cpu" and not is_whole:
-        samples, tokens = min(samples, CPU_BASIS[0]), min(tokens, CPU_BASIS[1])
+    sizes = spec.num_samples, min(spec.seq_len, loaded.max_context or spec.seq_len)
+    samples, tokens = map(min, CPU_BASIS, sizes) if _is_cut(recipe, loaded) else sizes
     return replace(spec, num_samples=samples, seq_len=tokens)
+
+
+def _is_cut(recipe: Recipe, loaded: LoadedModel) -> bool:
+    """Whether less text is read than the recipe says: for a user's model on a CPU."""
+    is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
+    return loaded.model.device.type == "cpu" and not is_whole
 
 
 def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:

@@ -2,17 +2,16 @@
 
 A recipe either fixes the formats ([formats]: the baselines) or lets a stage choose them ([allocate], [importance],
 [search]); what follows works on what was chosen. Where a paper has a value, it is the default. Unknown keys are errors.
-``knobs`` lists all of them for programs; ``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is a
+``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is a
 ``DataSpec``, a layer's format a ``Format``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
@@ -253,7 +252,7 @@ class SearchSpec:
     kept. [data] limits the systems' calibration texts."""
 
     serve: Literal["decode", "storage"] = knob(
-        "decode", "What the plan is for: fast decoding, or few bytes on disk or a network (`--for`)."
+        "decode", "What the plan is for: fast decoding, or few bytes on disk or a network."
     )
     systems: tuple[str, ...] = knob(SYSTEMS, "Recipes with [formats], [importance] or [allocate].")
     kl_samples: Size = knob(16, "Texts at most of each pool, select and validate, that KL is measured on.")
@@ -438,46 +437,49 @@ class Recipe:
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def __post_init__(self) -> None:
-        given = [name for name in ("formats", "importance", "allocate") if getattr(self, name) is not None]
-        if self.search is not None:
-            transforms = ("progressive", "reparam", "predictors", "feedback")
-            given += [name for name in transforms if getattr(self, name) is not None]
-            if given != ["allocate"]:
-                raise ValueError(
-                    f"[search] and {[name for name in given if name != 'allocate']}: expected [allocate], whose budget "
-                    "it takes, and nothing else: each system has its own formats and transforms"
-                )
-        if self.search is not None and self.allocate is not None and self.allocate.tp > 1:
-            raise ValueError(f"allocate.tp = {self.allocate.tp}: [search] does not give ranks equal bytes; expected 1")
-        if self.allocate is not None and self.allocate.engine is not None:
-            refused = [name for name in ("search", "progressive", "predictors") if getattr(self, name) is not None]
-            if refused:
-                raise ValueError(
-                    f"allocate.engine = {self.allocate.engine!r} and [{refused[0]}]: a plan for an engine has neither "
-                    "searched, shrinking nor predicted pages"
-                )
-        if len(given) != 1:
-            raise ValueError(
-                f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"
-            )
-        if self.tune is not None and not self.is_formats_alone:
-            raise ValueError(
-                "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and [feedback]"
-            )
-        if self.progressive is not None and self.predictors is not None:
-            raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
-        if self.chooses_in_a_basis and self.profile.quantizers != ("rotated",):
-            raise ValueError(
-                f"[feedback] basis and [allocate] choose bits of rotated pages; profile.quantizers = "
-                f"{list(self.profile.quantizers)}, expected ['rotated']"
-            )
-        if self.allocate is not None and self.allocate.objective != "kl" and not self.profile.gradients:
-            raise ValueError(
-                f"allocate.objective = {self.allocate.objective!r} and profile.gradients = false: nothing measures it; "
-                "expected 'kl'"
-            )
-        if self.feedback is not None and self.progressive is not None:
-            raise ValueError("[feedback] does not go with [progressive], whose pages round their codes again")
+        parts = ("formats", "importance", "allocate", "progressive", "reparam", "predictors", "feedback")
+        given = [name for name in parts if getattr(self, name) is not None]
+        chosen = [name for name in given if name in parts[:3]]
+        allocate, basis, quantizers = self.allocate, self.chooses_in_a_basis, list(self.profile.quantizers)
+        shrinks, only = self.progressive is not None, "expected one of [formats], [importance], [allocate]"
+        systems = "expected [allocate], whose budget it takes, and nothing else: each system has its own formats"
+        refused = [
+            (
+                bool(self.search) and given != ["allocate"],
+                f"[search] and {[x for x in given if x != 'allocate']}: {systems}",
+            ),
+            (len(chosen) != 1, f"{' and '.join(chosen) or 'nothing'} given; {only}"),
+            (
+                self.tune is not None and not self.is_formats_alone,
+                "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and [feedback]",
+            ),
+            (shrinks and self.predictors is not None, "[progressive] and [predictors]: predictions would shrink, too"),
+            (shrinks and self.feedback is not None, "[progressive] and [feedback]: shrinking rounds codes again"),
+            (
+                basis and quantizers != ["rotated"],
+                f"[feedback] basis is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']",
+            ),
+        ]
+        if allocate is not None:
+            others = [name for name in ("search", "progressive", "predictors") if getattr(self, name) is not None]
+            refused += [
+                (
+                    self.search is not None and allocate.tp > 1,
+                    f"allocate.tp = {allocate.tp}: [search] does not give ranks equal bytes; expected 1",
+                ),
+                (
+                    allocate.engine is not None and bool(others),
+                    f"allocate.engine = {allocate.engine!r} and [{', '.join(others)}]: engines serve no such plans",
+                ),
+                (
+                    allocate.objective != "kl" and not self.profile.gradients,
+                    f"allocate.objective = {allocate.objective!r} and profile.gradients = false: nothing measures it; "
+                    "expected 'kl'",
+                ),
+            ]
+        for is_wrong, reason in refused:
+            if is_wrong:
+                raise ValueError(reason)
         self._require_pages()
 
     def _require_pages(self) -> None:
@@ -523,51 +525,3 @@ class Recipe:
         """Content hash of every knob (name and description left out)."""
         content = dump(self)
         return sha256_json({key: content[key] for key in content if key not in ("name", "description")})
-
-
-class Knob(NamedTuple):
-    """One key of a recipe file. ``section``: "" at its top, "search.keys[]" in the entries of a list of tables;
-    ``type``: for people, such as "integer, at least 1"; ``default``: JSON-like, Ellipsis where a value is required."""
-
-    section: str
-    key: str
-    type: str
-    default: Any
-    doc: str
-
-    @property
-    def name(self) -> str:
-        """The key as `--set` names it."""
-        return f"{self.section}.{self.key}" if self.section else self.key
-
-
-def knobs() -> Iterator[Knob]:
-    """Every key of a recipe file in order; a table comes before its keys, with its dataclass's docstring."""
-    schema = TypeAdapter(Recipe).json_schema()
-    return _knobs("", schema, {}, schema["$defs"])
-
-
-def _knobs(section: str, table: Mapping[str, Any], defaults: Mapping[str, Any], tables: Any) -> Iterator[Knob]:
-    for key, about in table["properties"].items():
-        default = defaults.get(key, about.get("default", ...))
-        knob = Knob(section, key, _type(about), default, about.get("description", ""))
-        named = [(kind, "") for kind in about.get("anyOf", [about])] + [(about.get("items", {}), "[]")]
-        below = [(tables[kind["$ref"].rpartition("/")[2]], end) for kind, end in named if "$ref" in kind]
-        yield knob._replace(doc=knob.doc or " ".join(item.get("description", "") for item, _ in below))
-        for item, end in below:
-            yield from _knobs(knob.name + end, item, default if isinstance(default, dict) else {}, tables)
-
-
-def _type(about: Mapping[str, Any]) -> str:
-    """A JSON schema's type and bounds for people."""
-    if "anyOf" in about:
-        return " or ".join(_type(kind) for kind in about["anyOf"] if kind.get("type") != "null")
-    if "$ref" in about:
-        return "table"
-    if "enum" in about or "const" in about:
-        return " | ".join(str(value) for value in about.get("enum", [about.get("const")]))
-    if about["type"] == "array":
-        return f"list of {_type(about['items'])}"
-    words = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
-    bounds = [f"{word} {about[key]}" for key, word in words.items() if key in about]
-    return ", ".join([{"string": "text", "boolean": "true | false"}.get(about["type"], about["type"]), *bounds])

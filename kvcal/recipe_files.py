@@ -7,14 +7,17 @@ given on the command line go through the same strict dataclasses as the file.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from kvcal.artifact import require_file
 from kvcal.errors import UsageError, did_you_mean
-from kvcal.recipe import BUDGET_KINDS, Recipe, knobs
+from kvcal.recipe import BUDGET_KINDS, Recipe
 from kvcal.strict import dump, parse
 
 # In the wheel, and in a clone.
@@ -113,7 +116,7 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: no "=", or an unknown section or key.
     """
-    known = {knob.name: knob for knob in knobs() if "[]" not in knob.section}
+    known = _known_knobs()
     sections = sorted({name.partition(".")[0] for name in known})
     settings: dict[str, Any] = {}
     for text in texts:
@@ -122,9 +125,9 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"--set {text}: expected section.key=value", hint="for example --set allocate.bits=2.5")
         if name not in known:
             section, key = name.rpartition(".")[::2]
-            keys = [knob.key for knob in known.values() if section and knob.section == section]
+            keys = [other.rpartition(".")[2] for other in known if section and other.rpartition(".")[0] == section]
             unknown = f"key {key!r} of [{section}]" if keys else f"section or key {name!r}"
-            values = [other for other, knob in known.items() if knob.type != "table"]
+            values = [other for other, is_table in known.items() if not is_table]
             near = [other for other in values if other.endswith(f".{name}")] or get_close_matches(name, values, n=1)
             raise UsageError(
                 f"--set {text}: unknown {unknown}; allowed: {', '.join(keys or sections)}",
@@ -132,6 +135,21 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
             )
         settings[name] = _toml_value(value)
     return settings
+
+
+@cache
+def _known_knobs() -> dict[str, bool]:
+    """Every key of a recipe file by its dotted name, and whether it is a table."""
+
+    def below(section: str, table: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+        for key, about in table["properties"].items():
+            tables = [kind["$ref"] for kind in about.get("anyOf", [about]) if "$ref" in kind]
+            yield section + key, bool(tables)
+            for name in tables:
+                yield from below(f"{section}{key}.", schema["$defs"][name.rpartition("/")[2]])
+
+    schema = TypeAdapter(Recipe).json_schema()
+    return dict(below("", schema))
 
 
 def _toml_value(text: str) -> Any:

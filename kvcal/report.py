@@ -12,17 +12,16 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcal import tables
 from kvcal.artifact import write_bytes_atomic, write_text_atomic
 from kvcal.console import View
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
-from kvcal.plan.damage import load_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.plan import Plan, load_plan
+from kvcal.plan.plan import Plan, load_damage, load_plan
 from kvcal.recipe import Objective
 from kvcal.stages.choices import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
@@ -31,7 +30,7 @@ from kvcal.stages.evaluate.record import Row, load_evaluation
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search import load as load_search
 from kvcal.stages.tune import FILE as STUDY
-from kvcal.stages.tune import Tuning, load_tuning
+from kvcal.stages.tune import load_tuning
 from kvcal.strict import flat
 
 if TYPE_CHECKING:
@@ -123,18 +122,6 @@ def rows_series(rows: Iterable[tuple[str, Row]]) -> tuple[list[Series], list[Ser
         if row.accuracy is not None:
             points.append(Point(row.bits_per_value, 100 * row.accuracy, 100 * (row.accuracy_se or 0.0)))
     return [Series(*one) for one in kl.items()], [Series(*one) for one in accuracy.items()]
-
-
-def trials_series(tuning: Tuning, thresholds: Any) -> list[Series]:
-    """Accuracy of a study's trials: all, the Pareto front, and the one that has ``thresholds``."""
-    points = {}
-    for trial in tuning.trials:
-        outcome, error = trial.outcome, 100 * (trial.outcome.accuracy_se or 0.0)
-        points[trial.number] = Point(outcome.bits_per_value, 100 * outcome.accuracy, error)
-    chosen = [points[trial.number] for trial in tuning.trials if trial.thresholds == thresholds]
-    front = [points[number] for number in tuning.front]
-    trials = [point._replace(error=0.0) for point in points.values()]
-    return [Series("trial", trials, False), Series("Pareto front", front), Series("chosen", chosen, False)]
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -236,7 +223,4 @@ def _measured_sections(folder: Folder, plan: Plan | None) -> Iterator[Section]:
         tuning = load_tuning(folder.path)
         thresholds = None if plan is None else plan.provenance.get("thresholds")
         table = tables.tuned_table(tuning, thresholds, None if plan is None else plan.workload)
-        is_drawn = not folder.evaluation.is_file()  # of a tuned plan that was evaluated, the evaluation is drawn
-        if is_drawn:
-            draw_quality("Search of thresholds", [], trials_series(tuning, thresholds), folder.quality)
-        yield Section("Study", (table,), folder.quality if is_drawn else None)
+        yield Section("Study", (table,))

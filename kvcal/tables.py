@@ -16,7 +16,7 @@ from kvcal.quantities import format_bytes, format_measured, format_seconds
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
-    from kvcal.plan.damage import Damage
+    from kvcal.plan.plan import Damage
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.choices import Choices
     from kvcal.stages.compare import Comparison

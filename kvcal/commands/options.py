@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from glob import escape, glob
 from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
-from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -35,28 +35,19 @@ def complete_recipe(incomplete: str) -> list[str]:
     """A shell's completions of a recipe: kvcal's names, and paths of TOML files."""
     from kvcal.recipe_files import recipe_names
 
-    return [*_starting(recipe_names(), incomplete), *_paths(incomplete, lambda path: path.suffix == ".toml")]
+    return _completions(recipe_names(), incomplete, (".toml", "/"))
 
 
 def complete_model(incomplete: str) -> list[str]:
     """A shell's completions of a model: the embedded one, and folders."""
-    return [*_starting((MODEL_NAME,), incomplete), *_paths(incomplete, lambda path: False)]
+    return _completions((MODEL_NAME,), incomplete, ("/",))
 
 
-def _starting(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def _paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> list[str]:
-    """Folders, with a slash behind, and wanted files, whose path begins so; hidden ones only if asked for."""
-    start = incomplete.rpartition("/")[2]
-    folder = incomplete[: len(incomplete) - len(start)]
-    try:
-        entries = sorted(Path(folder or ".").iterdir())
-    except OSError:
-        return []
-    shown = [path for path in entries if path.name.startswith(start or tuple(ascii_letters + digits))]
-    return [f"{folder}{path.name}{'/' * path.is_dir()}" for path in shown if path.is_dir() or is_wanted(path)]
+def _completions(names: Iterable[str], incomplete: str, endings: tuple[str, ...]) -> list[str]:
+    """Names, folders (with a slash) and files with an ending that begin so; hidden ones only if asked for."""
+    paths = [f"{path}{'/' * Path(path).is_dir()}" for path in sorted(glob(f"{escape(incomplete)}*"))]
+    found = [name for name in names if name.startswith(incomplete)]
+    return found + [path for path in paths if path.endswith(endings)]
 
 
 MODEL_HELP = "Folder, .gguf file, hub id, or an embedded model's name."
@@ -127,7 +118,7 @@ class OutputOptions:
     def show_estimates(self, job: Job) -> None:
         """The sizes of the stages that take long, instead of running them (--dry-run)."""
         from kvcal.run.formats import estimate_profile
-        from kvcal.run.search import estimate_search
+        from kvcal.run.pipeline import estimate_search
         from kvcal.tables import estimates_table
 
         estimates = estimate_profile(job) if job.recipe.search is None else [estimate_search(job)]
@@ -299,25 +290,6 @@ class BudgetOptions(WorkloadOptions):
         """The knobs of [allocate] that were given, by dotted name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The purpose of plans of recipes with [search]."""
-
-    serve: Annotated[
-        str | None,
-        typer.Option("--for", help="What a searched plan is for: decode or storage; default: the recipe's."),
-    ] = None
-
-    def knobs(self, recipe: Recipe) -> dict[str, Any]:
-        """The knobs that were given. UsageError for a recipe without [search]."""
-        if self.serve is not None and recipe.search is None:
-            raise UsageError(
-                f"--for {self.serve}: recipe {recipe.name!r} has no [search]",
-                hint="choose a recipe with it: `kvcal plan MODEL --search`",
-            )
-        return {} if self.serve is None else {"search.serve": self.serve}
 
 
 def command_line(*words: object) -> str:

@@ -62,8 +62,7 @@ def inspect(
     Example: `kvcal inspect artifacts/first/plan.safetensors --why 7`
     """
     from kvcal import tables
-    from kvcal.plan.damage import load_damage
-    from kvcal.plan.plan import load_plan
+    from kvcal.plan.plan import load_damage, load_plan
     from kvcal.strict import dump
 
     loaded = load_plan(plan)
@@ -76,7 +75,7 @@ def inspect(
         return
     damage = load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
-    value = tables.plan_json(loaded, workload) | {"damage": None if damage is None else dump(damage)}
+    value = tables.plan_json(loaded, workload) | {"damage": dump(damage)}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
     given.show(value, tables.plan_table(loaded, workload, damage), layers)
 
@@ -202,8 +201,7 @@ def verify(
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
     from kvcal import tables
-    from kvcal.plan.damage import require_undamaged
-    from kvcal.plan.plan import load_plan
+    from kvcal.plan.plan import load_plan, require_undamaged
     from kvcal.stages.damage import measure_damage
     from kvcal.stages.verify import Check, verify_plan
 
@@ -243,8 +241,7 @@ def eval_command(
     """
     from kvcal import tables
     from kvcal.folder import Folder
-    from kvcal.plan.damage import require_undamaged
-    from kvcal.plan.plan import load_plan
+    from kvcal.plan.plan import load_plan, require_undamaged
     from kvcal.report import write_report
     from kvcal.run.pipeline import evaluate_plan
     from kvcal.stages.damage import damage_of_row

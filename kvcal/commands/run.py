@@ -26,7 +26,6 @@ def plan(
     model: options.ModelArgument,
     given: options.RecipeOptions,
     budgets: options.BudgetOptions,
-    served: options.ServeOptions,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -64,8 +63,7 @@ def plan(
     from kvcal import tables
     from kvcal.artifact import require_output
     from kvcal.folder import Folder, Job
-    from kvcal.plan.damage import require_undamaged, save_damage
-    from kvcal.plan.plan import KIND, save_plan
+    from kvcal.plan.plan import KIND, require_undamaged, save_damage, save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.report import write_report
     from kvcal.run import pipeline
@@ -84,7 +82,7 @@ def plan(
             "no budget given; expected one of --budget, --kv-budget and --bits",
             hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
         )
-    chosen = given.change(base, budgets.knobs() | served.knobs(base))
+    chosen = given.change(base, budgets.knobs())
     if output is not None:
         require_output(output, KIND)
     if out is not None:
@@ -93,7 +91,7 @@ def plan(
         loaded = given.load(model, chosen.data, reporter)
         if recipe is None and not search and loaded.geometry.has_latents:
             reporter.say("plan: latent attention takes no basis: recipe default")
-            chosen = given.change(load_recipe("default"), budgets.knobs() | served.knobs(base))
+            chosen = given.change(load_recipe("default"), budgets.knobs())
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = Folder.create(out)
@@ -120,7 +118,7 @@ def plan(
         "report": str(folder.report),
         "gain": asdict(gain),
         "checks": [asdict(check) for check in checks],
-        "damage": None if damage is None else dump(damage),
+        "damage": dump(damage),
     }
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
     given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
@@ -156,7 +154,6 @@ def run(
     recipe: options.RecipeArgument,
     given: options.RecipeOptions,
     budgets: options.BudgetOptions,
-    served: options.ServeOptions,
     model: options.OtherModel = None,
     out: options.Out = Path("artifacts/run"),
     allow_damage: options.AllowDamage = False,
@@ -171,8 +168,7 @@ def run(
     """
     from kvcal import tables
     from kvcal.folder import Folder
-    from kvcal.plan.damage import require_undamaged
-    from kvcal.plan.plan import DEFAULT_WORKLOAD
+    from kvcal.plan.plan import DEFAULT_WORKLOAD, require_undamaged
     from kvcal.recipe_files import load_recipe
     from kvcal.report import write_report
     from kvcal.run import pipeline
@@ -193,7 +189,7 @@ def run(
             "chooses its formats",
             hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
         )
-    chosen = given.change(base, {**({} if is_fixed else budgets.knobs()), **served.knobs(base)})
+    chosen = given.change(base, {} if is_fixed else budgets.knobs())
     workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
     folder = Folder.create(out)
     with given.reporting() as reporter:
@@ -219,7 +215,6 @@ def run(
 def search(
     given: options.RecipeOptions,
     budgets: options.BudgetOptions,
-    served: options.ServeOptions,
     recipe: options.RecipeArgument = "best",
     model: options.OtherModel = None,
     out: options.Out = Path("artifacts/search"),
@@ -232,11 +227,11 @@ def search(
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
 
-    Example: `kvcal search best --model Qwen/Qwen3-8B --for storage --dry-run`
+    Example: `kvcal search best --model Qwen/Qwen3-8B --set search.serve=storage --dry-run`
     """
     from kvcal import tables
     from kvcal.folder import Folder, Job
-    from kvcal.plan.damage import require_undamaged
+    from kvcal.plan.plan import require_undamaged
     from kvcal.recipe_files import load_recipe
     from kvcal.report import write_report
     from kvcal.run import pipeline
@@ -247,7 +242,7 @@ def search(
     base = load_recipe(recipe)
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
-    base = given.change(base, budgets.knobs() | served.knobs(base))
+    base = given.change(base, budgets.knobs())
     folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
@@ -259,7 +254,7 @@ def search(
         write_report(folder)
     searched = load_search(folder.search)
     value = {"report": dump(searched.report), "plan": tables.plan_json(plan, None)}
-    value["damage"] = None if damage is None else dump(damage)
+    value["damage"] = dump(damage)
     given.show(value, tables.search_table(searched.report), tables.budget_table(searched.allocation))
     reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
     require_undamaged(damage, allow_damage)
@@ -328,7 +323,6 @@ def compare(
     ],
     model: options.ModelOption,
     given: options.RecipeOptions,
-    served: options.ServeOptions,
     sizes: options.WorkloadOptions,
     posed: options.TaskOptions,
     bits: Annotated[
@@ -365,7 +359,7 @@ def compare(
     spec = replace(given, sets=evaluating, samples=None).recipe(recipe, posed.knobs()).evaluate
     if spec.harness_tasks:
         require_tasks(spec)
-    points = _changed(points_of(recipes, bits or ()), given, served)
+    points = _changed(points_of(recipes, bits or ()), given)
     workload = sizes.workload(DEFAULT_WORKLOAD)
     folder = Folder.create(out)
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
@@ -382,7 +376,7 @@ def compare(
         raise typer.Exit(refusals[0].exit_code)
 
 
-def _changed(points: Sequence[Point], given: options.RecipeOptions, served: options.ServeOptions) -> tuple[Point, ...]:
+def _changed(points: Sequence[Point], given: options.RecipeOptions) -> tuple[Point, ...]:
     """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for a section
     that none has, and for budgets and workloads, which are the same for all."""
     from kvcal.recipe import BUDGET_KINDS
@@ -396,11 +390,8 @@ def _changed(points: Sequence[Point], given: options.RecipeOptions, served: opti
             raise UsageError(f"--set {name}: the same for all recipes", hint="use --bits, --batch and --context")
         if all(getattr(point.recipe, section) is None for point in points):
             raise UsageError(f"--set {name}: none of the recipes has [{section}]", hint="leave it out")
-    if served.serve is not None and all(point.recipe.search is None for point in points):
-        raise UsageError(f"--for {served.serve}: none of the recipes has [search]", hint="leave --for out")
     changed = []
     for point in points:
         own = [text for text in sets if getattr(point.recipe, text.partition("=")[0].partition(".")[0]) is not None]
-        knobs = {} if point.recipe.search is None else served.knobs(point.recipe)
-        changed.append(replace(point, recipe=replace(given, sets=own).change(point.recipe, knobs)))
+        changed.append(replace(point, recipe=replace(given, sets=own).change(point.recipe)))
     return tuple(changed)

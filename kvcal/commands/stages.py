@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvcal.folder import Job
     from kvcal.recipe import Recipe
 
+SWEEP_POINTS = 48  # budgets to solve where the front is longer
+
 
 @options.spread
 def profile(
@@ -73,9 +75,6 @@ def allocate(
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
     ] = False,
-    sweep_points: Annotated[
-        int, typer.Option(help="Budgets to solve where the front is too long.", min=2, max=10_000)
-    ] = 48,
 ) -> None:
     """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
     plan: λ and predictors, which come later, take part of them (--reserve).
@@ -109,7 +108,7 @@ def allocate(
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)
     reporter = given.reporter()
     if sweep:
-        rows = sweep_folder(Folder(folder), spec, sweep_points)
+        rows = sweep_folder(Folder(folder), spec, SWEEP_POINTS)
         given.show({"points": rows}, tables.sweep_table(rows))
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
@@ -246,8 +245,7 @@ def compile_command(
     from kvcal import tables
     from kvcal.artifact import require_output, require_parent
     from kvcal.folder import Folder
-    from kvcal.plan.damage import require_undamaged
-    from kvcal.plan.plan import KIND
+    from kvcal.plan.plan import KIND, require_undamaged
     from kvcal.run.pipeline import compile_folder
     from kvcal.run.transform import fold_folder
     from kvcal.stages.damage import measure_damage
@@ -278,6 +276,6 @@ def compile_command(
     else:
         require_same_model(plan, loaded)
         damage = measure_damage(plan, loaded, (), reporter, path)
-    found = None if damage is None else dump(damage)
+    found = dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})
     require_undamaged(damage, allow_damage)

@@ -23,7 +23,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import Recipe, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
-from kvcal.run.search import system_recipes
+from kvcal.run.pipeline import system_recipes
 from kvcal.stages import search as choose
 from kvcal.stages.allocate.record import load as load_allocation
 from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
