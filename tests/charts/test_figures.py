@@ -14,8 +14,7 @@ from kvcal import report as figures
 from kvcal.errors import ArtifactError
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import RAW, LayerPlan
-from kvcal.report import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series, trials_series
-from kvcal.stages.tune import Outcome, Trial, Tuning
+from kvcal.report import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series
 
 MIXED = plan_of(
     LayerPlan(attention(0), (RAW,), (V8,)),
@@ -60,17 +59,6 @@ def test_points_lie_where_their_values_are(tmp_path: Path, monkeypatch: pytest.M
     bits, sensitivity = drawn[1].axes
     assert [patch.get_height() for patch in bits.patches] == [16, 3, 8, 2]
     assert sensitivity.lines[1].get_ydata().tolist() == [0.2, 0.3] and sensitivity.get_yscale() == "log"
-
-
-def test_a_study_shows_its_front_and_the_choice() -> None:
-    trials = tuple(
-        Trial(n, {"tau_4": 0.5 + n}, Outcome(accuracy, 0.05, bits, int(1e6 * bits), {}))
-        for n, (accuracy, bits) in enumerate([(0.5, 2.5), (0.75, 3.0), (0.6, 3.5)])
-    )
-    tuning = Tuning({}, trials, (0, 1))
-    every, front, chosen = trials_series(tuning, {"tau_4": 1.5})
-    assert [point.bits for point in every.points] == [2.5, 3.0, 3.5] and not every.is_joined
-    assert front.points == [(2.5, 50.0, 5.0), (3.0, 75.0, 5.0)] and chosen.points == [(3.0, 75.0, 5.0)]
 
 
 def test_full_disk_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -88,13 +87,6 @@ def test_devices_share_heads_and_weights() -> None:
         assert one["fit"]["total"] > two["fit"]["total"] > four["fit"]["total"]  # weights go on being shared
     done = run_kvcal("size", "reasoner-10m", "--tp", 3)
     assert done.code == 2 and "--tp 3: layer 0 has 8 query heads and 2 KV heads" in done.err
-
-
-def test_the_command_that_follows_is_one_for_a_shell(tmp_path: Path) -> None:
-    model = shutil.copytree(ROOT / "kvcal/embedded/reasoner-10m", tmp_path / "a model")
-    done = run_kvcal("size", model, "--memory", "800 MB", "--batch", 48)
-    command = done.err.splitlines()[-1].partition("this memory: ")[2]
-    assert shlex.split(command)[:5] == ["kvcal", "plan", str(model), "--budget", "800 MB"]
 
 
 def test_weights_that_are_not_here_are_stated(tmp_path: Path) -> None:
@@ -188,10 +180,8 @@ def test_doctor_tells_versions_and_what_follows() -> None:
     ("requirement", "status", "code"),
     [
         ("no-such-package>=1", "unusable", 2),
-        ("torch<1", "unusable", 2),
         ("no-such-package>=1; extra == 'compile'", "refused", 0),
         ("cuda-core<0.1; extra == 'cuda'", "refused", 0),
-        ("no-such-package>=1; extra == 'dev'", None, 0),
     ],
 )
 def test_doctor_compares_packages_with_the_requirements(

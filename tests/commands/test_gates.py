@@ -39,8 +39,6 @@ def test_a_row_of_16_bits_is_always_there(made: Path) -> None:
     assert done.code == 0, done.err
     value = done.json
     assert [row["name"] for row in value["rows"]] == ["16-bit", "plan"] and value["gates"] == []
-    again = evaluated(made, "--set", 'evaluate.against=["kivi-2", "16-bit"]', "--json")
-    assert [row["name"] for row in again.json["rows"]] == ["kivi-2", "16-bit", "plan"]
 
 
 def test_gates_that_pass_and_gates_that_fail(made: Path) -> None:
@@ -79,11 +77,8 @@ def test_limits_are_read_by_task() -> None:
     ("command", "code", "kind", "place", "says"),
     [
         (("inspect", "{tmp}/none"), 5, "ArtifactError", "{tmp}/none", "does not exist"),
-        (("inspect", "{made}/small.toml"), 5, "ArtifactError", "{made}/small.toml", "not a safetensors file"),
         (("run", "{tmp}/wrong.toml"), 2, "UsageError", "{tmp}/wrong.toml", "unknown key 'zap'"),
-        (("size", "reasoner-10m", "--memory", "zap"), 2, "UsageError", None, "cannot read 'zap'"),
         (("size", "reasoner-10m", "--context", "0"), 2, "UsageError", None, "--context"),
-        (("inspect",), 2, "UsageError", None, "Missing argument"),
         (("zap",), 2, "UsageError", None, "No such command"),
     ],
 )
@@ -108,9 +103,3 @@ def test_an_infeasible_budget_tells_the_smallest_one(made: Path) -> None:
     assert (done.code, error["kind"]) == (3, "InfeasibleBudget") and not done.out
     smallest = error["smallest_bytes"]
     ran_well("allocate", made / "run", "--kv-budget", smallest, "--json")
-
-
-def test_help_and_version_end_well_beside_json() -> None:
-    for arguments in (("size", "--help", "--json"), ("--version",)):
-        done = ran_well(*arguments)
-        assert done.out and not done.err

@@ -95,12 +95,3 @@ def test_fixed_formats_have_no_reason(made: Path, tmp_path: Path) -> None:
     assert done.code == 5 and "nothing was chosen: the recipe fixes the formats" in done.err
     page = (tmp_path / "report.html").read_text()
     assert 'id="bits"' in page and "nothing was chosen" in page
-
-
-def test_reports_are_written_anew(made: Path) -> None:
-    for folder in (made / "plans" / "a", made / "searched"):
-        path = folder / "report.html"
-        before = path.read_bytes()
-        path.unlink()
-        assert f"report: {path}" in ran_well("report", folder).err
-        assert path.read_bytes() == before and b"(chosen)" in before

@@ -34,13 +34,6 @@ def test_tables_fit_80_columns(line: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert max(cell_len(row) for row in ESCAPE.sub("", done.out).splitlines()) <= 80
 
 
-def test_brackets_and_colons_of_a_table_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    cell = "pip install 'kvcal[cuda]' :key:"
-    console.show(("of [model]", ("k [bold]",), [(cell,)]))
-    drawn = capsys.readouterr().out
-    assert cell in drawn and "of [model]" in drawn and "k [bold]" in drawn
-
-
 def test_work_within_work_keeps_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     drawn = io.StringIO()

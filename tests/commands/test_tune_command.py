@@ -62,13 +62,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, recipe: Path) -
     return folder
 
 
-def test_a_study_leaves_a_plan_a_front_and_a_picture(whole: Path, model: Path) -> None:
+def test_a_study_leaves_a_plan_and_a_front(whole: Path, model: Path) -> None:
     tuning = load_tuning(whole)
     chosen = choose(tuning)
     assert list(tuning.inputs["search.thresholds"]) == ["tau_16", "tau_4"] and len(tuning.trials) == 4
     bits = {trial.outcome.bits_per_value for trial in tuning.trials}
     assert len(bits) > 1  # rooms follow the thresholds
-    assert (whole / "quality.png").read_bytes()[:4] == b"\x89PNG"
     assert "(chosen)" in (whole / "report.html").read_text()
     plan = load_plan(whole / "plan.safetensors")
     assert plan.predicted_bytes == chosen.outcome.total_bytes
@@ -204,27 +203,6 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
 
 def harness_result(accuracy: float) -> TaskResult:
     return TaskResult("arc:acc", accuracy, 0.1, 1, None, None, 0, (9,))
-
-
-def test_several_tasks_and_the_harness_share_the_mean(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
-    spec = TuneSpec(tasks=("chain", "lm-eval:arc:acc", "times"), num_problems=1)
-    monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
-    asked: list[EvaluateSpec] = []
-    monkeypatch.setattr(
-        tune_objective, "measure_harness",
-        lambda loaded, plan, spec, reporter: asked.append(spec) or (harness_result(0.75),),
-    )  # fmt: skip
-    plan = make_plan(loaded, PAIR)
-    objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
-    own = measure_tasks(loaded, plan, objective.tasks, Silent(), "select")
-    accuracy, accuracy_se = objective.accuracy(plan)
-    assert [task.task for task in own] == ["chain", "times"]
-    assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
-    assert accuracy_se == pytest.approx((sum(task.accuracy_se**2 for task in own) + 0.1**2) ** 0.5 / 3)
-    assert (asked[0].harness_tasks, asked[0].num_problems) == (("arc:acc",), 1)
 
 
 def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from test_claims import require_parses
 from torch.distributed.run import get_args_parser
@@ -69,9 +68,3 @@ def test_the_kubernetes_job_starts_a_rank_for_every_gpu_of_its_pods() -> None:
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     options = dict(word.split("=") for word in given.training_script_args if word.startswith("--"))
     assert options["--out"].startswith(mounts["artifacts"]) and options["--model"].startswith(mounts["models"])
-
-
-@pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml"])
-def test_a_job_says_how_to_start_it(name: str) -> None:
-    start = {"slurm.sh": "sbatch", "kubernetes.yaml": "kubectl apply -f"}[name]
-    assert f"{start} examples/cluster/{name}\n" in (CLUSTER / name).read_text()

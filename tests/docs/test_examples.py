@@ -1,10 +1,8 @@
-"""Every example runs as its docstring says, on the embedded model. One has a process of its own: its imports take
-longer than most examples."""
+"""Every example runs as its docstring says, on the embedded model."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -50,18 +48,7 @@ def test_an_examples_docstring_says_how_to_run_it(name: str) -> None:
         assert f'"{option}"' in text, f"{name}: {option} is in its docstring alone"
 
 
-def test_generate_multiplies_through_a_packed_cache() -> None:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "examples" / "generate.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
-    assert "Answer: 49926" in out and 314 * 159 == 49926
-    assert "as the plan predicts" in out
-
-
-def test_generate_takes_a_plan_and_budget_writes_one(run_example: Callable[..., str], tmp_path: Path) -> None:
+def test_budget_writes_a_plan_and_generate_runs_one(run_example: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "plan.safetensors"
     out = run_example("budget", "--kv-budget", "36MB", "--out", path)
     plan = load_plan(path)
@@ -70,26 +57,15 @@ def test_generate_takes_a_plan_and_budget_writes_one(run_example: Callable[..., 
     for layer in plan.layers:
         expected = f"layer {layer.geometry.index}: K {layer.k[0].num_bits} bits, V {layer.v[0].num_bits} bits"
         assert expected in out
-    out = run_example("generate", "--plan", path, "--max-new-tokens", 8)
+    out = run_example("generate")
+    assert "Answer: 49926" in out and 314 * 159 == 49926
     assert "as the plan predicts" in out
 
 
-def test_budget_says_the_smallest_feasible_budget(run_example: Callable[..., str]) -> None:
-    with pytest.raises(SystemExit, match=r"the smallest feasible one is(.|\n)*hint: "):
-        run_example("budget", "--kv-budget", "1MB")
-
-
-def test_own_data_profiles_every_layer_of_a_jsonl(run_example: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    lines = [json.dumps({"body": p.text}) for p in problems("chain", 60, seed=3)]
-    path.write_text("\n".join(lines) + "\n")
-    out = run_example("own_data", "--data", path, "--columns", "body", "--samples", 2, "--seq-len", 300)
-    assert out.startswith("sensitivity to 2 bits on mine.jsonl\n")
-    assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
-
-
-def test_own_data_writes_a_sample_by_itself(run_example: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that it runs is run in this process here, and in one of its own above."""
+def test_own_data_profiles_every_layer_of_a_jsonl(
+    run_example: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that it runs is run in this process."""
 
     def run(command: list[str], stdout: int, text: bool) -> subprocess.CompletedProcess[str]:
         assert command[:3] == [sys.executable, "-m", "kvcal"] and (stdout, text) == (subprocess.PIPE, True)
@@ -97,7 +73,12 @@ def test_own_data_writes_a_sample_by_itself(run_example: Callable[..., str], mon
         return subprocess.CompletedProcess(command, done.code, done.out)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert run_example("own_data").startswith("sensitivity to 2 bits on ledgers.jsonl\nlayer 0: K ")
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"body": p.text}) for p in problems("chain", 60, seed=3)]
+    path.write_text("\n".join(lines) + "\n")
+    out = run_example("own_data", "--data", path, "--columns", "body", "--samples", 2, "--seq-len", 300)
+    assert out.startswith("sensitivity to 2 bits on mine.jsonl\n")
+    assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
 
 
 def test_gpu_graph_ends_well_without_a_gpu(run_example: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

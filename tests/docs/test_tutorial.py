@@ -21,9 +21,10 @@ import generate  # noqa: E402
 
 # The page's commands, with fewer and shorter texts.
 SHORTER = {
-    "--samples 4 --seq-len 1024": "--samples 2 --seq-len 520",
+    "--samples 4 --seq-len 1024": "--samples 2 --seq-len 520 --set profile.kl_samples=1 --set profile.kl_tokens=256",
     "--samples 2 --set": "--samples 2 --seq-len 400 --set",
-    "num_problems=4": "num_problems=2",
+    "num_problems=4": "num_problems=1",
+    "--max-new-tokens 200": "--max-new-tokens 20",
 }
 
 

@@ -277,16 +277,6 @@ def test_stale_files_are_removed_where_a_folder_is_opened(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([new, other])
 
 
-def test_text_and_pictures(tmp_path):
-    artifact.write_text_atomic(tmp_path / "a.json", "é\n")
-    assert (tmp_path / "a.json").read_bytes() == "é\n".encode()
-    write_bytes_atomic(tmp_path / "a.json", b"png")
-    assert (tmp_path / "a.json").read_bytes() == b"png"
-    umask = os.umask(0o022)
-    os.umask(umask)
-    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o666 & ~umask
-
-
 def test_differing_input():
     old = {"seq_len": 512, "data": "x", "weights": "a" * 64}
     assert differing_input(old, dict(old)) is None

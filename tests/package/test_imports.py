@@ -151,44 +151,19 @@ def test_nothing_is_read_that_could_run_code() -> None:
         assert not called & {"eval", "exec", "torch.load", "numpy.load", "np.load", "pandas.read_pickle"}, name
 
 
-def modules_after(*names: str) -> set[str]:
-    """What a fresh process has loaded after importing these modules."""
-    code = "import importlib, sys\nfor n in sys.argv[1:]: importlib.import_module(n)\nprint(*sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code, *names],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(run.stdout.split())
-
-
 def test_importing_the_runtime_loads_no_heavy_library() -> None:
     """In a fresh process, all runtime modules at once; what transformers itself loads where it is installed is its
     own affair."""
-    names = ["kvcal", *RUNTIME_MODULES]
-    assert "kvcal.cache.plan_cache" in names
-    loaded = modules_after(*names)
-    assert "torch" in loaded and "safetensors" in loaded
-    by_transformers = modules_after("transformers.cache_utils", "transformers", "torch", "safetensors.torch")
-    assert not (loaded - by_transformers) & TOO_HEAVY_FOR_THE_RUNTIME
-    assert not loaded & {
-        "kvcal.data.sequences",
-        "kvcal.stages",
-        "kvcal.run.pipeline",
-        "kvcal.__main__",
-        "kvcal.models.load",
-    }
-
-
-def test_data_loads_datasets_only_when_a_source_needs_it() -> None:
-    code = "import sys, kvcal.data.sequences; print('datasets' in sys.modules)"
+    code = "import importlib, sys\nfor n in sys.argv[1:]: importlib.import_module(n)\nprint(*sys.modules)"
+    code = "import sys, transformers.cache_utils, safetensors.torch\nbefore = set(sys.modules)\n" + code
+    code = code.replace("*sys.modules", "*set(sys.modules) - before")
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, "kvcal", "kvcal.data.sequences", *RUNTIME_MODULES],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert run.stdout.strip() == "False"
+    loaded = set(run.stdout.split())
+    assert "kvcal.cache.plan_cache" in loaded and not loaded & TOO_HEAVY_FOR_THE_RUNTIME
+    assert not loaded & {"kvcal.stages", "kvcal.run.pipeline", "kvcal.__main__", "kvcal.models.load"}

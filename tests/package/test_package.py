@@ -102,7 +102,6 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path: Pa
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "needs packages that are not installed: cvxpy, optuna" in done.stderr
     assert "pip install 'kvcal[compile]'" in done.stderr and not (tmp_path / "out").exists()
-    assert without("cvxpy", "run", "--help").returncode == 0
 
 
 def test_the_packages_of_the_extra_are_those_that_commands_look_for() -> None:
@@ -120,9 +119,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "command", [("--help",), ("--version",), ("inspect", "--help"), ("run", "--help")], ids=" ".join
-)
+@pytest.mark.parametrize("command", [("--help",), ("run", "--help")], ids=" ".join)
 def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) -> None:
     done = without("torch,transformers,numpy,safetensors", *command)
     assert done.returncode == 0, done.stderr
@@ -130,15 +127,13 @@ def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) ->
     assert "kvcal.__main__" in loaded and not {"torch", "numpy", "kvcal.strict"} & loaded
 
 
-@pytest.mark.parametrize("tensors", [None, "int4, lattice", "one source of two layers, λ"])
-@pytest.mark.parametrize("command", ["inspect", "diff"])
-def test_a_plan_is_read_with_neither_torch_nor_what_compiles_plans(
-    plan: Path, tensors: str | None, command: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("command", "tensors"), [("inspect", "int4, lattice"), ("diff", "one source of two layers, λ")]
+)
+def test_a_plan_is_read_with_neither_torch_nor_what_compiles_plans(tensors: str, command: str, tmp_path: Path) -> None:
     """Tensors included: their values are checked, their bytes are counted and compared."""
-    if tensors is not None:
-        plan = tmp_path / "plan.safetensors"
-        save_plan(form_plan(tensors), plan)
+    plan = tmp_path / "plan.safetensors"
+    save_plan(form_plan(tensors), plan)
     given = (plan, "--json") if command == "inspect" else (plan, plan, "--json")
     done = without(",".join(("torch", "transformers", *COMPILE_PACKAGES)), command, *given)
     assert done.returncode == 0, done.stderr
@@ -157,17 +152,10 @@ def test_a_plan_with_a_wrong_tensor_is_refused_without_torch(tmp_path: Path) -> 
     assert done.returncode == 5 and "layers.0.k_rescale' holds values from -" in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--memory", "24GB", "--tp", 2)], ids=["bytes", "fit"])
-def test_sizes_are_told_with_neither_torch_nor_transformers(options: tuple[object, ...]) -> None:
-    done = without("torch,transformers", "size", "reasoner-10m", *options)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("command", ["verify", "generate"])
-def test_a_plan_runs_without_what_compiles_plans(plan: Path, command: str) -> None:
+def test_a_plan_runs_without_what_compiles_plans(plan: Path) -> None:
     missing = ",".join(set(COMPILE_PACKAGES) - {"huggingface_hub", "jinja2"})  # which transformers and torch bring
-    given = (plan,) if command == "verify" else ("--plan", plan, "--prompt", "Times. 12 x 34", "--max-new-tokens", 2)
-    done = without(missing, command, *given, "--model", "reasoner-10m", "--device", "cpu")
+    given = ("--plan", plan, "--prompt", "Times. 12 x 34", "--max-new-tokens", 2, "--model", "reasoner-10m")
+    done = without(missing, "generate", *given, "--device", "cpu")
     assert done.returncode == 0, done.stderr
 
 

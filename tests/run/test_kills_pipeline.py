@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,12 @@ import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
 from evaluation_cases import SMALL, Notes, make_plan, spec, tiny
-from report_cases import UNIFORM, row
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
-from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.errors import ArtifactError, InfeasibleBudget
 from kvcal.folder import Folder, Job
-from kvcal.models import load as loading
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
@@ -29,8 +25,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run import formats, pipeline
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.evaluate import tasks
-from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
-from kvcal.stages.generate import complete
+from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.verify import verify_plan
 
@@ -117,20 +112,12 @@ def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedMode
     assert baseline.workload == Workload(3, 700)
 
 
-@pytest.mark.parametrize(("old", "new"), [("num_bits = [2, 4]", "num_bits = [2, 3]"), ("_tokens = 1", "_tokens = 2")])
-def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: LoadedModel, old: str, new: str) -> None:
-    folder = Folder.create(tmp_path / "out")
-    for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
-        formats.profile_folder(loaded, folder, recipe)
-        subject = profile_record.load(folder.profile).setup
-        assert (subject.spec.num_bits, subject.cache) == (recipe.profile.num_bits, recipe.cache)
-
-
-def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
-    """Of the same checkpoint: the model computes otherwise."""
+def test_a_profile_of_other_settings_or_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
     folder, notes = Folder.create(tmp_path / "out"), Notes()
-    recipe = recipe_of(tmp_path, '"9MB"')
+    formats.profile_folder(loaded, folder, recipe_of(tmp_path, '"9MB"'))
+    recipe = recipe_of(tmp_path, '"9MB"', "num_bits = [2, 4]", "num_bits = [2, 3]")
     formats.profile_folder(loaded, folder, recipe)
+    assert profile_record.load(folder.profile).setup.spec.num_bits == (2, 3)
     formats.profile_folder(load(loaded.source, device="cpu", dtype="bfloat16"), folder, recipe, notes)
     assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
 
@@ -152,18 +139,6 @@ def test_the_digest_of_a_recipe_is_of_every_knob_but_its_name() -> None:
     assert replace(recipe, name="other", description="other").sha256 == recipe.sha256
 
 
-def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a file is read in parts."""
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_bytes(b"0123456789")
-    whole = loading._sha256_of_files(files)
-    monkeypatch.setattr(loading, "_CHUNK_BYTES", 4)
-    assert loading._sha256_of_files(files) == whole
-    files[0].write_bytes(b"012345678_")
-    assert loading._sha256_of_files(files) != whole
-
-
 @pytest.mark.parametrize("is_ragged", [False, True])
 def test_verify_finds_bytes_that_were_not_predicted(monkeypatch: pytest.MonkeyPatch, is_ragged: bool) -> None:
     small, measured = tiny(), PlanCache.nbytes.fget
@@ -176,30 +151,6 @@ def test_verify_finds_bytes_that_were_not_predicted(monkeypatch: pytest.MonkeyPa
         verify_plan(plan, small, 400, Silent())
 
 
-def test_the_error_of_a_mean_over_tasks() -> None:
-    errors = {"a": 0.1, "b": 0.2, "c": 0.2}
-    tasks = tuple(TaskResult(name, 0.5, error, 8, 4, 0, 9, (9,) * 8) for name, error in errors.items())
-    one = replace(row("x", UNIFORM, 0.1, None), tasks=tasks)
-    assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
-
-
-@pytest.mark.parametrize("purpose", ["report", "select"])
-def test_problems_are_those_of_the_seed_and_the_pool(
-    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
-) -> None:
-    asked: list[tuple[str, int, int, str]] = []
-    problems = tasks.problems
-
-    def noted(task: str, count: int, seed: int, of: Purpose, **limits: int):
-        asked.append((task, count, seed, of))
-        return problems(task, count, seed, of, **limits)
-
-    monkeypatch.setattr(tasks, "problems", noted)
-    wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
-    measure_tasks(embedded, make_plan(embedded), wanted, Silent(), purpose)
-    assert asked == [("times", 1, 5, purpose), ("chain", 1, 5, purpose)]
-
-
 def test_a_generation_ends_with_the_models_context(
     embedded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -210,13 +161,3 @@ def test_a_generation_ends_with_the_models_context(
     wanted = spec(tasks=("times",), num_problems=1, max_new_tokens=20)
     (result,) = measure_tasks(embedded, make_plan(embedded), wanted, Silent())
     assert (result.generated_tokens, result.num_unfinished) == (7, 1)
-
-
-def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedModel) -> None:
-    plan = make_plan(loaded, KIVI_2)
-    found = complete(loaded, plan, "Times. 12 x 34\n" * 12, 9, 0.0, 0, False)
-    assert found["new_tokens"] == 9 and found["cached_tokens"] > 128
-    assert found["cache_bytes"] == plan.nbytes([found["cached_tokens"]])
-    layers = plan.geometry.layers
-    per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers)
-    assert plan.cache_dtype == "float32" and found["raw_bytes"] == 4 * per_token * found["cached_tokens"]

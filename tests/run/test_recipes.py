@@ -82,10 +82,3 @@ def test_ablations_are_found_by_name_and_listed_apart() -> None:
     assert "'aqua-kv'" in shown and name not in shown and name in ablations
     with pytest.raises(UsageError):
         find_recipe("elsewhere/kivi-2")
-
-
-def test_the_paper_s_blocks_have_keys_and_values_alike() -> None:
-    for name in ("pm-kvq", "pm-kvq-settled"):
-        recipe = load_recipe(name)
-        assert recipe.allocate is not None and recipe.allocate.granularity == "block"
-        assert recipe.profile.num_bits == (2, 4) and recipe.allocate.objective == "sensitivity"
