@@ -21,7 +21,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side
 
 FOLDED_HEAD_DIMS = (64, 128)
-# The fast kernel's passes of 8 query heads a tile (csrc/wide_keys.cuh) take more of them.
+# The fast kernel's passes of 8 query heads a tile (csrc/decode/wide_keys.cuh) take more of them.
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
 TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
@@ -165,9 +165,9 @@ def key_lift(variant: Variant) -> int | None:
     """``K_LIFT`` of the fast kernel, the power of two by which codes of keys are shifted within the bytes that tensor
     cores multiply; None where even codes at the bottom of their bytes add up to too much.
 
-    A code at the top of its byte costs the fewest right shifts (``csrc/codes.cuh``). But products with a limb of the
+    A code at the top of its byte costs the fewest right shifts (``csrc/decode/codes.cuh``). But products with a limb of the
     query, -128 to 127, become a float by the bits of their sum, which must stay below 2^22
-    (``csrc/instructions.cuh``). With more than 128 channels, codes of 2 and 4 bits lie lower there."""
+    (``csrc/decode/instructions.cuh``). With more than 128 channels, codes of 2 and 4 bits lie lower there."""
     layout, bits = variant.layout("k"), variant.num_bits("k")
     if bits == RAW_BITS:
         return 0

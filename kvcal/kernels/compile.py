@@ -63,7 +63,7 @@ def _with_parts(name: str, seen: set[str]) -> str:
     seen.add(name)
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate((files("kvcal.kernels") / "csrc" / name).read_text("utf-8").splitlines(), start=1):
-        part = re.fullmatch(r'#include "(\w+\.cuh)"', line)
+        part = re.fullmatch(r'#include "([\w/]+\.cuh)"', line)
         if part is None:
             lines.append(line)
         else:

@@ -174,8 +174,8 @@ def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
 
 
 # Products of keys with limbs of the query have room in their sums.
-MAGIC, ZERO = 0x4B400000, 12582912.0  # csrc/instructions.cuh
-LARGEST = 32512  # of a query in fixed point, csrc/limbs.cuh
+MAGIC, ZERO = 0x4B400000, 12582912.0  # csrc/decode/instructions.cuh
+LARGEST = 32512  # of a query in fixed point, csrc/decode/limbs.cuh
 KEYS = {
     **{f"{bits} bits": Format(bits, "channel") for bits in (1, 2, 3, 4, 8)},
     "per token": Format(2, "token"),

@@ -25,10 +25,10 @@
 // What runs once a head costs as much as many pages: its code comes from memory, and so does the query. Hence short code
 // there, few divisions, and requests in the order in which they are waited for.
 
-#include "dense.cuh"
-#include "values.cuh"
-#include "query.cuh"
-#include "merge.cuh"
+#include "decode/dense.cuh"
+#include "decode/values.cuh"
+#include "decode/query.cuh"
+#include "decode/merge.cuh"
 
 namespace decode_ {
 

@@ -1,6 +1,6 @@
 // One instruction each: half precision, tensor cores, copies to shared memory; and numbers of any dtype.
 
-#include "decode_shape.cuh"
+#include "decode/decode_shape.cuh"
 
 namespace decode_ {
 

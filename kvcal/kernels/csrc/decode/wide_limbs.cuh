@@ -4,7 +4,7 @@
 // both limbs of its numbers by itself: no lane exchanges any. The scores of a lane are of columns 2 quad and 2 quad + 1,
 // heads quad and quad + 4.
 
-#include "limbs.cuh"
+#include "decode/limbs.cuh"
 
 namespace decode_ {
 

@@ -1,6 +1,6 @@
 // Scores of packed keys: scales fold into the query, zeros into one sum a head, boosted channels are more columns.
 
-#include "tiers.cuh"
+#include "decode/tiers.cuh"
 
 namespace decode_ {
 

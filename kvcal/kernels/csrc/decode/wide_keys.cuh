@@ -5,8 +5,8 @@
 // t is token 32 (g / 2) + 8 (g % 2) + t, and row g + 8 the sixteenth behind it (wide_values.cuh). All of them lie in one
 // group, whose scales fold into the query.
 
-#include "tiers.cuh"
-#include "wide_limbs.cuh"
+#include "decode/tiers.cuh"
+#include "decode/wide_limbs.cuh"
 
 namespace decode_ {
 

@@ -1,6 +1,6 @@
 // The query of a head, in the orders in which the operands want it.
 
-#include "wide_limbs.cuh"
+#include "decode/wide_limbs.cuh"
 #include "hadamard.cuh"
 
 namespace decode_ {

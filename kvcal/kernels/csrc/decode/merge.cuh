@@ -1,6 +1,6 @@
 // Parts of a softmax become one, in a fixed order.
 
-#include "instructions.cuh"
+#include "decode/instructions.cuh"
 #include "hadamard.cuh"
 
 namespace decode_ {

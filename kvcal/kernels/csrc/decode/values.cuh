@@ -1,8 +1,8 @@
 // Probabilities times packed values: scales fold into the probabilities, zeros into one sum a head.
 
-#include "softmax.cuh"
-#include "keys.cuh"
-#include "wide_values.cuh"
+#include "decode/softmax.cuh"
+#include "decode/keys.cuh"
+#include "decode/wide_values.cuh"
 
 namespace decode_ {
 

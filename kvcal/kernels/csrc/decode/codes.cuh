@@ -5,7 +5,7 @@
 // one mask leaves the codes e of all four bytes, each times a power of two, and shifts make it the same power, 2^LIFT, for
 // every e. With more planes, a byte is put together first, so that a product is made once, not plane by plane.
 
-#include "instructions.cuh"
+#include "decode/instructions.cuh"
 
 namespace decode_ {
 

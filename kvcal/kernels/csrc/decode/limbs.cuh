@@ -6,7 +6,7 @@
 // Lane = 4 g + quad holds column g of the operand: limb g % 2, high first, of head g / 2, for a quarter of the columns that
 // are summed over. The two lanes of a head prepare half of them each, in real numbers, and exchange limbs.
 
-#include "instructions.cuh"
+#include "decode/instructions.cuh"
 
 namespace decode_ {
 

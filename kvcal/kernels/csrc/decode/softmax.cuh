@@ -1,6 +1,6 @@
 // The softmax of one warp, taken in part by part.
 
-#include "limbs.cuh"
+#include "decode/limbs.cuh"
 
 namespace decode_ {
 

@@ -9,8 +9,8 @@
 // words of its quarter (wide_keys.cuh), no number passes through shared memory. A page's sums begin at 0 and are added in fp32:
 // tensor cores cut off what a long sum would lose.
 
-#include "softmax.cuh"
-#include "wide_keys.cuh"
+#include "decode/softmax.cuh"
+#include "decode/wide_keys.cuh"
 
 namespace decode_ {
 

@@ -1,7 +1,7 @@
 // High bits of the channels of a page that have more of them: columns that the query meets a second time.
 
-#include "codes.cuh"
-#include "limbs.cuh"
+#include "decode/codes.cuh"
+#include "decode/limbs.cuh"
 
 namespace decode_ {
 

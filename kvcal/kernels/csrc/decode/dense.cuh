@@ -1,7 +1,7 @@
 // Tokens that are not packed: sinks, the ring, pages of 16 bits.
 
-#include "softmax.cuh"
-#include "keys.cuh"
+#include "decode/softmax.cuh"
+#include "decode/keys.cuh"
 #include "hadamard.cuh"
 
 namespace decode_ {
