@@ -35,7 +35,7 @@ from kvcal.pages.uniform import PageLayout
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
-from kvcal.stages.allocate.importance import (
+from kvcal.stages.allocate.record import (
     Scores,
     importance_formats,
     importance_scores,

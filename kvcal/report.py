@@ -26,7 +26,7 @@ from kvcal.recipe import Objective
 from kvcal.stages.choices import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
 from kvcal.stages.compare import load_comparison
-from kvcal.stages.evaluate.record import Row, load_evaluation
+from kvcal.stages.evaluate.stage import Row, load_evaluation
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search import load as load_search
 from kvcal.stages.tune import FILE as STUDY

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcal.stages.choices import Choices
     from kvcal.stages.compare import Comparison
     from kvcal.stages.estimate import Estimate
-    from kvcal.stages.evaluate.record import Evaluation, GateResult
+    from kvcal.stages.evaluate.stage import Evaluation, GateResult
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search import SearchReport
     from kvcal.stages.tune import Tuning
@@ -165,7 +165,7 @@ def checks_table(checks: Sequence[Check]) -> View:
 
 def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
-    from kvcal.stages.evaluate.record import table_columns
+    from kvcal.stages.evaluate.stage import table_columns
 
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"

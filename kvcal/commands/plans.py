@@ -19,7 +19,7 @@ from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from kvcal.plan.plan import Plan, Workload
-    from kvcal.stages.evaluate.record import Gates, Row
+    from kvcal.stages.evaluate.stage import Gates, Row
 
 BASELINE = "16-bit"  # always measured beside a plan
 
@@ -36,7 +36,7 @@ class GateOptions:
     max_bytes: Annotated[str | None, typer.Option(help="Largest cache at the plan's workload, such as 1GB.")] = None
 
     def gates(self) -> Gates:
-        from kvcal.stages.evaluate.record import Gates, read_accuracies
+        from kvcal.stages.evaluate.stage import Gates, read_accuracies
 
         max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes)
         return Gates(self.max_kl, read_accuracies(self.min_accuracy or ()), max_bytes)
@@ -166,7 +166,7 @@ def _measured(path: Path, plan: Plan) -> Row | None:
     evaluation = path.with_name("evaluation.json")
     if not evaluation.is_file():
         return None
-    from kvcal.stages.evaluate.record import load_evaluation
+    from kvcal.stages.evaluate.stage import load_evaluation
 
     return next((row for row in load_evaluation(evaluation).rows if row.plan_sha256 == plan.sha256), None)
 
@@ -246,7 +246,7 @@ def eval_command(
     from kvcal.run.pipeline import evaluate_plan
     from kvcal.stages.damage import damage_of_row
     from kvcal.stages.evaluate.harness import require_tasks
-    from kvcal.stages.evaluate.record import require_passed
+    from kvcal.stages.evaluate.stage import require_passed
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import dump
 

@@ -46,13 +46,17 @@ from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, resolve_budget, transform_bytes
-from kvcal.stages.allocate.importance import layer_format
-from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
+from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.divergence import kl_texts, lockstep_bytes, seconds_a_plan
 from kvcal.stages.estimate import Estimate
-from kvcal.stages.evaluate.record import Evaluation
-from kvcal.stages.evaluate.stage import evaluate, evaluation_inputs, require_scheduled_texts, scheduled_batch
+from kvcal.stages.evaluate.stage import (
+    Evaluation,
+    evaluate,
+    evaluation_inputs,
+    require_scheduled_texts,
+    scheduled_batch,
+)
 from kvcal.stages.search import FINALISTS, KL_BATCH, SearchRecord, choose_plan, not_for_decoding
 from kvcal.strict import dump, flat_records
 

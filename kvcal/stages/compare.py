@@ -31,8 +31,15 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import EvaluateSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.records import read_json, write_json
-from kvcal.stages.evaluate.record import Row, require_same_tasks, table_columns
-from kvcal.stages.evaluate.stage import evaluate, evaluation_inputs, kept_rows, scheduled_batch
+from kvcal.stages.evaluate.stage import (
+    Row,
+    evaluate,
+    evaluation_inputs,
+    kept_rows,
+    require_same_tasks,
+    scheduled_batch,
+    table_columns,
+)
 from kvcal.strict import STRICT, Amount
 
 FILE = "compare.json"

@@ -28,7 +28,7 @@ from kvcal.plan.plan import Damage, Plan, SideDamage, load_damage, save_damage
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.stages.divergence import deviations, unquantized_plan
-from kvcal.stages.evaluate.record import Row
+from kvcal.stages.evaluate.stage import Row
 
 # Texts and tokens of each, at least: seconds of a small model on a CPU.
 TEXTS, TOKENS = {"cpu": 2, "cuda": 8}, {"cpu": 512, "cuda": 1024}

@@ -26,7 +26,7 @@ from kvcal.errors import ArtifactError
 from kvcal.plan.page_format import Format, WindowRule, num_pages
 from kvcal.plan.plan import KIND, SCHEMA
 from kvcal.recipe import ImportanceSpec
-from kvcal.stages.allocate.importance import importance_formats, layer_format
+from kvcal.stages.allocate.record import importance_formats, layer_format
 
 PAPER = ImportanceSpec()
 HEADS = 2

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import GateFailed, UsageError
 from kvcal.plan.plan import load_plan
-from kvcal.stages.evaluate.record import Gates, read_accuracies
+from kvcal.stages.evaluate.stage import Gates, read_accuracies
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from kvcal.folder import Folder
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import load_plan
-from kvcal.stages.evaluate.record import load_evaluation
+from kvcal.stages.evaluate.stage import load_evaluation
 
 SIZES = ("--batch", 2, "--context", 4096)
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal import distributed, load_plan
 from kvcal.errors import InfeasibleBudget, KvcalError, UsageError
 from kvcal.stages.checkpoint import MAX_SHARDS, Mean, shards, summed
-from kvcal.stages.evaluate.record import load_evaluation
+from kvcal.stages.evaluate.stage import load_evaluation
 
 ROOT = Path(__file__).parents[2]
 STAGES = """

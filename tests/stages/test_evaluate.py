@@ -13,8 +13,14 @@ from kvcal.errors import ArtifactError
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate.record import Evaluation, MeasuredBits, load_evaluation, measured_bits, save_evaluation
-from kvcal.stages.evaluate.stage import evaluate
+from kvcal.stages.evaluate.stage import (
+    Evaluation,
+    MeasuredBits,
+    evaluate,
+    load_evaluation,
+    measured_bits,
+    save_evaluation,
+)
 from kvcal.stages.evaluate.text import measure_text
 
 SPEC = EvaluateSpec(tasks=(), batch=2)

@@ -19,7 +19,7 @@ from kvcal.plan.page_format import Format, WindowRule
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate.importance import (
+from kvcal.stages.allocate.record import (
     importance_formats,
     important_layers,
     num_important,

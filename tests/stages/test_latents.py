@@ -39,7 +39,7 @@ from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
-from kvcal.stages.evaluate.record import load_evaluation
+from kvcal.stages.evaluate.stage import load_evaluation
 from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage

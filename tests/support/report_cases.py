@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.plan.plan import Format, LayerPlan, Plan, Workload
-from kvcal.stages.evaluate.record import Evaluation, Row, measured_bits
+from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
 from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 from kvcal.stages.evaluate.text import TextQuality
 

@@ -5,32 +5,243 @@ Every number comes through the packed cache (text, tasks).
 The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan (formats,
 workload and model, not its name or provenance) and the evaluation's inputs are the same; other inputs start the file
 anew. Plans that are equal under two names are measured once. Of several processes, each measures a plan at a time.
+
+A plan is priced at its workload, and measured on sequences that are mostly shorter, of which sinks, windows and
+unfilled pages are a larger part. So each row states the bits at the measured lengths, too:
+
+    sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its end
+
+with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
+
+Gates are limits that a row is held against, such as those of a CI job: of KL, of accuracy, and of bytes. A measured
+value is compared as it stands. Its standard error is told beside it; a limit should leave room for it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic.dataclasses import dataclass as record
 
 from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import gather, map_over_ranks
-from kvcal.errors import UsageError
+from kvcal.errors import GateFailed, UsageError
 from kvcal.folder import compute_dtype, model_inputs, require_model
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import Plan
+from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes
 from kvcal.recipe import EvaluateSpec
+from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.harness import measure_harness
-from kvcal.stages.evaluate.record import Evaluation, Row, load_evaluation, measured_bits, save_evaluation
-from kvcal.stages.evaluate.tasks import measure_reading, measure_tasks
-from kvcal.stages.evaluate.text import measure_text
+from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_reading, measure_tasks
+from kvcal.stages.evaluate.text import TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import flat_records
+from kvcal.strict import STRICT, Amount, NumBytes, flat_records
+
+KIND = "evaluation"
+SCHEMA = 3
+ALL_TASKS = "all"  # the mean over tasks
+
+
+@record(frozen=True, config=STRICT)
+class MeasuredBits:
+    """All-in bits per cached value at the lengths that were measured, whose mean is ``mean_tokens``."""
+
+    bits_per_value: Amount
+    mean_tokens: Amount
+
+    @property
+    def header(self) -> str:
+        """Of a table's column."""
+        return f"bits at measured length (mean {self.mean_tokens:.0f} tokens)"
+
+    @property
+    def cell(self) -> str:
+        """In a column of other lengths in every row."""
+        return f"{self.bits_per_value:.3f} ({self.mean_tokens:.0f} tokens)"
+
+
+@record(frozen=True, config=STRICT)
+class Row:
+    """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
+    ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths, prompt and completion;
+    ``seconds`` is what measuring took, on whatever else the machine was doing."""
+
+    name: str
+    plan_sha256: str
+    workload: Workload
+    bits_per_value: Amount
+    total_bytes: NumBytes
+    text: TextQuality
+    text_bits: MeasuredBits
+    tasks: tuple[TaskResult, ...]
+    task_bits: MeasuredBits | None
+    seconds: Amount
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy over tasks, None without tasks."""
+        return mean_accuracy(self.tasks)[0] if self.tasks else None
+
+    @property
+    def accuracy_se(self) -> float | None:
+        """Standard error of ``accuracy``."""
+        return mean_accuracy(self.tasks)[1] if self.tasks else None
+
+
+@record(frozen=True, config=STRICT)
+class Evaluation:
+    """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for people;
+    ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""
+
+    inputs: dict[str, Any]
+    data: str
+    data_fingerprint: str
+    task_seed: int
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        require_same_tasks(self.rows)
+
+
+def require_same_tasks(rows: Sequence[Row]) -> None:
+    """ValueError unless all rows are of the same tasks, in the same order."""
+    if len({tuple(task.task for task in row.tasks) for row in rows}) > 1:
+        raise ValueError(f"rows of other tasks than {[task.task for task in rows[0].tasks]}, those of the first")
+
+
+def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
+    """The bits of sequences of these lengths, in tokens, at least one: see the module's docstring."""
+    bits = sum(n * plan.bits_per_value(Workload(plan.workload.batch, n)) for n in lengths) / sum(lengths)
+    return MeasuredBits(bits, sum(lengths) / len(lengths))
+
+
+def priced_header(workload: Workload) -> str:
+    """Of the column of ``Row.bits_per_value``."""
+    return f"bits at {workload.batch} x {workload.context}"
+
+
+def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
+    """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
+    if not rows:
+        return []
+    columns = [
+        ("plan", [row.name for row in rows]),
+        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
+        ("cache", [format_bytes(row.total_bytes) for row in rows]),
+        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
+        ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
+        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
+    ]
+    for results in zip(*(row.tasks for row in rows), strict=True):
+        columns.append((f"{results[0].task} %", [percent(task.accuracy, task.accuracy_se) for task in results]))
+    if rows[0].tasks:
+        columns.append(("all tasks %", [percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+    columns.append((rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]))
+    if rows[0].tasks:
+        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
+        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
+    return [(header, tuple(cells)) for header, cells in columns]
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def percent(share: float, error: float | None) -> str:
+    """A cell: a share and its standard error, None if unknown, in %."""
+    return _with_error(100 * share, None if error is None else 100 * error, 1)
+
+
+def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
+    write_json(path, KIND, SCHEMA, evaluation)
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Read what ``save_evaluation`` wrote. ArtifactError: missing, unreadable, not JSON, of another kind or version,
+    corrupt, or values out of range."""
+    return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """One limit and what was measured; ``standard_error`` is None where there is none."""
+
+    gate: str
+    limit: float
+    measured: float
+    standard_error: float | None
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Limits of one plan: ``max_kl`` in nats per token, ``min_accuracy`` as a share by task or "all" for their mean,
+    ``max_bytes`` of the cache at the plan's workload; what is None or not named is not limited."""
+
+    max_kl: float | None = None
+    min_accuracy: Mapping[str, float] = field(default_factory=dict)
+    max_bytes: int | None = None
+
+    def require_measured(self, tasks: Sequence[str]) -> None:
+        """UsageError for a limit out of range, or for a task that is not among ``tasks``, those to be measured."""
+        if self.max_kl is not None and not (math.isfinite(self.max_kl) and self.max_kl >= 0):
+            raise UsageError(f"--max-kl {self.max_kl}; expected a number from 0 on, in nats per token")
+        allowed = (*tasks, ALL_TASKS) if tasks else ()
+        for task, share in self.min_accuracy.items():
+            if not 0 <= share <= 1:
+                raise UsageError(f"--min-accuracy {task}={share}; expected a share from 0 to 1")
+            if task not in allowed:
+                raise UsageError(
+                    f"--min-accuracy {task}={share}: {task!r} is not measured; allowed: {', '.join(allowed) or 'none'}",
+                    hint=f"add it to the tasks: --tasks {task}",
+                )
+
+    def results(self, row: Row) -> Iterator[GateResult]:
+        """The verdict of each limit on the plan of ``row``."""
+        if self.max_kl is not None:
+            kl = row.text.kl
+            yield GateResult("max_kl", self.max_kl, kl, row.text.kl_se, kl <= self.max_kl)
+        by_task = {one.task: (one.accuracy, one.accuracy_se) for one in row.tasks}
+        for task, share in self.min_accuracy.items():
+            measured, error = by_task.get(task, (row.accuracy, row.accuracy_se))
+            assert measured is not None
+            yield GateResult(f"min_accuracy {task}", share, measured, error, measured >= share)
+        if self.max_bytes is not None:
+            yield GateResult("max_bytes", self.max_bytes, row.total_bytes, None, row.total_bytes <= self.max_bytes)
+
+
+def read_accuracies(texts: Sequence[str]) -> dict[str, float]:
+    """Least shares by task, of ``task=share`` texts; a share alone is of all tasks together. UsageError for others."""
+    found = {}
+    for text in texts:
+        task, equals, share = text.rpartition("=")
+        try:
+            found[task if equals else ALL_TASKS] = float(share)
+        except ValueError:
+            raise UsageError(
+                f"--min-accuracy {text}: {share!r} is no number", hint="for example --min-accuracy chain=0.9"
+            ) from None
+    return found
+
+
+def require_passed(name: str, results: Sequence[GateResult]) -> None:
+    """GateFailed, naming every limit that the plan ``name`` is beyond."""
+    failed = [f"{one.gate}: {one.measured:.6g}, limit {one.limit:.6g}" for one in results if not one.passed]
+    if failed:
+        raise GateFailed(
+            f"{name} fails {len(failed)} of {len(results)} gates: {'; '.join(failed)}",
+            hint="give the plan more bytes, or raise the limit",
+        )
 
 
 def evaluation_inputs(loaded: LoadedModel, spec: EvaluateSpec, data: TokenDataset) -> dict[str, Any]:
