@@ -146,18 +146,6 @@ def test_two_frequencies_scaling_and_no_rope():
     assert yarn.amplitude == pytest.approx(0.1 * math.log(4.0) + 1, rel=1e-6)
 
 
-def test_llama3_scaling():
-    """Slow frequencies an eighth, fast ones whole, smooth between (Llama 3's rule, from its definition)."""
-    model = llama3()
-    expected = []
-    for frequency in frequencies(16, 5e5).tolist():
-        turns = 64 * frequency / (2 * math.pi)
-        whole = min(max((turns - 1) / 3, 0), 1)
-        expected.append(frequency * (whole + (1 - whole) / 8))
-    found = rotary_maps(model, geometry_of(model))[0].frequency
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
-
-
 def test_half_precision_model_takes_the_frequencies_of_its_buffer(monkeypatch):
     model = TINY_MODELS["llama"]().bfloat16()
     for module in model.modules():

@@ -3,7 +3,6 @@ runs through a plan's cache."""
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -68,10 +67,3 @@ def test_a_trained_model_runs_through_a_plans_cache(tmp_path, monkeypatch):
             logits = loaded.model(token, past_key_values=cache).logits
     assert torch.isfinite(logits).all()
     assert (logits - exact[:, -16:]).abs().max() > 1e-3
-
-
-def test_short_problems_come_first_and_none_is_of_the_report():
-    rng = random.Random(0)
-    early, late = ([train_models.draw(rng, progress, 0.35) for _ in range(60)] for progress in (0.0, 0.7))
-    assert {train_models.pool_of(problem.prompt) for problem in early + late} <= {"fit", "select", "validate"}
-    assert 1.3 * sum(len(problem.text) for problem in early) < sum(len(problem.text) for problem in late)
