@@ -48,7 +48,7 @@ from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, resolve_budget, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.divergence import kl_texts, lockstep_bytes, seconds_a_plan
+from kvcal.stages.divergence import KL_BATCH, kl_texts, lockstep_bytes, seconds_a_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.evaluate.stage import (
     Evaluation,
@@ -57,7 +57,7 @@ from kvcal.stages.evaluate.stage import (
     require_scheduled_texts,
     scheduled_batch,
 )
-from kvcal.stages.search import FINALISTS, KL_BATCH, SearchRecord, choose_plan, not_for_decoding
+from kvcal.stages.search import FINALISTS, SearchRecord, choose_plan, not_for_decoding
 from kvcal.strict import dump, flat_records
 
 

@@ -59,6 +59,8 @@ from kvcal.stored_tensor import ITEM_BYTES
 MAX_CHUNK_TOKENS = 256
 # Plans compared at once, counted by the layers that they run: so many caches are held, and one more for the reference.
 LOCKSTEP = 12
+# Texts fed at once: 1.5 times faster than one by one on a CPU; a GPU takes 16 short ones in the time of one.
+KL_BATCH = {"cpu": 4, "cuda": 16}
 # Logits compared at once: 1 MiB a tensor on a CPU, 32 MiB on a GPU.
 MAX_COMPARED = {"cpu": 1 << 18, "cuda": 1 << 23}
 # Of exp in fp32, with room for the sum over a vocabulary.

@@ -188,7 +188,6 @@ def run_feedback(
         UsageError: a sequence longer than the model's context; too small a damping.
         UnsupportedModel: the model's queries cannot be observed, or its output projections are not found.
         NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
-        ArtifactError: a file cannot be written.
     """
     places = feedback_places(layers, spec.sides)
     if loaded.geometry.has_latents:
@@ -339,14 +338,12 @@ class _Calibration:
 
 
 def save(record: FeedbackRecord, inputs: dict[str, Any], path: Path) -> None:
-    """Write the record. ArtifactError when it cannot be written."""
     body = _Body(record.subject, record.sides)
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(body), record.tensors()))
 
 
 def load(path: Path) -> FeedbackRecord:
-    """Read and check a record. ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped
-    content."""
+    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):

@@ -168,7 +168,6 @@ def run_reparam(
         UsageError: a sequence longer than the model's context, or none in which a page is read.
         UnsupportedModel: the model's keys or their rotation cannot be observed.
         NonFiniteActivations: NaN or infinity, naming layer and sample.
-        ArtifactError: a file cannot be written.
     """
     searched = {layer.geometry.index: layer for layer in layers if takes_rescale(layer)}
     check_taps(loaded.model, loaded.geometry)
@@ -289,7 +288,6 @@ class _Search:
 
 
 def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
-    """Write the record. ArtifactError when it cannot be written."""
     body = _Body(record.subject, record.layers)
     tensors = {f"layers.{index}.k_rescale": lambda_ND for index, lambda_ND in record.lambdas.items()}
     tensors |= {f"layers.{index}.k_offset": offset_ND for index, offset_ND in record.offsets.items()}
@@ -297,8 +295,7 @@ def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> Reparam:
-    """Read and check a record. ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content;
-    λ, offsets or curves out of range."""
+    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):

@@ -29,15 +29,13 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.records import record_of, refusing
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.divergence import LOCKSTEP, Room, Text, deviations, padded_texts, unquantized_plan
+from kvcal.stages.divergence import KL_BATCH, LOCKSTEP, Room, Text, deviations, padded_texts, unquantized_plan
 from kvcal.store.dequantize import form_reasons
 from kvcal.strict import STRICT, Amount, Number, Positive, dump
 
 KIND = "search"
 SCHEMA = 4
 FINALISTS = 3
-# Texts in one batch: as in the profile on a CPU; a GPU takes 16 short ones in the time of one.
-KL_BATCH = {"cpu": 4, "cuda": 16}
 
 
 @record(frozen=True, config=STRICT)

@@ -109,8 +109,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
     tables = {index: rotary_table(HEAD_DIM, HEAD_DIM // 2) for index in range(3)}
     wanted = [Wanted(layer, SIDES) for layer in plan.layers]
     way = Reconstruction(plan.layers, {**plan.tensors, "layers.0.rotary": tables[0]}, "float32")
-    with PageReader(replay, loaded.geometry, wanted, [way], tables).reading() as read:
-        read(Batch.of(data, (0,)), receive, None)
+    PageReader(replay, loaded.geometry, wanted, [way], tables).read(Batch.of(data, (0,)), receive)
     assert {(0, "v"), (1, "k"), (1, "v"), (2, "k")} == expected.keys()
     for key, pages in expected.items():
         assert len(pages) == 5 * 128 and torch.equal(found[key], pages), key

@@ -253,8 +253,7 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
     tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
     way = Reconstruction(plan.layers, plan.tensors, "float32")
     wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
-    with PageReader(loaded.model, loaded.geometry, wanted, [way], tables).reading() as read:
-        read(Batch.of(data, (0,)), receive, None)
+    PageReader(loaded.model, loaded.geometry, wanted, [way], tables).read(Batch.of(data, (0,)), receive)
     assert found.keys() == expected.keys() and len(found) == 6
     for key, pages in expected.items():
         assert torch.equal(found[key], pages), key

@@ -13,8 +13,8 @@ packed, as in decoding token by token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -208,41 +208,27 @@ class PageReader:
     first: int = 0
     kept: int | None = None
 
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        """Within the context, the model is observed, and batches are read.
+    def read(self, batch: Batch, receive: Receive, start: Start | None = None) -> Start | None:
+        """The forward of a batch, from ``start`` on, of a reader whose ``first`` is no 0. Returns where a later one can
+        begin; None where none was asked for, or layers cannot be begun at.
 
         Raises:
             NonFiniteActivations: NaN or infinity in keys or values.
             UnsupportedModel: a layer's keys before RoPE are not known.
         """
-        current: list[_Reading] = []
-        is_whole = self.first == 0 and self.kept is None
+        reading, is_whole = _Reading(self, batch, receive, start), self.first == 0 and self.kept is None
         with (
             torch.no_grad(),
             nullcontext(LayerInputs(False)) if is_whole else kept_inputs(self.model) as inputs,
-            tap(self.model, lambda captured: current[0].take(captured), self.geometry, self.first),
+            tap(self.model, reading.take, self.geometry, self.first),
         ):
-
-            def read(batch: Batch, receive: Receive, start: Start | None) -> Start | None:
-                reading = _Reading(self, batch, receive, start)
-                current[:], inputs.forward = [reading], reading.forward
-                try:
-                    self.model(input_ids=batch.tokens_BT.to(self.model.device), use_cache=False)
-                except _Enough:
-                    return reading.start if inputs.can_begin_later else None
-                finally:
-                    current.clear()
-                [missing, *_] = reading.remaining
-                name = f"layer {missing.layer.geometry.index} of {self.geometry.model_type}"
-                raise UnsupportedModel(f"{name} was not observed")
-
-            yield read
-
-
-# A batch, the receiver of layers, and where the forward begins, of a reader whose ``first`` is no 0 -> where a later
-# one can; None where none was asked for, or layers cannot be begun at.
-Read = Callable[[Batch, Receive, Start | None], Start | None]
+            inputs.forward = reading.forward
+            try:
+                self.model(input_ids=batch.tokens_BT.to(self.model.device), use_cache=False)
+            except _Enough:
+                return reading.start if inputs.can_begin_later else None
+        name = f"layer {reading.remaining[0].layer.geometry.index} of {self.geometry.model_type}"
+        raise UnsupportedModel(f"{name} was not observed")
 
 
 class _Reading:

@@ -306,8 +306,9 @@ class _Fitting:
             start = None if kept is None else self.starts.take(batch)
             first = 0 if start is None else start.layer
             reader = PageReader(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, first, kept)
-            with reader.reading() as read, naming(f"sequences {list(batch.numbers)}"):
-                following = read(batch, sums(self._rows(batch), found), start and start.to(self.loaded.model.device))
+            with naming(f"sequences {list(batch.numbers)}"):
+                receive, here = sums(self._rows(batch), found), start and start.to(self.loaded.model.device)
+                following = reader.read(batch, receive, here)
             self.starts.keep(batch, following)
             return [{name: Mean(mean.total.cpu(), mean.count) for name, mean in found.items()}]
 

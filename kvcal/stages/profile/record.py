@@ -206,7 +206,6 @@ class Profile:
 
 
 def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
-    """Write the profile. ArtifactError when it cannot be written."""
     tensors = {name: mean.total for name, mean in profile.means.items()}
     counts = {name: mean.count for name, mean in profile.means.items()}
     body = {"subject": dump(profile.setup), "counts": counts}
@@ -214,11 +213,7 @@ def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> Profile:
-    """Read and check a profile.
-
-    Raises:
-        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
-    """
+    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     content = record_of(_ProfileBody, stored.body, path)
     setup, counts = content.subject, content.counts
