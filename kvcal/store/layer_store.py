@@ -281,7 +281,7 @@ class LayerStore:
 
 
 def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:
-    """Write the past of one block's rows to its columns of out [B, N, columns, D]; ``decoded``: their pages."""
+    """Write the past of one block's rows to its columns of out [B, N, columns or more, D]; ``decoded``: their pages."""
     view = out[block.rows]
     intervals = rows.intervals(block, 0, columns)
     if len(intervals) == 1:
@@ -314,9 +314,6 @@ class DecodedCopy:
         is_new = self._grow(side, new, stop, columns)
         dense = self.dense[side]
         self._refresh(part, side, rows, columns, dense, is_new)
-        if columns >= rows.width:
-            dense[:, :, columns:stop] = new
-            return dense[:, :, :stop]
         for block in rows.blocks:
             for a, b in rows.intervals(block, columns, stop):
                 dense[block.rows, :, a:b] = new[block.rows, :, a - columns : b - columns]
@@ -345,16 +342,11 @@ class DecodedCopy:
             first, held = block.rows.start, rows.num_tokens(block, columns)
             if not is_new and bits == part.num_bits and before[first] == counts[first]:
                 continue
-            spans = part.read_spans(block.rows, held)
-            tokens = dense.new_empty(block.rows.stop - first, part.codec.num_heads, held, dense.shape[3])
-            part.read(block.rows, held, part.decode(spans, dense.dtype), tokens)
-            for start, stop in rows.intervals(block, 0, columns):
-                dense[block.rows, :, start:stop] = tokens[:, :, : stop - start]
-                tokens = tokens[:, :, stop - start :]
+            decoded = part.decode(part.read_spans(block.rows, held), dense.dtype)
+            _read_block(part, block, rows, columns, decoded, dense)
 
     def difference(self, part: PagedTensor, side: Side, rows: Rows, fresh: Tensor) -> float:
         """Largest difference between the copy and a fresh read [B, N, S, D] of the packed cache; NaN where one has
         NaN."""
-        nothing = fresh[:, :, :0]
-        dense = self.whole(part, side, nothing, rows, fresh.shape[2])
+        dense = self.whole(part, side, fresh[:, :, :0], rows, fresh.shape[2])
         return float((dense - fresh).abs().max()) if fresh.numel() else 0.0

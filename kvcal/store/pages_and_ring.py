@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
-from kvcal.kernels.operands import PageTransform
+from kvcal.kernels.operands import PageTransform, QueryStatistic
 from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
@@ -247,7 +247,10 @@ class PagedTensor:
         begin = PAGE_TOKENS * first
         held = self.ring[rows].index_select(2, self.places(begin, num_tokens))
         prediction = None if self.predict is None else self.predict(spans)
-        query_mean = self._query_mean(rows, num_tokens + new.shape[2])
+        query_mean = None
+        if self.format.needs_queries:
+            statistic = QueryStatistic(self.query_sum, self.query_since)
+            query_mean = statistic.mean(rows, num_tokens + new.shape[2], self.group_heads)
         slots = self.pool.slots(spans).view(len(spans), -1)
         pages_at_once = max(1, (LAUNCHED_PAGES if self.kernels else ENCODE_PAGES) // len(spans))
         for start in range(first, stop, pages_at_once):
@@ -269,13 +272,6 @@ class PagedTensor:
             x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
             records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
             self.pool.records[slots[:, part].flatten()] = records
-
-    def _query_mean(self, rows: slice, num_tokens: int) -> Tensor | None:
-        """[b, n, D]: the mean |q| of each row, which has ``num_tokens``, since its last page; None without scores."""
-        if not self.format.needs_queries:
-            return None
-        counts = (num_tokens - self.query_since[rows]) * self.group_heads
-        return self.query_sum[rows] / counts.float().unsqueeze(-1)
 
     def _pack_by_kernel(self, tokens: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None) -> None:
         assert self.kernels is not None
