@@ -165,8 +165,8 @@ def key_lift(variant: Variant) -> int | None:
     """``K_LIFT`` of the fast kernel, the power of two by which codes of keys are shifted within the bytes that tensor
     cores multiply; None where even codes at the bottom of their bytes add up to too much.
 
-    A code at the top of its byte costs the fewest right shifts (``csrc/decode/codes.cuh``). But products with a limb of the
-    query, -128 to 127, become a float by the bits of their sum, which must stay below 2^22
+    A code at the top of its byte costs the fewest right shifts (``csrc/decode/codes.cuh``). But products with a limb of
+    the query, -128 to 127, become a float by the bits of their sum, which must stay below 2^22
     (``csrc/decode/instructions.cuh``). With more than 128 channels, codes of 2 and 4 bits lie lower there."""
     layout, bits = variant.layout("k"), variant.num_bits("k")
     if bits == RAW_BITS:

@@ -249,3 +249,23 @@ KV_INLINE int kv_row_of(const int* rows, int sequence) {
 
 // Where the sinks, or the ring, of a row begin: `stride` elements lie from one to the next.
 KV_INLINE long long kv_row_start(long long row, long long stride) { return row * stride; }
+
+// Sum of term(t) over t = first, first + K, ... below COUNT: halves are added to each other, as scores.py and rotated.py do.
+template <int K, int COUNT = KV_PAGE_TOKENS, class F>
+KV_INLINE double halving_sum(int first, F term) {
+    if constexpr (K == COUNT) {
+        return term(first);
+    } else {
+        return __dadd_rn(halving_sum<2 * K, COUNT>(first, term), halving_sum<2 * K, COUNT>(first + K, term));
+    }
+}
+
+// An integer hash, as scores.py has it.
+KV_INLINE unsigned mixed(unsigned state) {
+    state = (state ^ (state >> 16)) * 0x45d9f3bu;
+    state = (state ^ (state >> 16)) * 0x45d9f3bu;
+    return state ^ (state >> 16);
+}
+
+// The least of the powers of two that are no less than `count`.
+KV_INLINE constexpr int kv_power_of_two(int count) { return count > 1 ? 2 * kv_power_of_two((count + 1) / 2) : 1; }

@@ -63,16 +63,6 @@ KV_INLINE void copy_tokens(unsigned short* to, int stride, const Source& source)
     }
 }
 
-// Sum of term(t) over t = first, first + K, ... below COUNT: halves are added to each other, as scores.py and rotated.py do.
-template <int K, int COUNT = KV_PAGE_TOKENS, class F>
-KV_INLINE double halving_sum(int first, F term) {
-    if constexpr (K == COUNT) {
-        return term(first);
-    } else {
-        return __dadd_rn(halving_sum<2 * K, COUNT>(first, term), halving_sum<2 * K, COUNT>(first + K, term));
-    }
-}
-
 // scratch.score[c] = mean of term(t, c) over tokens; four threads share a channel.
 template <class S, class F>
 KV_INLINE void mean_over_tokens(Scratch<S>& scratch, F term) {
@@ -87,12 +77,6 @@ KV_INLINE void mean_over_tokens(Scratch<S>& scratch, F term) {
         scratch.score[channel] = __dmul_rn(__dadd_rn(even, odd), 1.0 / KV_PAGE_TOKENS);
     }
     __syncthreads();
-}
-
-KV_INLINE unsigned mixed(unsigned state) {
-    state = (state ^ (state >> 16)) * 0x45d9f3bu;
-    state = (state ^ (state >> 16)) * 0x45d9f3bu;
-    return state ^ (state >> 16);
 }
 
 // Scores of all channels (scores.py). query: sum of |q| of every channel over `query_count` vectors.
@@ -197,9 +181,6 @@ KV_INLINE void rotate_tile(const Source& source, Scratch<S>& scratch) {
     }
     __syncthreads();
 }
-
-// The least of the powers of two that are no less than `count`.
-KV_INLINE constexpr int kv_power_of_two(int count) { return count > 1 ? 2 * kv_power_of_two((count + 1) / 2) : 1; }
 
 // The scale that errs least on Gaussians of the norm of a token's channels from `first` on.
 template <class S, class From, class Room>
