@@ -196,41 +196,34 @@ def gates_table(results: Sequence[GateResult]) -> View:
 def profile_table(profile: Profile) -> View:
     """Each layer's cost of its cheapest and finest measured keys and values, and KVmix's scores."""
     subject = profile.setup
-    rows = []
-    for layer in subject.layers:
-        cells = [str(layer.index)]
-        for side in SIDES:
-            if subject.spec.gradients:
-                sensitivity = profile.sensitivity(layer.index, side).sum(0)
-                cells += [f"{sensitivity.max():.4g}", f"{sensitivity.min():.4g}"]
-            if subject.kl_candidates(side):
-                cells.append(" ".join(f"{kl:.2g}" for kl in profile.kl(layer.index, side).tolist()))
-            if subject.spec.gradients:
-                cells.append(f"{profile.grad_norm(layer.index, side):.4g}")
-        rows.append(cells)
-    headers = ["layer"]
-    for name in ("K", "V"):
-        bits = "/".join(str(bits) for bits in sorted(set(subject.spec.kl_bits)))
-        headers += [f"{name} sensitivity, worst", "best"] if subject.spec.gradients else []
-        headers += [f"{name} KL at {bits} bits"] if subject.spec.kl_samples else []
-        headers += [f"{name} |dL/dW|"] if subject.spec.gradients else []
+    bits = "/".join(str(bits) for bits in sorted(set(subject.spec.kl_bits)))
+    columns: list[tuple[str, list[str]]] = [("layer", [str(layer.index) for layer in subject.layers])]
+    for side in SIDES:
+        name, layers = side.upper(), [layer.index for layer in subject.layers]
+        if subject.spec.gradients:
+            sums = [profile.sensitivity(layer, side).sum(0) for layer in layers]
+            columns.append((f"{name} sensitivity, worst", [f"{one.max():.4g}" for one in sums]))
+            columns.append(("best", [f"{one.min():.4g}" for one in sums]))
+        if subject.kl_candidates(side):
+            kls = [" ".join(f"{kl:.2g}" for kl in profile.kl(layer, side).tolist()) for layer in layers]
+            columns.append((f"{name} KL at {bits} bits", kls))
+        if subject.spec.gradients:
+            columns.append((f"{name} |dL/dW|", [f"{profile.grad_norm(layer, side):.4g}" for layer in layers]))
     tokens = f"{subject.num_samples} samples, {subject.num_tokens} tokens"
     tokens += f", loss {profile.loss:.4f}" if subject.spec.gradients else ""
-    return f"{subject.identity.id}: {subject.data_description}; {tokens}", headers, rows
+    return _of_columns(f"{subject.identity.id}: {subject.data_description}; {tokens}", columns)
 
 
 def profile_json(profile: Profile) -> dict[str, Any]:
     subject, layers = profile.setup, []
-    for layer in subject.layers:
-        sides: dict[str, Any] = {"layer": layer.index}
+    for index in (layer.index for layer in subject.layers):
+        sides: dict[str, Any] = {"layer": index}
         for side in SIDES:
-            sides[side] = {"kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None}
+            sides[side] = {"kl": profile.kl(index, side).tolist() if subject.kl_candidates(side) else None}
             if subject.spec.gradients:
-                sides[side] |= {
-                    "sensitivity": profile.sensitivity(layer.index, side).tolist(),
-                    "grad_norm": profile.grad_norm(layer.index, side),
-                    "relative_error": profile.relative_error(layer.index, side).tolist(),
-                }
+                sides[side]["sensitivity"] = profile.sensitivity(index, side).tolist()
+                sides[side]["grad_norm"] = profile.grad_norm(index, side)
+                sides[side]["relative_error"] = profile.relative_error(index, side).tolist()
         layers.append(sides)
     names = {side: [list(candidate) for candidate in subject.candidates(side)] for side in SIDES}
     kl_names = {side: [list(candidate) for candidate in subject.kl_candidates(side)] for side in SIDES}

@@ -70,17 +70,6 @@ def test_another_budget_leaves_the_first_and_uses_its_profile(made: Path, tmp_pa
     )
 
 
-def test_a_budget_of_the_device_counts_weights(made: Path) -> None:
-    done = ran_well("plan", made / "model", "--recipe", made / "small.toml", "--out", made / "plans", *SIZES,
-                    "--budget", "20MB", "--name", "device", "--json")  # fmt: skip
-    value = done.json
-    sized = run_kvcal("size", made / "model", "--memory", "20MB", *SIZES, "--json")
-    raw = next(row for row in sized.json["rows"] if row["recipe"] == "16-bit")
-    total = value["gain"]["raw_fit"]["total"]
-    # The loaded model also counts its rotary frequencies: twice 8 numbers of 4 bytes.
-    assert total == raw["fit"]["total"] + 64 and (made / "plans" / "device" / "plan.safetensors").is_file()
-
-
 def test_a_searched_plan(made: Path, tmp_path: Path) -> None:
     search = """[search]
 systems = ["kivi-2"]

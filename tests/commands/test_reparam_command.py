@@ -94,14 +94,3 @@ def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
     again = load(str(out_model), device="cpu")
     assert folded.model == again.identity
     assert kl(again, folded) < 0.5 * kl(load(str(model), device="cpu"), plain)
-
-
-@pytest.mark.parametrize("name", ["pm-kvq", "pm-kvq-2", "pm-kvq-2-no-reparam", "pm-kvq-2-offset"])
-def test_recipes(name):
-    recipe = load_recipe(name)
-    assert recipe.progressive is not None
-    assert (recipe.reparam is None) == (name == "pm-kvq-2-no-reparam")
-    assert recipe.reparam is None or recipe.reparam.offset == (name == "pm-kvq-2-offset")
-    assert recipe.reparam is None or (recipe.reparam.position_scale, recipe.reparam.num_steps) == (4.0, 20)
-    cache = recipe.formats.k if recipe.formats is not None else recipe.cache
-    assert (cache.num_sink_tokens, cache.param_dtype) == (1, "float32")

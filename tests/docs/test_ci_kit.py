@@ -98,28 +98,6 @@ def test_the_container_copies_what_is_there_and_runs_the_command() -> None:
     assert ("RUN", "kvcal doctor") in instructions()
 
 
-@pytest.mark.parametrize(
-    ("device", "index", "code", "extras"),
-    [("cuda", "", 0, "compile,cuda"), ("cpu", "URL", 0, "compile"), ("tpu", "", 2, None)],
-)
-def test_the_container_installs_what_its_device_needs(
-    device: str, index: str, code: int, extras: str | None, tmp_path: Path
-) -> None:
-    """The build's own command, with a pip that prints its arguments."""
-    (command,) = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
-    (tmp_path / "pip").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s|" "$word"; done; echo\n')
-    (tmp_path / "pip").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEVICE": device, "TORCH_INDEX": index}
-    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    if extras is None:
-        assert "allowed: cpu, cuda" in done.stderr and not done.stdout
-        return
-    first, second = done.stdout.splitlines()
-    assert re.search(r"\|torch==[\d.]+\|$", first) and ("|--index-url|URL|" in first) == bool(index)
-    assert second == f"install|--no-cache-dir|--constraint|requirements.lock|.[{extras}]|"
-
-
 # A kvcal that writes its words down, and whose evaluation ends with $CODE.
 STUB = """#!/bin/sh
 for word in "$@"; do printf '%s|' "$word"; done >> calls; echo >> calls

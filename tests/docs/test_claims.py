@@ -184,20 +184,6 @@ def table_of(text: str, heading: str) -> list[list[str]]:
     return rows
 
 
-def test_the_gpu_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
-    benchmarks = TEXTS["docs/benchmarks.md"]
-    kernels = {tuple(cells[:2]): cells[3:] for cells in table_of(benchmarks, "### Decode attention")}
-    rows = {cells[0]: cells[1:] for cells in table_of(README, "## On a GPU")}
-    for name, format_ in (("2 bits", "2"), ("Kitty 12.5 %", "kitty"), ("4 bits", "4")):
-        for cell, size in zip(rows[name], ("8 x 32K", "32 x 32K"), strict=False):
-            microseconds, factor = re.fullmatch(r"(\d+) µs, ([\d.]+)x", cell).groups()  # type: ignore[union-attr]
-            measured = kernels[size, format_]
-            assert int(microseconds) == pytest.approx(float(measured[0].split()[0]), abs=0.9)
-            assert float(factor) == pytest.approx(float(measured[3].removesuffix("x")), abs=0.051)
-    for tokens in re.findall(r"([\d,]+) \(batch \d+\)", README):
-        assert tokens in benchmarks
-
-
 def test_the_site_shows_every_page_and_asks_no_other_host_for_anything() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     shown = set(re.findall(r"(\S+\.md)$", config, re.M))
