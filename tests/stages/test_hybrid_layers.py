@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from cache_cases import assert_exact_bytes, feed, model_plan, random_ids
+from cache_cases import model_plan
 from test_profile import Listener, data_of
 from tiny_models import built, measured
 
-from kvcal import PlanCache
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
@@ -55,26 +53,6 @@ def test_a_budget_takes_states_off_first(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.safetensors") == plan
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "zamba2"])
-def test_states_and_pages_go_on_together(name: str) -> None:
-    """A prompt in pieces and steps: logits as with 8 bits of everything, far from those of a cache without a state."""
-    model, ids = built(name), random_ids(2, 200)
-    cache = PlanCache(model_plan(model, Format(8, "channel", 32), Format(8, "token", 32)), model.config)
-    with torch.no_grad():
-        exact = model(input_ids=ids, use_cache=False).logits
-    logits = feed(model, cache, ids, (50, 130, 199))
-    assert (logits - exact).abs().max() < 0.05 * exact.abs().max()
-    assert_exact_bytes(cache, [200, 200])
-    for layer in cache.layers:
-        if hasattr(layer, "conv_states"):
-            for state in layer.conv_states.values():
-                state.zero_()
-    step = random_ids(2, 1, seed=2)
-    with torch.no_grad():
-        expected = model(input_ids=torch.cat([ids, step], 1), use_cache=False).logits[:, -1:]
-    assert (feed(model, cache, step) - expected).abs().max() > 0.05 * expected.abs().max()
-
-
 def test_zamba2_is_served_by_fixed_formats() -> None:
     """One attention block in several layers has no weights of its own for KVmix's scores: calibration is refused."""
     loaded = loaded_model("zamba2")
@@ -84,17 +62,3 @@ def test_zamba2_is_served_by_fixed_formats() -> None:
     formats = load_recipe("kivi-2").formats
     made = fixed_allocation(formats, loaded.identity, loaded.geometry, Workload(2, 300), {})
     assert len(verify_plan(compile_plan(made), loaded, 300, Listener())) == 5
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "zamba2"])
-def test_what_does_not_hold_states_refuses_them(name: str, tmp_path: Path) -> None:
-    model = built(name)
-    plan = model_plan(model, *FORMATS)
-    with pytest.raises(UnsupportedModel, match="cannot hold layer .: it keeps a state beside its keys and values"):
-        PlanCache(plan, model.config, max_tokens=64)
-    cache = PlanCache(plan, model.config)
-    feed(model, cache, random_ids(1, 10))
-    with pytest.raises(UnsupportedModel, match="keeps a state of linear attention: no token can be taken back"):
-        cache.crop(-1)
-    with pytest.raises(UnsupportedModel, match="keep a state of linear attention, which no prefix file holds"):
-        cache.save(tmp_path / "prefix", torch.arange(10))

@@ -8,13 +8,12 @@ import pytest
 import torch
 from cache_cases import tiny_llama
 from evaluation_cases import as_loaded, make_plan, text
-from tier_oracle import channel_bits, slots_by_tier
+from tier_oracle import slots_by_tier
 from torch import Tensor
 
 from kvcal import PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.pages import codec as page_codec
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import Boost, Format, Tier, WindowRule
 from kvcal.progress import Silent
 from kvcal.stages.tier_capacity import (
@@ -178,17 +177,3 @@ def test_thresholds_are_put_into_the_plan() -> None:
     assert costs[0].predicted_bytes < costs[1].predicted_bytes < costs[2].predicted_bytes
     assert key_code_bits(costs[0], scores) == 2
     assert with_thresholds(make_plan(loaded), {16: 0.9, 4: 0.2}, scores) == make_plan(loaded)
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-def test_code_bits_are_those_of_stored_pages(tiers: tuple[Tier, ...]) -> None:
-    loaded = as_loaded(tiny_llama())
-    plan = make_plan(loaded, (format_of(Boost("range", tiers)), V))
-    scores = {0: random_scores(5, 8), 1: random_scores(3, 8)}
-    rooms = tuple((tier.num_bits, tier.num_channels(8), tier.above) for tier in tiers)
-    layout = TieredLayout(2, rooms, 32, 8, "float16", "float32")
-    bits = [
-        channel_bits(layout, layout.encode(torch.zeros(*values.shape[:2], 128, 8), values)).flatten()
-        for values in scores.values()
-    ]
-    assert key_code_bits(plan, scores) == pytest.approx(float(torch.cat(bits).double().mean()), abs=1e-12)
