@@ -205,14 +205,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
 def _item_sequences(
     items: Iterator[Item], source: Source, tokenizer: PreTrainedTokenizerBase, spec: DataSpec
 ) -> Iterator[TokensAndMask]:
-    prefix, end = prefix_ids(tokenizer), _end_ids(tokenizer)
+    prefix, end = prefix_ids(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     num_body = spec.seq_len - len(prefix)
     if num_body < 1:
         raise UsageError(

@@ -54,8 +54,9 @@ class BlockLayout:
     @functools.cached_property
     def ring_bytes(self) -> int:
         """Bytes of a request's ring: a multiple of 16."""
-        of_queries = self._query_sum_bytes + self._query_since_bytes if self.needs_queries else 0
-        return aligned_size(self._unquantized_bytes + of_queries)
+        # Of the token counts at which sums began: rounded up, as a multiple of 16 follows.
+        since = aligned_size(4 * self.layer.attention.num_kv_heads)
+        return aligned_size(self._unquantized_bytes + (self._query_sum_bytes + since if self.needs_queries else 0))
 
     @functools.cached_property
     def needs_queries(self) -> bool:
@@ -102,11 +103,6 @@ class BlockLayout:
     @property
     def _query_sum_bytes(self) -> int:
         return 4 * self.layer.attention.num_kv_heads * self.layer.head_dim("k")
-
-    @property
-    def _query_since_bytes(self) -> int:
-        """Bytes of the token counts at which sums began; rounded up, as a multiple of 16 follows."""
-        return aligned_size(4 * self.layer.attention.num_kv_heads)
 
     def _records(self, side: Side) -> int:
         return self.layer.attention.num_kv_heads * self.record_bytes(side)
@@ -180,7 +176,8 @@ class HeadShard:
 
     def heads(self, index: int) -> slice:
         """The rank's KV heads of a layer, as the plan counts them."""
-        return rank_heads(self._whole(index).attention, self.rank, self.size)
+        whole = next(layer.attention for layer in self.plan.layers if layer.geometry.index == index)
+        return rank_heads(whole, self.rank, self.size)
 
     def block_bytes(self, index: int) -> int:
         """Bytes of a layer's block, equal on all ranks; 0 of a sliding window, which has none."""
@@ -198,9 +195,6 @@ class HeadShard:
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The transforms of a layer's heads of this rank, [n, ...] each, by the last part of their names."""
         return layer_transforms(self.plan.tensors, index, self.heads(index))
-
-    def _whole(self, index: int) -> LayerPlan:
-        return next(layer for layer in self.plan.layers if layer.geometry.index == index)
 
 
 def _layer_of(layer: LayerPlan, rank: int, size: int) -> LayerPlan:

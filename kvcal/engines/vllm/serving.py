@@ -48,7 +48,8 @@ class Serving:
         require_version("vllm")
         self.config, self.path = config, path
         self.device = torch.device(config.device_config.device)
-        plan, lookahead = load_plan(path), _lookahead(config)
+        plan, drafts = load_plan(path), config.speculative_config
+        lookahead = 0 if drafts is None else drafts.num_speculative_tokens
         for reason in _refused_options(config):
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
@@ -136,11 +137,6 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield "a KV connector"
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
-
-
-def _lookahead(config: VllmConfig) -> int:
-    """Drafts that a step verifies beside a token."""
-    return 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
 
 
 def _served_model(config: VllmConfig) -> ServedModel:
