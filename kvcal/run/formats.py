@@ -130,13 +130,13 @@ def allocate_folder(
     progressive = None if recipe is None else recipe.progressive
     provenance = {"recipe": None} if recipe is None else provenance_of(recipe)
     if recipe is not None:
-        reserved = reserved_for(recipe, spec, profile.geometry, profile.cache)
+        reserved = reserved_for(recipe, spec, profile.setup.geometry, profile.setup.cache)
     elif not reserved and folder.basis.exists():
         basis = feedback_stage.load(folder.basis).subject.spec
-        reserved = allocation_budget.reserved_bytes(profile.geometry, profile.cache, None, feedback=basis)
+        reserved = allocation_budget.reserved_bytes(profile.setup.geometry, profile.setup.cache, None, feedback=basis)
     inputs = {
         **identity_inputs(profile.setup.identity),
-        **flat_records(allocate=spec, cache=profile.cache, progressive=progressive),
+        **flat_records(allocate=spec, cache=profile.setup.cache, progressive=progressive),
         "reserved_bytes": reserved,
         "profile.sha256": sha256_file(folder.profile),
         "provenance": sha256_json(provenance),
@@ -144,7 +144,7 @@ def allocate_folder(
     }
 
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
-        details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
+        details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.setup.data_fingerprint}
         made_from = with_calibration({**provenance, **details}, calibration("profile", read_inputs(folder.profile)))
         allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:

@@ -16,7 +16,6 @@ Left out: formats that shrink and layers with λ, whose own stage searches an of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from kvcal.plan.tensors import LARGEST_OFFSET, rotary_spec
 from kvcal.progress import Reporter
 from kvcal.records import TensorSpec, refusing, require_tensors
 from kvcal.stages.checkpoint import Mean
+from kvcal.stages.reparam_search import few_logits
 
 KIND = "centre"
 SCHEMA = 1
@@ -94,7 +94,7 @@ def run_centre(
 
 
 def load(path: Path) -> Centring:
-    """Read and check. Raises ArtifactError: missing, corrupt or foreign file; tensors that no layer has."""
+    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     mean, declared = TensorSpec("float32", (None, None), -LARGEST_OFFSET, LARGEST_OFFSET), {}
     for name in stored.tensors:
@@ -134,10 +134,8 @@ def centring(
         tables = {index: found.tensor() for index, found in rotary_maps(loaded.model, loaded.geometry, chosen).items()}
         with tap(loaded.model, observe, loaded.geometry):
             for tokens_T in [tokens for tokens in sequences if len(tokens) > FIRST][:MAX_SEQUENCES]:
-                inputs = {"input_ids": tokens_T[None, :MAX_TOKENS].to(loaded.model.device), "use_cache": False}
-                if "logits_to_keep" in inspect.signature(loaded.model.forward).parameters:
-                    inputs["logits_to_keep"] = 1
-                loaded.model(**inputs)
+                tokens_BT = tokens_T[None, :MAX_TOKENS].to(loaded.model.device)
+                loaded.model(input_ids=tokens_BT, use_cache=False, **few_logits(loaded.model))
     except UnsupportedModel as unknown:
         reporter.say(f"centre: keys that are scaled by token keep their mean: {unknown.message}")
         return Centring({})

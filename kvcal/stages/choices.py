@@ -115,7 +115,9 @@ def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]],
         if not (profile.setup.kl_candidates(side) if measure == "kl" else profile.setup.spec.gradients):
             return None
         losses = profile.losses(measure, index, side)
-        found = [sum(loss) for one, loss in losses.items() if option_name(profile.cache.format(side, *one)) == key]
+        found = [
+            sum(loss) for one, loss in losses.items() if option_name(profile.setup.cache.format(side, *one)) == key
+        ]
         if not found:
             return None
         total += found[0]

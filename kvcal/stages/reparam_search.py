@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
@@ -128,10 +129,12 @@ def key_statistics(
 def calibration_inputs(loaded: LoadedModel, tokens_BT: Tensor, position_scale: float) -> dict[str, Any]:
     """Arguments of a forward of sequences at positions ``position_scale`` x 0, 1, 2, ..., rounded."""
     positions_T = calibration_positions(tokens_BT.shape[1], position_scale)
-    inputs: dict[str, Any] = {**inputs_at(loaded.model, tokens_BT, positions_T), "use_cache": False}
-    if "logits_to_keep" in inspect.signature(loaded.model.forward).parameters:
-        inputs["logits_to_keep"] = 1  # the logits of a long sequence can be larger than all its keys
-    return inputs
+    return {**inputs_at(loaded.model, tokens_BT, positions_T), "use_cache": False, **few_logits(loaded.model)}
+
+
+def few_logits(model: PreTrainedModel) -> dict[str, int]:
+    """The last token's logits alone, where a model can: those of a long sequence can be larger than all its keys."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def calibration_positions(num_tokens: int, position_scale: float) -> Tensor:

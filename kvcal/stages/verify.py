@@ -72,7 +72,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
             fed = count
             require_predicted_bytes(cache, [count] * batch)
             reporter(number + 1, len(counts), f"verify: batch {batch}")
-        checks.append(Check("bytes", f"batch {batch}: allocated = predicted at {_joined(counts)} tokens"))
+        checks.append(Check("bytes", f"batch {batch}: allocated = predicted at {str(counts)[1:-1]} tokens"))
     lengths = [length for length in RAGGED if length <= (max_context or length)][-most_rows:]
     width = max(lengths)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=loaded.model.device)
@@ -81,7 +81,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     with attached_for(loaded.model, plan):
         loaded.model(input_ids=tokens_BT, attention_mask=mask, **with_cache(loaded.model, cache))
     require_predicted_bytes(cache, lengths)
-    checks.append(Check("bytes", f"ragged batch of {_joined(lengths)} tokens: allocated = predicted"))
+    checks.append(Check("bytes", f"ragged batch of {str(lengths)[1:-1]} tokens: allocated = predicted"))
     return checks
 
 
@@ -100,7 +100,3 @@ def require_predicted_bytes(cache: PlanCache, lengths: Sequence[int] | None = No
 def _random_tokens(loaded: LoadedModel, batch: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(loaded.vocab_size, (batch, length), generator=generator).to(loaded.model.device)
-
-
-def _joined(counts: list[int]) -> str:
-    return ", ".join(map(str, counts))

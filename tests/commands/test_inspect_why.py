@@ -51,7 +51,7 @@ def test_options_of_a_profile_have_its_figures(made: Path) -> None:
         for side, dim in (("k", geometry.k_head_dim), ("v", geometry.v_head_dim)):
             options = [option for option in found["options"] if option["place"] == f"layer {index} {side.upper()}"]
             losses = profile.losses("sensitivity", index, side)
-            costs = {profile.cache.format(side, *one): sum(loss) for one, loss in losses.items()} | {RAW: 0.0}
+            costs = {profile.setup.cache.format(side, *one): sum(loss) for one, loss in losses.items()} | {RAW: 0.0}
             assert [option["option"] for option in options] == [fmt.label for fmt in costs]
             sizes = [f.nbytes(side, geometry.num_kv_heads, dim, plan.cache_dtype, plan.workload.lengths) for f in costs]
             assert [option["nbytes"] for option in options] == sizes

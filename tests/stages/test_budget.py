@@ -141,7 +141,7 @@ def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
     """Recipes reserve for the most that may follow; what follows fits, its scratch included."""
     reparam, predictors = (ReparamSpec(offset=True), None) if transform is rescaled else (None, LINEAR)
     workload = Workload(BATCH, CONTEXT)
-    reserved = reserved_bytes(geometry(), profile().cache, reparam, predictors, workload)
+    reserved = reserved_bytes(geometry(), profile().setup.cache, reparam, predictors, workload)
     total = 700_000 + reserved + WEIGHTS + allocated(budget="10MB").split.workspace
     allocation = allocated(reserved, budget=f"{total}B")
     assert allocation.split.logits == 2 * 4 * BATCH * VOCABULARY and allocation.split.weights == WEIGHTS

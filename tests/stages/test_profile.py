@@ -166,10 +166,10 @@ def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
         assert torch.equal(again.means[name].total, mean.total) and again.means[name].count == mean.count
     assert artifact.read(path, profile_record.KIND, profile_record.SCHEMA).inputs == INPUTS
     loaded = loaded_model()
-    assert (again.setup.identity, again.geometry, again.cache) == (loaded.identity, loaded.geometry, CACHE)
+    assert (again.setup.identity, again.setup.geometry, again.setup.cache) == (loaded.identity, loaded.geometry, CACHE)
     assert again.setup.weight_bytes == weight_bytes(loaded.model) and again.setup.vocab_size == 64
     assert (again.setup.num_samples, again.setup.num_tokens) == (4, 610)
-    assert again.data_fingerprint == "f" and again.setup.num_loss_tokens == 610 - 4 * 7
+    assert again.setup.data_fingerprint == "f" and again.setup.num_loss_tokens == 610 - 4 * 7
 
 
 def test_a_profile_that_is_interrupted_twice_resumes_to_the_same_bytes(finished, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
     """By hand, from the keys and values themselves, page by page; then the exact solver's choice, by enumeration."""
     found, _ = finished
     loaded = loaded_model()
-    stored = CACHE_DTYPES[found.geometry.cache_dtype]
+    stored = CACHE_DTYPES[found.setup.geometry.cache_dtype]
     squared, energy = {}, {}
     for tokens_T in DATA.sequences:
         seen = []
@@ -261,12 +261,14 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
     budget = AllocateSpec(bits=6.0, batch=1, context=65536, objective="importance")
     chosen = allocate(found, budget, {})
     by_hand = []
-    for layer, side in product(bare_layers(found.geometry), SIDES):
+    for layer, side in product(bare_layers(found.setup.geometry), SIDES):
         losses = {
             candidate: loss for candidate, (loss,) in found.losses("importance", layer.geometry.index, side).items()
         }
         options = [(RAW, 0.0), *((CACHE.format(side, *candidate), loss) for candidate, loss in losses.items())]
-        by_hand.append([(fmt.nbytes(side, 2, 16, found.geometry.cache_dtype, (65536,)), loss) for fmt, loss in options])
+        by_hand.append(
+            [(fmt.nbytes(side, 2, 16, found.setup.geometry.cache_dtype, (65536,)), loss) for fmt, loss in options]
+        )
     fitting = (zip(*choice, strict=True) for choice in product(*by_hand))
     best = min(sum(losses) for nbytes, losses in fitting if sum(nbytes) <= chosen.split.budget)
     assert chosen.loss == pytest.approx(best, rel=1e-9) and best > 0

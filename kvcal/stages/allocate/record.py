@@ -134,13 +134,13 @@ def important_allocation(
     profile: Profile, spec: ImportanceSpec, workload: Workload, provenance: dict[str, Any]
 ) -> Allocation:
     """KVmix: formats by the gradient norms of the profile; rotary keys stay at 16 bits."""
-    cache = profile.cache
+    cache = profile.setup.cache
     formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
     layers = tuple(
         in_formats(layer, *formats[layer.geometry.index]) if layer.is_paged else layer
-        for layer in bare_layers(profile.geometry)
+        for layer in bare_layers(profile.setup.geometry)
     )
-    return unbudgeted(layers, profile.setup.identity, profile.geometry.cache_dtype, workload, provenance)
+    return unbudgeted(layers, profile.setup.identity, profile.setup.geometry.cache_dtype, workload, provenance)
 
 
 def importance_scores(profile: Profile) -> Scores:

@@ -44,7 +44,7 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
     smallest = problem.nbytes(problem.smallest)
     # Beyond the largest options' bytes nothing is left to spend a capacity on.
     most = problem.nbytes(problem.largest)
-    setup, cache_dtype, workload = profile.setup, profile.geometry.cache_dtype, problem.workload
+    setup, cache_dtype, workload = profile.setup, profile.setup.geometry.cache_dtype, problem.workload
     while True:  # what lies beside the pages follows from the choice
         solution = solve(problem.units, max(smallest, min(_capacity(split), most)))
         split = replace(split, engine=_beside_pages(problem, spec, setup.identity, solution.choice))
@@ -102,7 +102,7 @@ def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> list[dict[s
     rows = []
     for point in sweep(problem.units, num_points):
         layers = problem.layers_of(point.choice)
-        fixed, paged = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
+        fixed, paged = layer_bytes(layers, profile.setup.geometry.cache_dtype, problem.workload)
         per_value = 8 * paged / num_values(layers, problem.workload)
         row: dict[str, Any] = {"cache_bytes": fixed + paged, "bits_per_value": per_value}
         row |= {"loss": point.loss, "gap": point.gap}
@@ -117,10 +117,10 @@ class Problem:
 
     def __init__(self, profile: Profile, spec: AllocateSpec) -> None:
         self.workload = workload_of(spec)
-        self.geometry = profile.geometry
+        self.geometry = profile.setup.geometry
         self.units: list[Unit] = []
         self._formats: list[list[dict[tuple[int, Side], Format]]] = []  # by cache index and side
-        for layer in bare_layers(profile.geometry):
+        for layer in bare_layers(profile.setup.geometry):
             if layer.is_paged:
                 costs = {side: self._costs(profile, spec, layer, side) for side in SIDES}
                 is_block = spec.granularity == "block" and (spec.rotary or not layer.attention.is_latent)
@@ -133,7 +133,7 @@ class Problem:
         """Formats of a layer's keys or values, their bytes, and their loss; by name, equal for keys and values."""
         is_fixed = side == "v" and layer.attention.is_latent and not spec.rotary
         losses = {} if is_fixed else profile.losses(spec.objective, layer.geometry.index, side)
-        costs = {profile.cache.format(side, *candidate): sum(loss) for candidate, loss in losses.items()}
+        costs = {profile.setup.cache.format(side, *candidate): sum(loss) for candidate, loss in losses.items()}
         costs[RAW] = 0.0
         heads, dim, lengths = layer.attention.num_kv_heads, layer.head_dim(side), self.workload.lengths
         return {

@@ -124,18 +124,16 @@ def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
     return MeasuredBits(bits, sum(lengths) / len(lengths))
 
 
-def priced_header(workload: Workload) -> str:
-    """Of the column of ``Row.bits_per_value``."""
-    return f"bits at {workload.batch} x {workload.context}"
-
-
 def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
     """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
     if not rows:
         return []
     columns = [
         ("plan", [row.name for row in rows]),
-        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
+        (
+            f"bits at {rows[0].workload.batch} x {rows[0].workload.context}",
+            [f"{row.bits_per_value:.3f}" for row in rows],
+        ),
         ("cache", [format_bytes(row.total_bytes) for row in rows]),
         ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
         ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),

@@ -114,18 +114,6 @@ class Profile:
     means: Mapping[str, Mean]
 
     @property
-    def geometry(self) -> Geometry:
-        return self.setup.geometry
-
-    @property
-    def cache(self) -> CacheSpec:
-        return self.setup.cache
-
-    @property
-    def data_fingerprint(self) -> str:
-        return self.setup.data_fingerprint
-
-    @property
     def loss(self) -> float:
         """The model's own next-token loss on the data, in nats per loss token, as a mean over samples."""
         return float(self.means["loss"].result())
