@@ -205,6 +205,21 @@ def harness_result(accuracy: float) -> TaskResult:
     return TaskResult("arc:acc", accuracy, 0.1, 1, None, None, 0, (9,))
 
 
+def test_several_tasks_and_the_harness_share_the_mean(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
+    spec = TuneSpec(tasks=("chain", "lm-eval:arc:acc", "times"), num_problems=1)
+    monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
+    monkeypatch.setattr(tune_objective, "measure_harness", lambda *given: (harness_result(0.75),))
+    plan = make_plan(loaded, PAIR)
+    objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
+    own = measure_tasks(loaded, plan, objective.tasks, Silent(), "select")
+    accuracy, accuracy_se = objective.accuracy(plan)
+    assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
+    assert accuracy_se == pytest.approx((sum(task.accuracy_se**2 for task in own) + 0.1**2) ** 0.5 / 3)
+
+
 def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
     loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     plan = make_plan(loaded, PAIR)

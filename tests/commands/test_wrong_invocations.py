@@ -81,6 +81,7 @@ PICKLE = b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R."
 MODEL_FILES: list[tuple[dict[str, object], int, str]] = [
     ({"config.json": DEEP}, 2, "config.json cannot be read: maximum recursion depth"),
     ({"model.safetensors": FIFO}, 2, "has no weights"),
+    ({"tokenizer.json": FIFO}, 2, "has no tokenizer"),
     ({"tokenizer.json": DEEP}, 2, "the tokenizer cannot be read: maximum recursion"),
     ({"tokenizer_config.json": "[]"}, 2, "the tokenizer cannot be read"),
     ({"model.safetensors": b"\xff" * 64}, 2, "the weights cannot be read (model.safetensors)"),

@@ -54,6 +54,15 @@ def test_round_trip(tmp_path):
     assert os.listdir(tmp_path) == ["demo.safetensors"]
 
 
+def test_views_and_shared_memory_are_stored_by_value_and_nan_in_json_is_not():
+    base = torch.arange(6.0).reshape(2, 3)
+    shared = Artifact(tensors={"a": base, "b": base.T, "c": base[:, 1]}, **HEAD)
+    own = Artifact(tensors={n: t.contiguous().clone() for n, t in shared.tensors.items()}, **HEAD)
+    assert to_bytes(shared) == to_bytes(own)
+    with pytest.raises(ArtifactError, match="finite numbers"):
+        to_bytes(replace(shared, body={"loss": float("nan")}))
+
+
 def test_the_digest_is_what_the_format_says():
     raw = to_bytes(Artifact(tensors={"a": torch.tensor([1.0])}, **HEAD))
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])

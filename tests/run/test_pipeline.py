@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
 from evaluation_cases import SMALL, Notes, make_plan, spec, tiny
+from report_cases import UNIFORM, row
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
@@ -25,7 +27,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run import formats, pipeline
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.evaluate import tasks
-from kvcal.stages.evaluate.tasks import measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.verify import verify_plan
 
@@ -149,6 +151,13 @@ def test_verify_finds_bytes_that_were_not_predicted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(PlanCache, "nbytes", wrong)
     with pytest.raises(ArtifactError, match=r"sequences of \[.* bytes of cache, the plan predicts \d+"):
         verify_plan(plan, small, 400, Silent())
+
+
+def test_the_error_of_a_mean_over_tasks() -> None:
+    errors = {"a": 0.1, "b": 0.2, "c": 0.2}
+    tasks = tuple(TaskResult(name, 0.5, error, 8, 4, 0, 9, (9,) * 8) for name, error in errors.items())
+    one = replace(row("x", UNIFORM, 0.1, None), tasks=tasks)
+    assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
 
 
 def test_a_generation_ends_with_the_models_context(
