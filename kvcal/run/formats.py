@@ -41,10 +41,10 @@ from kvcal.stages import feedback as feedback_stage
 from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
+from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.centre import DATA, centring, takes_mean
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage

@@ -45,9 +45,8 @@ from kvcal.run.formats import (
 from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.budget import bytes_left, resolve_budget, transform_bytes
+from kvcal.stages.allocate.budget import bytes_left, compile_plan, resolve_budget, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.divergence import KL_BATCH, kl_texts, lockstep_bytes, seconds_a_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.evaluate.stage import (

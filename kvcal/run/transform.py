@@ -30,10 +30,9 @@ from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
+from kvcal.stages.allocate.budget import bytes_left, compile_plan, reserve_hint, spared_lambdas
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.centre import Centring, takes_mean
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.record import PredictorRecord

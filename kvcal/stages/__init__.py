@@ -7,7 +7,7 @@ In the order of ``kvcal.run.pipeline``; a folder opens with its stage, and holds
     reparam                    λ and offsets of keys
     predictors                 keys and values from earlier layers
     feedback                   what codes make good of their own errors
-    compile                    the plan
+    allocate.budget            compiles the plan
     evaluate, compare          texts and tasks through the plan's cache, beside bytes, of one plan or of all recipes
 
 Without an artifact of a run: size, estimate (before), verify, choices (of a plan), generate (with it).

@@ -18,10 +18,10 @@ from kvcal.folder import Folder
 from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.report import write_report
+from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Split, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare import Comparison, Entry
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import save_evaluation
 from kvcal.stages.search import save as save_search
 from kvcal.stages.tune import Outcome, Search, tune

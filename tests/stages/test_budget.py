@@ -24,10 +24,9 @@ from kvcal.recipe import (
     ProgressiveSpec,
     ReparamSpec,
 )
-from kvcal.stages.allocate.budget import require_budget, reserved_bytes, transform_bytes, workspace_bytes
+from kvcal.stages.allocate.budget import compile_plan, require_budget, reserved_bytes, transform_bytes, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, fixed_allocation, made_progressive
 from kvcal.stages.allocate.stage import allocate
-from kvcal.stages.compile import compile_plan
 from kvcal.store.workspace import step_workspace
 
 BATCH, CONTEXT = 2, 1024

@@ -16,9 +16,9 @@ from kvcal.models.projections import kv_projections
 from kvcal.plan.plan import Format, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
+from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import fixed_allocation
 from kvcal.stages.allocate.stage import allocate
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.verify import verify_plan
 

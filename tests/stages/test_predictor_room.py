@@ -12,8 +12,8 @@ from kvcal.errors import InfeasibleBudget
 from kvcal.plan.tensors import needed_nbytes
 from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
+from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation, Split, layer_bytes
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.predictors.record import Finding, PredictorRecord, with_predictors
 from kvcal.stages.predictors.stage import Room, run_fit_predictors
 

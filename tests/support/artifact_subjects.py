@@ -31,10 +31,10 @@ from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
+from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.stage import allocate, pareto
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.profile import record as profile_record

@@ -37,8 +37,8 @@ from kvcal.geometry import StateGeometry
 from kvcal.models.load import load
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
+from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.stage import allocate
-from kvcal.stages.compile import compile_plan
 from kvcal.stages.profile.stage import run_profile
 
 VOCABULARY, CONTEXT = 128, 512

@@ -2,13 +2,17 @@
 
 A budget covers the plan as it is compiled: the cache at its largest, the tensors of transforms, and, of a whole device,
 the weights and the workspace of a decode step. Formats are chosen before the tensors are there, so bytes are reserved
-for these; :func:`require_budget` then holds the finished plan against the budget.
+for these. Compilation puts the allocated layers, with their transforms and tensors, into the plan, and holds it against
+the budget.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+
+from torch import Tensor
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
@@ -22,9 +26,13 @@ from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
+from kvcal.records import refusing
 from kvcal.stages.allocate.record import Allocation, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.record import every_finding, with_predictors
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
+
+# The libraries that can change what a plan does or how it was measured.
+LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers")
 
 
 def workload_of(spec: AllocateSpec) -> Workload:
@@ -127,6 +135,29 @@ def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_byt
     counts = {workload.context, *(end for end in ends if 0 < end < workload.context)}
     most = max(sum(layer_bytes(layers, allocation.cache_dtype, Workload(workload.batch, count))) for count in counts)
     return split.for_cache - most - transform_bytes(allocation, layers, tensor_bytes)
+
+
+def compile_plan(
+    allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: Mapping[str, Tensor] | None = None
+) -> Plan:
+    """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the versions of the
+    libraries that made it (local build tags such as +cpu left out).
+
+    Raises:
+        InfeasibleBudget: the plan takes more than the allocation's budget.
+    """
+    libraries = {name: version(name).split("+")[0] for name in LIBRARIES}
+    with refusing("the artifacts do not make a plan", hint="run the stages again that made them"):
+        plan = Plan(
+            model=allocation.model,
+            cache_dtype=allocation.cache_dtype,
+            layers=allocation.layers if layers is None else layers,
+            workload=allocation.workload,
+            provenance={**allocation.provenance, "libraries": libraries},
+            tensors=tensors or {},
+        )
+    require_budget(allocation, plan)
+    return plan
 
 
 def require_budget(allocation: Allocation, plan: Plan) -> None:
