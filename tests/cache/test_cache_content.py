@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 from cache_cases import (
+    HEAD_DIM,
     KINDS,
     KIVI_2,
     SINKS_3,
@@ -161,3 +162,13 @@ def test_non_finite_activations_are_refused_when_their_page_is_packed(side, bad)
     cache.update(good, good, 0)
     with pytest.raises(NonFiniteActivations, match="NaN, infinity"):
         cache.update(one, one, 0)
+
+
+def test_new_tokens_are_rounded_to_the_caches_dtype():
+    states = torch.randn(1, HEADS, 200, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    cache = empty_cache(PLANS_BF16["sinks"])
+    k, v = cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert k.dtype == v.dtype == torch.float32
+    assert torch.equal(k, states[:, :, :1].bfloat16().float()) and not torch.equal(k, states[:, :, :1])
+    half, _ = empty_cache(PLANS["sinks"]).update(states.half(), states.half(), 0)
+    assert half.dtype == torch.float16 and torch.equal(half, states.half())

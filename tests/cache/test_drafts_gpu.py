@@ -7,50 +7,13 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from cache_cases import padded
-from gpu_cases import plan_for, random_ids, random_llama, reasoner, relative, task_prompts
+from gpu_cases import plan_for, random_ids, reasoner, task_prompts
 from static_cases import assert_same_pages
 from torch import Tensor
 
 from kvcal import PlanCache, attached
 
 pytestmark = pytest.mark.gpu
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    ("name", "num_kv_heads"),
-    [("uniform", 1), ("uniform", 2), ("uniform", 8), ("kitty", 2), ("kivi", 1), ("rotated", 2), ("16 bits", 2)],
-)
-def test_pages_of_a_ragged_batch_are_those_of_single_tokens(name: str, num_kv_heads: int) -> None:
-    """Rows of 300, 130 and 3 tokens; then steps of 5 tokens, of which the last 1 or 2 are taken back."""
-    model = random_llama(num_kv_heads=num_kv_heads)
-    plan = plan_for(model, name)
-    ids, mask = padded([random_ids(n, seed=n).cpu() for n in (300, 130, 3)], 300, "left")
-    ids = torch.cat([ids.long().cuda(), random_ids(3, 160)], dim=1)
-    positions = torch.nn.functional.pad(mask, (0, 160), value=1).cumsum(1).sub(1).clamp(min=0).cuda()
-    caches = [PlanCache(plan, model.config, mask.cuda(), max_tokens=500, lookahead=n) for n in (4, 0)]
-    logits: list[list[Tensor]] = [[], []]
-    with attached(model):
-        for cache in caches:
-            model(ids[:, :300], attention_mask=mask.cuda(), position_ids=positions[:, :300], past_key_values=cache)
-        start = 300
-        while start < 455:
-            kept = 4 - start % 2
-            drafts = torch.cat([ids[:, start : start + kept], random_ids(3, 5 - kept, seed=start)], dim=1)
-            at = positions[:, start : start + 5]
-            logits[0].append(model(drafts, position_ids=at, past_key_values=caches[0]).logits[:, :kept].float())
-            caches[0].crop(kept - 5)
-            for column in range(start, start + kept):
-                one = slice(column, column + 1)
-                given = model(ids[:, one], position_ids=positions[:, one], past_key_values=caches[1])
-                logits[1].append(given.logits.float())
-            start += kept
-    assert caches[0].lengths == caches[1].lengths
-    for cache in caches:
-        cache.check()
-    assert assert_same_pages(*caches) > 0
-    assert relative(torch.cat(logits[0], 1), torch.cat(logits[1], 1)).max() < 0.03
 
 
 def verify(model: hf.PreTrainedModel, cache: PlanCache, ids: Tensor, positions: Tensor, logits: Tensor) -> None:
