@@ -78,7 +78,7 @@ def test_full_attention_where_the_model_slides_and_the_reverse():
 def test_a_state_where_the_model_has_attention_and_the_reverse():
     state = llama_geometry(StateGeometry(0, 64), attention(1))
     assert "DynamicLayer, the plan has a state there" in refusal(state, tiny_llama().config).message
-    model = tiny_models.qwen3_next()
+    model = tiny_models.built("qwen3_next")
     plan = model_plan(model)
     for layer, kind in ((attention(0, window=6), "a sliding window"), (attention(0), "full attention")):
         layers = (layer, *plan.geometry.layers[1:])
