@@ -164,10 +164,11 @@ class Bench:
         layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
         places = feedback.feedback_places(layers, SIDES)
         by_index = {layer.geometry.index: layer for layer in layers}
-        calibration = feedback._Calibration(self.loaded, by_index, {}, places, FeedbackSpec().position_scale)  # type: ignore[call-arg]
+        spec = FeedbackSpec()
+        calibration = feedback._Calibration(self.loaded, by_index, {}, places, [], spec, spec.position_scale)
         for count in self.given.batches:
             batch = Batch.of(self.data, [number % self.given.samples for number in range(count)])
-            best = min(timed(lambda: calibration.query_means(batch)) for _ in range(2))  # type: ignore[attr-defined]  # noqa: B023
+            best = min(timed(lambda: calibration.batch_means(batch)) for _ in range(2))  # noqa: B023
             self.say("Hessians", f"batch of {count}", count, best, self.forward_flops)
 
     def reparam(self) -> None:
