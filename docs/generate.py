@@ -67,7 +67,7 @@ has cached (Gemma 3n) take no bytes, and a static cache refuses them; λ, query 
 queries of the layer that caches.
 
 Multi-head latent attention (DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash, MiniCPM3) caches a latent and a rotary key, one of
-each for all query heads. A plan stores the latent behind its norm, as the model caches it, in the formats of keys: per
+each for all query heads. A plan stores the latent after its norm, as the model caches it, in the formats of keys: per
 channel or per token, rotated, on a lattice, or with more bits for the best channels by magnitude. The rotary key stays
 at 16 bits; `formats.rotary` or `allocate.rotary` ask for less. λ, predictors, error feedback and query scores are made
 for keys and values of heads: latents have none. The dynamic cache stores latents on any device, in torch; static caches

@@ -2,7 +2,7 @@
 
     python experiments/show_aqua_kv.py --model reasoner-10m --device auto --out aqua_kv.json [--quick]
 
-1. Grids: mean squared error per dimension of the lattices on Gaussian vectors, beside what the optimum is known to be.
+1. Grids: mean squared error per dimension of the lattices on Gaussian vectors, besides what the optimum is known to be.
 2. Explained variance of every layer's predictors on held-out sequences, and the error of the cache with and without.
 3. Quality at equal settings but the predictors: b bits with them against b and b + 1 bits without. KL to 16 bits,
    perplexity, top-1 agreement, exact match with --problems; bytes and bits count predictors and everything else.

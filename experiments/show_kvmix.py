@@ -75,7 +75,7 @@ FULL, QUICK = Sizes(20, 1024, 24, 20, 6), Sizes(3, 384, 2, 2, 3)
 
 
 def telling(data: TokenDataset, count: int) -> TokenDataset:
-    """The sequences with most loss tokens that read pages: behind two of them, about."""
+    """The sequences with most loss tokens that read pages: after two of them, about."""
     order = sorted(range(len(data.sequences)), key=lambda number: -int(data.loss_masks[number][256:].sum()))
     return picked(data, sorted(order[:count]))
 

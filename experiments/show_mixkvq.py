@@ -7,7 +7,7 @@
    decode-faithfully, keys alone (values at 16 bits) and with the recipe's values; differences to I S are paired, text
    by text. With ``--problems``, exact match through the packed cache, of the plans with the recipe's values.
 2. The search: ``kvcal tune``'s own stages on the recipe, each trial through the packed cache.
-3. The Pareto front of the study; its picture lies beside the JSON.
+3. The Pareto front of the study; its picture lies next to the JSON.
 
 Errors are standard errors over texts or problems. Texts are task documents of the report pool.
 """
@@ -143,7 +143,7 @@ def print_front(tuning: Tuning) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "JSON file; the picture lies beside it, as .png")
+    parser = arguments(__doc__, "JSON file; the picture lies next to it, as .png")
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1024, help="length of a text at most")
     parser.add_argument("--problems", type=int, default=24, help="of each task, for scores and trials; 0: no tasks")

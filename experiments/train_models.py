@@ -244,7 +244,7 @@ def held_out(text: Path) -> Path:
 
 
 def write_texts(folder: Path, out: Path) -> None:
-    """Tokens of the files that are not held out, int16, with an end-of-sequence token before each file; and beside them
+    """Tokens of the files that are not held out, int16, with an end-of-sequence token before each file; and
     16 rows [16, MAX_LEN + 1] of those that are."""
     tokenizer = hf.AutoTokenizer.from_pretrained(model_folder())
     kept: list[int] = []

@@ -39,7 +39,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the ``kvcal`` command."""
-    # `datasets` logs what it raises: a line beside the error's own, JSON with --json.
+    # `datasets` logs what it raises: a line besides the error's own, JSON with --json.
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     try:
         # With --json, typer's own errors are raised instead of drawn, and an exit code is returned.

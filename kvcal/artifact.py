@@ -141,7 +141,7 @@ def write_text_atomic(path: str | Path, text: str) -> None:
 
 
 def write_bytes_atomic(path: str | Path, data: bytes, by_all_ranks: bool = False) -> None:
-    """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure, Ctrl-C included,
+    """Writes a temporary file next to ``path``, syncs it and renames it over ``path``; on any failure, Ctrl-C included,
     the temporary file is removed. A file with these bytes stays as it is, so that a finished run can be repeated where
     nothing can be written. Of several ranks the first alone writes, unless ``by_all_ranks``."""
     if distributed.rank() > 0 and not by_all_ranks:

@@ -1,4 +1,4 @@
-"""Time of decode attention over a plan's packed pages, beside dense attention at 16 bits: ``kvcal bench``.
+"""Time of decode attention over a plan's packed pages, next to dense attention at 16 bits: ``kvcal bench``.
 
 Copies of a layer are the layers of one static cache: so many that the GPU's L2 cache holds none of them. Random keys
 and values are stored as a prompt's are, by the plan's formats and tensors. One CUDA graph holds one attention of each

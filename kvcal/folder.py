@@ -118,7 +118,7 @@ class Folder:
 
 
 def partial_path(target: Path) -> Path:
-    """The file of an unfinished stage (kvcal.stages.checkpoint), beside its ``target``."""
+    """The file of an unfinished stage (kvcal.stages.checkpoint), next to its ``target``."""
     return target.with_name(f"{target.stem}.partial{target.suffix}")
 
 

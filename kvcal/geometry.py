@@ -33,7 +33,7 @@ class ExpandedHeads:
 @dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
     """One attention layer. ``window`` is the sliding window in tokens, None for full attention. ``state_bytes``: of the
-    state that it keeps beside keys and values, of a sequence (Falcon-H1, Zamba2).
+    state that it keeps besides keys and values, of a sequence (Falcon-H1, Zamba2).
 
     Multi-head latent attention (``expanded`` is not None) caches one latent and one rotary key for all query heads. The
     latent takes the place of the keys, the rotary key that of the values: ``k_head_dim`` is the latent's size,

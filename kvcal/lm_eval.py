@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness's command line, with the model "kvcal" beside its own:
+"""The lm-evaluation-harness's command line, with the model "kvcal" next to its own:
 
     python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks gsm8k
 

@@ -71,7 +71,7 @@ def format_bytes(nbytes: int) -> str:
     """``nbytes`` for people: exact below 100,000 (``12345 B``), else 4 digits and a decimal unit.
 
     ``parse_bytes`` reads the result back, within half a unit of the last digit. Where a user will copy the
-    figure as a budget, print the exact bytes beside it: a rounded figure may be just too small.
+    figure as a budget, print the exact bytes next to it: a rounded figure may be just too small.
     """
     if abs(nbytes) < 100_000:
         return f"{nbytes} B"

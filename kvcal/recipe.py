@@ -156,7 +156,7 @@ class CacheSpec:
 
     @property
     def first_from_page(self) -> int:
-        """The first token predicted from a quantized page, which is read behind the window and not all of sinks."""
+        """The first token predicted from a quantized page, which is read after the window and not all of sinks."""
         pages = self.num_sink_tokens // PAGE_TOKENS + 1
         return max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS * pages + 1
 
@@ -202,7 +202,7 @@ class AllocateSpec:
         None, "Count bytes as this serving engine does: whole blocks of 128 tokens, a ring for each sequence, padding."
     )
     drafts: Annotated[int, Field(ge=0, le=7, exclude_if=lambda drafts: drafts == 0)] = knob(
-        0, "Draft tokens beside each token, with engine = vllm: rings have room for them."
+        0, "Draft tokens with each token, with engine = vllm: rings have room for them."
     )
 
     def __post_init__(self) -> None:
@@ -386,9 +386,9 @@ class EvaluateSpec:
     max_new_tokens: Tokens = knob(2048, "Tokens generated for a problem at most.")
     batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
     seed: Seed = knob(1, "Seed of the problems.")
-    against: tuple[str, ...] = knob((), "Recipes with [formats] to measure beside the plan.")
+    against: tuple[str, ...] = knob((), "Recipes with [formats] to measure next to the plan.")
     include_path: Annotated[str, Field(exclude_if=lambda folder: not folder)] = knob(
-        "", "Folder with task files (YAML) of lm-eval, beside its own."
+        "", "Folder with task files (YAML) of lm-eval, next to its own."
     )
 
     def __post_init__(self) -> None:

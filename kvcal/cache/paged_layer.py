@@ -10,7 +10,7 @@ stored by ``observe``, once the attention of the same update is called.
 
 One token for every row of a static cache is a step: ``update`` hands over the new keys and values alone, and ``attend``
 stores them and reads packed pages, without a dense copy of the past. A step never waits for the device. A token with
-up to ``lookahead`` drafts behind it is a step, too: each attends as if it came alone, and ``crop`` takes back rejected
+up to ``lookahead`` drafts after it is a step, too: each attends as if it came alone, and ``crop`` takes back rejected
 ones.
 """
 
@@ -176,7 +176,7 @@ class PagedLayer(CacheLayerMixin):
         self.state.require_scheduled(batch, columns + tokens)
         if self.static is not None:
             self.static.require_room(max(rows.lengths(columns + tokens)))
-        # Every update begins by shrinking pages to the bits of the columns behind it: nothing ever takes more.
+        # Every update begins by shrinking pages to the bits of the columns after it: nothing ever takes more.
         if self.static is None:
             self.store.set_bits(columns + tokens)
         elif self._is_first and self.static.phases is not None:
@@ -220,7 +220,7 @@ class PagedLayer(CacheLayerMixin):
         self._write(new, per_head)
 
     def _write(self, new: NewTokens, query_sum: Tensor | None) -> None:
-        """Behind the last layer, a static cache is as far as these tokens, and says what its kernels found."""
+        """After the last layer, a static cache is as far as these tokens, and says what its kernels found."""
         self._store_tokens(new, query_sum)
         if self.static is not None and self._is_last:
             self.static.set_columns(new.stop)
@@ -334,7 +334,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 def tokens_to_next_event(plan: LayerPlan, rows: Rows | None, columns: int) -> int:
-    """New tokens behind ``columns`` that the layer stores and reads together as one by one."""
+    """New tokens after ``columns`` that the layer stores and reads together as one by one."""
     formats = {fmt for fmt in (*plan.k, *plan.v) if fmt != RAW}
     lengths = {0} if rows is None else set(rows.lengths(columns))
     return min((fmt.tokens_to_next_event(n, columns) for fmt in formats for n in lengths), default=NO_PAGE)

@@ -236,7 +236,7 @@ class PlanCache(Cache):
 
     def skip(self, num_layers: int, batch: int, tokens: int) -> None:
         """Count ``tokens`` more columns, of ``batch`` rows, as fed to the first layers of a dynamic cache, of which it
-        stores nothing: a forward that begins behind them never reads them."""
+        stores nothing: a forward that begins after them never reads them."""
         self.padding.resolve(batch)
         for layer in self.layers[:num_layers]:
             if isinstance(layer, PagedLayer | BoundedLayer | DenseLayer):

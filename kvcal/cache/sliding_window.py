@@ -6,7 +6,7 @@ prompt, or a chunk of one, is handed these and its own, under the masks that tra
 sliding-window layers; a step takes no mask, since all that a row still holds is in its window.
 
 That is so where a row's tokens lie in neighbouring columns: masks count columns, and a row counts tokens. So padding
-behind the tokens of a row is refused, and so is attention in chunks (Llama-4), whose windows begin anew.
+after the tokens of a row is refused, and so is attention in chunks (Llama-4), whose windows begin anew.
 
 A ``StaticWindow``'s memory is allocated once: the last W - 1 tokens of every row in a ring. A step is
 ``append_window`` (kvcal.kernels.ops), then ``decode``.
@@ -145,7 +145,7 @@ class StaticWindow(PagedLayer):
         out.copy_(self.ring[side][rows].index_select(2, self._slots(num_tokens - out.shape[2], num_tokens)))
 
     def extend_window(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
-        """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) behind the ``num_tokens`` of each of ``rows``."""
+        """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) after the ``num_tokens`` of each of ``rows``."""
         for side in SIDES:
             last = new[side][:, :, -self.ring_tokens :]
             total = num_tokens + new[side].shape[2]
@@ -220,13 +220,13 @@ class BoundedLayer(DynamicSlidingWindowLayer):
 
 
 def require_left_padding(rows: Rows | None) -> None:
-    """UnsupportedModel for a prompt with padding behind the tokens of a row."""
+    """UnsupportedModel for a prompt with padding after the tokens of a row."""
     if rows is None:
         return
     for row, (start, stop) in enumerate(rows.runs):
         if start < stop < rows.width:
             raise UnsupportedModel(
-                f"row {row} of the prompt is padded behind its tokens (columns {stop} to {rows.width - 1}), which a "
+                f"row {row} of the prompt is padded after its tokens (columns {stop} to {rows.width - 1}), which a "
                 "static sliding window would count as tokens",
                 hint="pad on the left: tokenizer.padding_side = 'left'",
             )

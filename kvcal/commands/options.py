@@ -279,7 +279,7 @@ class BudgetOptions(WorkloadOptions):
         typer.Option("--for-engine", help="Count bytes as this serving engine does: blocks, rings and padding."),
     ] = None
     drafts: Annotated[
-        int | None, typer.Option(help="Draft tokens beside each token, with --for-engine vllm.", min=0, max=7)
+        int | None, typer.Option(help="Draft tokens with each token, with --for-engine vllm.", min=0, max=7)
     ] = None
 
     def kinds(self) -> list[str]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcal.plan.plan import Plan, Workload
     from kvcal.stages.evaluate.stage import Gates, Row
 
-BASELINE = "16-bit"  # always measured beside a plan
+BASELINE = "16-bit"  # always measured next to a plan
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def inspect(
     why: Annotated[
         int | None,
         typer.Option(
-            metavar="LAYER", help="What each option would cost this layer, from the artifacts beside the plan."
+            metavar="LAYER", help="What each option would cost this layer, from the artifacts next to the plan."
         ),
     ] = None,
 ) -> None:
@@ -103,7 +103,7 @@ def diff(
     given: options.OutputOptions,
 ) -> None:
     """Compare two plans: formats and bytes of every layer that differs, tensors, model and provenance; and what was
-    measured, where an evaluation.json lies beside both.
+    measured, where an evaluation.json lies next to both.
 
     Example: `kvcal diff artifacts/first/plan.safetensors artifacts/second/plan.safetensors --context 32768`
     """
@@ -162,7 +162,7 @@ def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, t
 
 
 def _measured(path: Path, plan: Plan) -> Row | None:
-    """The row of the plan in the evaluation beside it; None where there is none."""
+    """The row of the plan in the evaluation next to it; None where there is none."""
     evaluation = path.with_name("evaluation.json")
     if not evaluation.is_file():
         return None
@@ -228,7 +228,7 @@ def eval_command(
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
-    says; beside the plan, 16 bits and the baselines of `--set evaluate.against` are measured.
+    says; next to the plan, 16 bits and the baselines of `--set evaluate.against` are measured.
 
     With limits, such as those of a CI job, the command ends with exit code 7 when the plan is beyond one of them; the
     table is printed all the same.

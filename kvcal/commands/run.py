@@ -134,7 +134,7 @@ def budget_name(spec: AllocateSpec) -> str:
 
 
 def gain_table(gain: Gain, workload: Workload) -> console.View:
-    """The plan beside 16 bits."""
+    """The plan next to 16 bits."""
     batch, context = workload.batch, workload.context
     rows = [
         ("cache", format_bytes(gain.raw_bytes), f"{format_bytes(gain.cache_bytes)}, {gain.ratio:.2f}x smaller"),
@@ -332,7 +332,7 @@ def compare(
     recipe: options.RecipeOption = "default",
     out: options.Out = Path("artifacts/compare"),
 ) -> None:
-    """Build and measure several recipes on one model, beside 16 bits, KIVI-2 and KIVI-4.
+    """Build and measure several recipes on one model, next to 16 bits, KIVI-2 and KIVI-4.
 
     Recipes with [allocate] are built once for each --bits, others once. A recipe that fails is a row with the reason.
     All are measured by the [evaluate] of --recipe. What is finished is kept in --out: the same command resumes there,

@@ -24,7 +24,7 @@ RequestsOption = Annotated[
 ]
 DraftsOption = Annotated[
     int,
-    typer.Option("--drafts", help="Draft tokens (n-grams) that vLLM verifies beside a token, 0 to 7.", min=0, max=7),
+    typer.Option("--drafts", help="Draft tokens (n-grams) that vLLM verifies with a token, 0 to 7.", min=0, max=7),
 ]
 RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
 
@@ -110,7 +110,7 @@ def capacity(
     if found.block_bytes > WASTEFUL * found.page_bytes:
         say(
             "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: long windows "
-            "beside few full-attention layers cost more than a plan saves"
+            "besides few full-attention layers cost more than a plan saves"
         )
     if engine == "sglang" and found.concurrency > max_requests:
         say(f"note: sglang runs at most {max_requests} of them at once, which --max-requests states")
@@ -132,7 +132,7 @@ def serve_args(
         str | None, typer.Option(help="Of one device, for the cache alone; default: what the engine finds.")
     ] = None,
 ) -> None:
-    """Print the command line that serves a plan in an engine, with kvcal installed beside it.
+    """Print the command line that serves a plan in an engine, with kvcal installed next to it.
 
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
     """

@@ -70,7 +70,7 @@ def allocate(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="Keep this allocation in DIR/NAME, beside others; that is then the next stage's DIR."),
+        typer.Option(help="Keep this allocation in DIR/NAME, with others; that is then the next stage's DIR."),
     ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
@@ -272,7 +272,7 @@ def compile_command(
     damage = None
     if loaded is None:
         check = options.command_line("verify", path, "--model", plan.model.id)
-        reporter.say(f"note: the plan was not measured beside 16 bits: {check}")
+        reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
     else:
         require_same_model(plan, loaded)
         damage = measure_damage(plan, loaded, (), reporter, path)

@@ -36,7 +36,7 @@ MIN_PIECE_CHARS, MAX_PIECE_CHARS = 1 << 10, 1 << 14
 
 
 def pool_of(content: Any, turn: int = 0) -> Purpose:
-    """The pool of an item by its content (JSON), or that of the item ``turn`` places behind it."""
+    """The pool of an item by its content (JSON), or that of the item ``turn`` places after it."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).digest()
     return PURPOSES[(digest[0] + turn) % len(PURPOSES)]
 

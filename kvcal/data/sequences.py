@@ -171,7 +171,7 @@ def _chosen(
             + " were asked for",
             hint=f"each of the pools {', '.join(PURPOSES)} gets a quarter of a source: give about {needed} records, or "
             f"{needed * spec.seq_len} tokens of text; or lower num_samples, seq_len or min_len; raise seq_len where "
-            "replies begin behind it; if only the report's pool is too small, give the evaluation a larger source of "
+            "replies begin after it; if only the report's pool is too small, give the evaluation a larger source of "
             "its own",
         )
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), count))

@@ -109,7 +109,7 @@ def read_spelling(text: str) -> Source:
 
 def read_spellings(texts: Sequence[str]) -> tuple[Source, ...]:
     """The sources, in order; "auto" is the tasks as long as no model is known. UsageError as ``read_spelling``, and for
-    none, for "auto" beside others, and for a source that is given twice."""
+    none, for "auto" with others, and for a source that is given twice."""
     if not texts:
         raise UsageError("source = [] is empty", hint="give tasks, python:docs, a file, a folder or a hub id")
     if AUTO in texts and len(texts) > 1:

@@ -1,7 +1,7 @@
 """Verifiable long chain-of-thought tasks, generated: prompt -> reasoning -> answer.
 
 A quantized cache errs a little at every step, and a long chain of thought reads its own errors back. So the honest end
-measure is exact-match accuracy on problems whose every step needs exact facts from far behind:
+measure is exact-match accuracy on problems whose every step needs exact facts from far back:
 
 ledger  apply a list of numbered transfers to named accounts, restating each step and the new balances;
 chain   follow a pointer chain through a shuffled table far back in the prompt;

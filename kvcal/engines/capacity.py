@@ -3,7 +3,7 @@
 vLLM's pool has blocks of one size, that of all layers' pages side by side. A request takes a block for every 128 tokens
 that it has begun, and blocks for its rings, which are all that a layer with a sliding window has: as many rings lie in
 one as there is room for (vLLM's ``_get_packed_kv_cache_groups``), and a ring that is larger makes all blocks as large.
-SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; beside it lies a ring for every request
+SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; next to it lies a ring for every request
 that may run, from the start.
 
 Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
@@ -54,7 +54,7 @@ class Capacity:
 def capacity(
     engine: Engine, plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0, max_requests: int = 0
 ) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies beside a token;
+    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a token;
     ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
 
     Raises:
@@ -73,10 +73,10 @@ def capacity(
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
         smallest = needed * block_bytes + fixed
-        beside, fewer = (f" beside {fixed} bytes of rings", ", or fewer requests") if fixed else ("", "")
+        beyond, fewer = (f" besides {fixed} bytes of rings", ", or fewer requests") if fixed else ("", "")
         raise InfeasibleBudget(
-            f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes{beside}, and a request of {context} tokens "
-            f"takes {needed}",
+            f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes{beyond}, and a request of {context} "
+            f"tokens takes {needed}",
             smallest_bytes=smallest,
             hint=f"give the cache {smallest} bytes on each rank, or a shorter context{fewer}",
         )

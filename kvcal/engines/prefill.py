@@ -89,9 +89,9 @@ def attend_window(
     values [N, S, D], S 0 or more, less than ``window``, and of k, v [T, N, D]. Else as :func:`attend_chunk`."""
     queries = q.transpose(0, 1)
     keys, values = (torch.cat([before, x.transpose(0, 1)], dim=1) for before, x in zip(past, (k, v), strict=True))
-    behind, parts = past[0].shape[1], []
+    after, parts = past[0].shape[1], []
     for first in range(0, len(q), window):  # queries of which each sees all up to its own among themselves
-        begin, stop = behind + first, behind + min(first + window, len(q))
+        begin, stop = after + first, after + min(first + window, len(q))
         own = queries[:, first : first + window]
         found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, logits, flash=flash)
         seen = slice(max(0, begin - window + 1), begin)
@@ -114,7 +114,7 @@ def attend_part(
     flash: Flash = torch_flash,
 ) -> Part:  # fmt: skip
     """Attention of q [H, T, D] to k, v [N, S, D]: to all; where T = S, each to the tokens up to its own; of a
-    ``window``, each to the last so many up to its own, which are behind the keys (fewer queries than that). Without the
+    ``window``, each to the last so many up to its own, which are after the keys (fewer queries than that). Without the
     logits of sinks."""
     scale, softcap, _ = logits
     if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM and window is None:

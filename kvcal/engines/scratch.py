@@ -69,7 +69,7 @@ class Decoded(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """New tokens of one sequence behind the ``num_past`` that are stored."""
+    """New tokens of one sequence after the ``num_past`` that are stored."""
 
     num_past: int
     table: Tensor  # [pages] int32 on the device: the block of every page, those of the new tokens included
@@ -136,8 +136,8 @@ class Scratch:
             self._read_at[fmt] = torch.tensor(starts, dtype=torch.int32, device=self.device)
         return self._read_at[fmt]
 
-    def rehearse(self, geometry: AttentionGeometry, num_tokens: int) -> None:
-        """Allocate for a moment what attention of a chunk of so many tokens takes beside its result."""
+    def warm_up(self, geometry: AttentionGeometry, num_tokens: int) -> None:
+        """Allocate for a moment what attention of a chunk of so many tokens takes besides its result."""
         values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
         torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.device)
 

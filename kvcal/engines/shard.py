@@ -6,7 +6,7 @@ ranks / heads of them hold the same one. All ranks have as many heads, and block
 
     block   the records of keys, then of values: a page of each KV head
     ring    of keys, then of values, in the cache's dtype: the first tokens [N, sinks, D], and the newest ones
-            [N, 128 + window, D], token t at t modulo their number; behind both, where channels are chosen by queries,
+            [N, 128 + window, D], token t at t modulo their number; after both, where channels are chosen by queries,
             the sums of |q| since the last page, fp32 [N, D], and the tokens at which they begin, int32 [N]. Where
             drafts are verified, ``lookahead`` at a time, there are as many of the newest tokens more: rejected ones
             then push nothing out that is needed
@@ -154,7 +154,7 @@ def require_equal_plans(digest: str, group: Any) -> None:
 @dataclass(frozen=True)
 class HeadShard:
     """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``lookahead``: drafts that
-    are verified beside a token."""
+    are verified with a token."""
 
     plan: Plan
     rank: int = 0

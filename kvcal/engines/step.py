@@ -3,14 +3,14 @@
 An engine gives every layer its blocks and rings once (``PagedStep.bind``), and with every step the place of each
 sequence in them. Two kinds of sequences are served:
 
-    decode    one token each for many sequences, or as many with drafts behind it: the operators of kvcal.kernels.ops,
+    decode    one token each for many sequences, or as many with drafts after it: the operators of kvcal.kernels.ops,
               with the engine's tables of blocks and of rings as they are. On CUDA these are the kernels; nothing waits
               for the device, so that the call may be captured in a CUDA graph
     extend    a chunk of tokens of one sequence: it attends to its past, page tile by page tile, and to itself at full
               precision. Sizes come from the host
 
 Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
-hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins behind
+hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins after
 shared blocks begins at a multiple of 128, where a ring without sinks and windows holds nothing that is read. With them
 no sequence may begin there: the ring does not have the tokens that it should.
 
@@ -19,7 +19,7 @@ which the device alone may know: nothing of this depends on the host. The page t
 because later drafts read it. It becomes a page of the sequence when its last token is accepted; until then its block is
 nobody else's, and the token that takes the place of a rejected one packs it again, of tokens that the ring still has.
 
-An engine may let a sequence begin behind blocks that another one fills in the same step. Then all tokens of the step
+An engine may let a sequence begin after blocks that another one fills in the same step. Then all tokens of the step
 must be stored before any attention is computed: each call has a half that stores and a half that attends.
 """
 
@@ -145,7 +145,7 @@ class PagedStep:
             )  # fmt: skip
 
     def _begin_sums(self, decodes: Decodes) -> None:
-        """Of sequences at the end of a page: one that begins behind shared blocks has another one's in its ring."""
+        """Of sequences at the end of a page: one that begins after shared blocks has another one's in its ring."""
         rings, lengths = decodes.rings.long(), decodes.lengths.unsqueeze(1)
         is_new = lengths % PAGE_TOKENS == 0
         sums, since = (part[rings] for part in self._statistic)
@@ -183,7 +183,7 @@ class PagedStep:
 
     def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
         """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D]. A page
-        that the chunk fills begins the sums anew, behind the whole chunk."""
+        that the chunk fills begins the sums anew, after the whole chunk."""
         geometry, ring = self.layout.layer.attention, chunk.ring.long()
         statistic = QueryStatistic(*(part[ring] for part in self._statistic))
         if chunk.num_past % PAGE_TOKENS == 0:
@@ -211,15 +211,15 @@ class PagedStep:
         pairs = zip(sides, self._bases, strict=True)
         return [x if basis is None else basis.enter(x.to(self.dtype)) for x, basis in pairs]
 
-    def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
-        """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes beside its result, for an
+    def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes besides its result, for an
         engine that measures how much memory a model leaves; the room for decoded pages stays."""
         layer, geometry = self.layout.layer, self.layout.layer.attention
         for side in SIDES:
             self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
             tail = geometry.num_kv_heads, layer.format(side).ring_tokens, layer.head_dim(side)
             torch.empty(tail, dtype=dtype, device=self.scratch.device)
-        self.scratch.rehearse(geometry, num_tokens)
+        self.scratch.warm_up(geometry, num_tokens)
 
     def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the tail."""

@@ -1,7 +1,7 @@
 """Refusals: layers of a plan that an engine does not take, versions of engines, and other models than the plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Sinks and windows, which a plan keeps at 16 bits
-beside its pages, lie in the ring of a request, and so do layers with a sliding window: one that begins behind blocks of
+besides its pages, lie in the ring of a request, and so do layers with a sliding window: one that begins after blocks of
 another would not have them. So such a plan is served where prefixes are not cached. What the kernels cannot read as it
 is stored is refused everywhere. It is refused at start: a plan is never served wrongly.
 
@@ -37,14 +37,14 @@ NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
-# By engine: the option under which no request begins behind blocks of another.
+# By engine: the option under which no request begins after blocks of another.
 NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
 
 def refusals(
     layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: str, lookahead: int = 0
 ) -> Iterator[str]:
-    """Why an engine cannot serve this layer, with so many drafts beside a token; nothing if it can."""
+    """Why an engine cannot serve this layer, with so many drafts a token; nothing if it can."""
     if isinstance(layer.geometry, StateGeometry):
         yield "it keeps a state, which is not served"
         return
@@ -68,8 +68,8 @@ def refusals(
 
 
 def unquantized_copies(plan: Plan) -> list[str]:
-    """Sinks and windows of a plan at 16 bits beside its pages, each named once; none in a plan that can be served
-    behind cached prefixes."""
+    """Sinks and windows of a plan at 16 bits besides its pages, each named once; none in a plan that can be served
+    after cached prefixes."""
     found = []
     for layer in plan.layers:
         if not layer.is_paged:
@@ -85,14 +85,14 @@ def require_no_prefixes(plan: Plan, engine: str) -> None:
     """UnsupportedModel (exit code 4) for a plan with sinks or windows in an engine that caches prefixes."""
     if copies := unquantized_copies(plan):
         raise UnsupportedModel(
-            f"{', '.join(copies)} at 16 bits, which a request behind a cached prefix does not have; expected "
+            f"{', '.join(copies)} at 16 bits, which a request after a cached prefix does not have; expected "
             f"{NO_PREFIXES[engine]}",
             hint="or allocate a plan with num_sink_tokens = 0, k_recent_window = 0 and v_recent_window = 0",
         )
 
 
 def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: int = 0) -> None:
-    """Nothing, where an engine can serve every layer, with so many drafts beside a token.
+    """Nothing, where an engine can serve every layer, with so many drafts a token.
 
     Raises:
         UnsupportedModel: it cannot (exit code 4): all reasons, with their layers.

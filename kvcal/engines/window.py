@@ -4,7 +4,7 @@
             W - 1 of the past, token t at t modulo their number. The one before them is scratch of a step: the token
             that attention reads for the last time (kvcal.kernels.ops, ``append_window``)
 
-So a request takes the same bytes however long it is, and one that begins behind blocks of another would not have its
+So a request takes the same bytes however long it is, and one that begins after blocks of another would not have its
 window. Calls are those of ``kvcal.engines.step.PagedStep``, whose places they take.
 """
 
@@ -111,6 +111,6 @@ class WindowStep:
         window = self.layout.ring_tokens + 1
         return attend_window(q, keys, values, tail[1:], window, logits, self.scratch.flash)
 
-    def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
-        """As ``PagedStep.rehearse``."""
-        self.scratch.rehearse(self.layout.layer.attention, num_tokens)
+    def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """As ``PagedStep.warm_up``."""
+        self.scratch.warm_up(self.layout.layer.attention, num_tokens)

@@ -31,7 +31,7 @@ MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 LATENTS = "it caches latents (multi-head latent attention), which are expanded in torch: the kernels read keys of heads"
-MAX_DRAFTS = 7  # that a step verifies beside its token
+MAX_DRAFTS = 7  # that a step verifies with its token
 MAX_CODE_SUM = 2**22 // 128  # of a token's bytes
 LIFTS = {1: 7, 2: 6, 3: 4, 4: 4}  # by the bits of the widest code
 MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
@@ -105,7 +105,7 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
     if is_cuda and dim > MAX_STAGED_DIM and any(fmt.quantizer != UNIFORM for fmt in (*plan.k, *plan.v)):
         yield f"head size {dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     if geometry.state_bytes:
-        yield "it keeps a state beside its keys and values"
+        yield "it keeps a state besides its keys and values"
     if geometry.window == 1:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:

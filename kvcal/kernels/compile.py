@@ -237,7 +237,7 @@ class Kernel:
         largest = properties.shared_memory_per_block_optin - self._static_shared_bytes
         if shared_bytes > largest:
             raise KernelError(
-                f"the kernel {self.entry!r} was to get {shared_bytes} bytes of shared memory a block beside its own "
+                f"the kernel {self.entry!r} was to get {shared_bytes} bytes of shared memory a block next to its own "
                 f"{self._static_shared_bytes}; allowed on GPU {self.device_index}: up to {largest}"
             )
         dynamic = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

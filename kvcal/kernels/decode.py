@@ -240,9 +240,9 @@ def launch_decode(
         for first in range(0, batch, MAX_ROWS):
             of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
             q_rows, out_rows, lengths, table, ring_rows = map(Tensor.data_ptr, of_rows)
-            behind = 0 if place.rows.numel() else first  # rows of a table count from the first sequence of all
+            after = 0 if place.rows.numel() else first  # rows of a table count from the first sequence of all
             k_sinks, k_ring, v_sinks, v_ring = (
-                part.data_ptr() + behind * part.stride(0) * part.itemsize for part in memory
+                part.data_ptr() + after * part.stride(0) * part.itemsize for part in memory
             )
             launch.kernel.launch(
                 (launch.grid, 1, 1),

@@ -7,7 +7,7 @@ Pages that shrink on a schedule lie in memory of a fixed size, which is laid out
 side of a layer. All regions share one memory, because the layers of a plan do not shrink together:
 while one has 16-bit pages, they live in the room that others gave back. (With memory for its own widest moment each,
 many layers would take up to 1.4 times the budget that their schedule was made for.) A *stage* lasts from one token
-count at which some pages shrink to the next. Within a stage the regions lie one behind the other, each [B, pages,
+count at which some pages shrink to the next. Within a stage the regions lie one after the other, each [B, pages,
 heads, record] with room for the stage's last token count: together, what the plan says for that count.
 
 The layout is a table int64 [stages, regions, 7] of ``FIELDS`` (``Region`` in csrc/stage.cuh). Three sweeps lead to the
@@ -166,7 +166,7 @@ class Stages(NamedTuple):
         return following < len(self.starts) and int(self.columns) + 1 >= int(self.starts[following])
 
     def present_and_next(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The layouts of the present stage and of the one behind it, region by region. Waits for the device."""
+        """The layouts of the present stage and of the one after it, region by region. Waits for the device."""
         present, following = self.layout[int(self.stage) : int(self.stage) + 2].tolist()
         return present, following
 

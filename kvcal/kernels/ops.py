@@ -1,7 +1,7 @@
 """The operators of a step, in torch's namespace ``kvcal``: on CUDA the kernels, elsewhere the reference.
 
 One call serves one layer. Lists of tensors are the groups of kvcal.kernels.operands: ``k`` and ``v``
-(Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform). Beside them:
+(Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform). Besides them:
 
     k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype
     q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new

@@ -5,7 +5,7 @@ testable on a CPU. It is not meant to be fast.
 
 A sequence held n tokens before the step. ``append`` writes token n to the ring (and to the sinks, if it is one of
 them), and packs page n // 128 if the token completes it. Then attention (``decode``) reads the n + 1 tokens: sinks,
-the first ``Format.pages_read(n)`` pages, and the ring behind them.
+the first ``Format.pages_read(n)`` pages, and the ring after them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
 
-# Model types whose layers plain keys state, with the keys beside SHAPE_KEYS whose absence would leave something open.
+# Model types whose layers plain keys state, with the keys besides SHAPE_KEYS whose absence would leave something open.
 SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
 DIRECT: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("head_dim", "layer_types", "sliding_window"),

@@ -55,7 +55,7 @@ class Location:
 
     @property
     def options(self) -> dict[str, str]:
-        """Of transformers' ``from_pretrained``, beside the name."""
+        """Of transformers' ``from_pretrained``, besides the name."""
         return {"gguf_file": self.gguf.name} if self.gguf else {"revision": self.commit or "main"}
 
     @property

@@ -120,8 +120,8 @@ class _Turn(Generic[Result]):
         self._has_stopped.release()
 
 
-# What layers returned beside hidden states, if that was a tuple: also for forwards of a later context.
-_BESIDE: WeakKeyDictionary[nn.Module, tuple[None, ...]] = WeakKeyDictionary()
+# What layers returned besides hidden states, if that was a tuple: also for forwards of a later context.
+_OTHERS: WeakKeyDictionary[nn.Module, tuple[None, ...]] = WeakKeyDictionary()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -189,8 +189,8 @@ class _Layer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         forward = self.inputs.forward
         if self.index < forward.first:
-            beside = _BESIDE.get(self.layer)
-            return hidden_states if beside is None else (hidden_states, *beside)
+            others = _OTHERS.get(self.layer)
+            return hidden_states if others is None else (hidden_states, *others)
         if self.index == forward.first and forward.parent:
             reach(self.index)  # the parent, side by side with this forward, may not have come here
             hidden_states = forward.parent.kept[self.index]
@@ -198,7 +198,7 @@ class _Layer(nn.Module):
             forward.kept[self.index] = hidden_states
         output = self.layer(hidden_states, *args, **kwargs)
         if isinstance(output, tuple):
-            _BESIDE[self.layer] = (None,) * (len(output) - 1)
+            _OTHERS[self.layer] = (None,) * (len(output) - 1)
             self.inputs.can_begin_later &= all(part is None for part in output[1:])
         return output
 

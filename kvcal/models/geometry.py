@@ -10,7 +10,7 @@ Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rot
 Layers that read the keys and values of an earlier one (Gemma 3n), as the forward hands them on, cache nothing.
 
 Not served, and named with the layer: encoder-decoders, layers that hold both a sliding window and a state, states that
-modules keep beside the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not
+modules keep besides the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not
 causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
 
 Left out: query heads that differ from layer to layer (an error of the taps).
@@ -227,7 +227,7 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
         return StateGeometry(index=index, bytes_per_sequence=_state_bytes(layer))
     if type(layer).__name__ == "DynamicIndexedLayer":  # which transformers does not export everywhere
         raise UnsupportedModel(
-            f"{place} caches the keys of a sparse-attention indexer beside its latents (DynamicIndexedLayer), for "
+            f"{place} caches the keys of a sparse-attention indexer besides its latents (DynamicIndexedLayer), for "
             "which plans have no entry",
             hint="latent attention without an indexer is served: DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash",
         )

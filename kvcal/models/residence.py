@@ -38,8 +38,8 @@ class Shapes:
     vocab_size: int
 
     def working(self, num_tokens: int) -> int:
-        """Bytes of so many tokens beside the weights: in a layer, with its input and output, and the gradients of all;
-        or behind the last layer, with logits, their gradients, and as much as three fp32 copies in the loss."""
+        """Bytes of so many tokens besides the weights: in a layer, with its input and output, and the gradients of all;
+        or after the last layer, with logits, their gradients, and as much as three fp32 copies in the loss."""
         in_layer = num_tokens * (self.activations + self.num_tokens * self.scores + 4 * self.hidden)
         at_head = num_tokens * 2 * (self.logits + self.hidden) + 3 * 4 * min(num_tokens * self.vocab_size, MAX_LOGITS)
         return max(in_layer, at_head)

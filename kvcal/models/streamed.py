@@ -5,7 +5,7 @@ no decoder layer (embeddings, final norm, head) then goes to the device, and so 
 biases). A layer's matrices stay in the files: its parameters have their shapes, and the value NaN, until the layer is
 called. Then threads copy its matrices from the files to pinned memory, piece by piece, and a stream of its own copies
 each piece on, to one of ``Residence.num_places`` places on the device; the next layer is fetched while one computes.
-Layers that fit beside them stay on the device for good. So a stage needs no change, and its results are the same bits.
+Layers that fit besides them stay on the device for good. So a stage needs no change, and its results are the same bits.
 
 A copy within memory is bound by the core that makes it: one thread brings 6 to 16 GB/s, a PCIe link takes 50. So the
 threads are the reader's own, by numpy, whatever number OMP_NUM_THREADS leaves to torch (torchrun sets 1).

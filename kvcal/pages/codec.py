@@ -177,7 +177,7 @@ class PageCodec:
         return values if prediction is None else values.float() + prediction
 
     def read_back(self, x: Tensor) -> Tensor:
-        """x [n, 128 P, D], keys after RoPE or values behind the sinks -> [n, 128 P, D] as its P pages are read, at the
+        """x [n, 128 P, D], keys after RoPE or values after the sinks -> [n, 128 P, D] as its P pages are read, at the
         format's final bits and without queries or prediction."""
         if self.basis is not None:
             x = self.basis.enter(x.transpose(0, 1)).transpose(0, 1)

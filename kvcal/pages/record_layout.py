@@ -85,8 +85,8 @@ def page_positions(page_index: Tensor) -> Tensor:
 
 
 def without_sinks(tokens: Tensor, num_sinks: int, first_page: int = 0) -> Tensor:
-    """tokens [..., 128 P, D] of pages from ``first_page`` on, as they are packed: sinks, which are kept beside the
-    pages, must not stretch their ranges. So each is replaced by the first token behind the sinks in its page (by the
+    """tokens [..., 128 P, D] of pages from ``first_page`` on, as they are packed: sinks, which are kept next to the
+    pages, must not stretch their ranges. So each is replaced by the first token after the sinks in its page (by the
     last one of the page, where all are sinks)."""
     begin = PAGE_TOKENS * first_page
     if begin >= num_sinks:

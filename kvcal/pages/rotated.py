@@ -7,7 +7,7 @@ Gaussian of the group's root mean square: 2^b levels around 0, a step of
 
     1.596 (1 bit), 0.9957 (2), 0.5860 (3), 0.3352 (4), 0.03076 (8)        (Max 1960, Table II; the last computed anew)
 
-standard deviations. Error feedback makes targets wider than values, and a clipped one costs all channels behind it:
+standard deviations. Error feedback makes targets wider than values, and a clipped one costs all channels after it:
 there steps are ``WIDER`` (2 bits on SmolLM2-135M: KL .031 instead of .077). At 2 bits the squared error is .119 of the
 variance; Lloyd and Max's levels would have .1175, HIGGS's lattice of dimension 2 .108. The record is that of a uniform
 page of codes per token without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two tokens

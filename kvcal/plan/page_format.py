@@ -1,9 +1,10 @@
 """Formats of the keys, or the values, of KV heads, and the exact bytes that they take.
 
 A ``Format`` is the unit of choice of every allocation. Page p of a sequence holds tokens 128 p to 128 p + 127,
-quantized in the step that completes them. Beside the pages lie unquantized copies: of the first tokens (sinks), and, in
-a ring, of the last ones. Attention prefers them: to sinks, and to at least the last ``recent_window`` tokens. How many
-pages there are, and at how many bits, is a function of the number of tokens alone, so that bytes are known beforehand:
+quantized in the step that completes them. Copies that are not quantized lie outside of the pages: of the first tokens
+(sinks), and, in a ring, of the last ones. Attention prefers them: to sinks, and to at least the last ``recent_window``
+tokens. How many pages there are, and at how many bits, is a function of the number of tokens alone, so that bytes are
+known beforehand:
 
 - ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
 - ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
@@ -250,7 +251,7 @@ class Format:
         return self.max_window + PAGE_TOKENS
 
     def pages_read(self, num_tokens: int) -> int:
-        """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens behind them are in the ring.
+        """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in the ring.
         Never falls as tokens come."""
         if self.window_rule is None:
             return max(0, num_tokens - self.recent_window) // PAGE_TOKENS
@@ -272,7 +273,7 @@ class Format:
 
     def tokens_to_next_event(self, num_tokens: int, columns: int) -> int:
         """New tokens that are stored and read together as they are one by one; a row has ``num_tokens`` of the batch's
-        ``columns``. Behind them another page is read, or written by a query score, or pages shrink."""
+        ``columns``. After them another page is read, or written by a query score, or pages shrink."""
         read = self.pages_read(num_tokens)
         most = self.ring_tokens + PAGE_TOKENS
         events = [1 + bisect_left(range(1, most + 1), read + 1, key=lambda new: self.pages_read(num_tokens + new))]

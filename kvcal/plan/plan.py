@@ -3,7 +3,7 @@
 ``nbytes`` is the one cost function: the allocator optimises it, ``inspect`` prints it, and the runtime's tensors
 obey it (the runtime sizes its tensors with the same ``Format`` methods). The file format is specified in
 docs/plan-format.md, the tensors that transforms need in ``kvcal.plan.tensors``. What a plan does to a model's
-predictions (``Damage``) lies in a file beside it.
+predictions (``Damage``) lies in a file next to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 KIND = "kv-quantization-plan"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.safetensors)")
 DAMAGE, DAMAGE_SCHEMA = "damage", 1
-SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from behind the sinks
+SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from after the sinks
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -220,7 +220,7 @@ class SideDamage:
 
 @dataclass(frozen=True, config=STRICT)
 class Damage:
-    """A plan (by its digest) beside 16 bits over ``num_tokens`` tokens: ``kl`` in nats per token, its standard error
+    """A plan (by its digest) next to 16 bits over ``num_tokens`` tokens: ``kl`` in nats per token, its standard error
     over texts, and ``top1``, the share of tokens whose most likely token stays. ``worst``: of a destroyed plan, the
     sides that do most by themselves. ``inputs``: what it was measured with."""
 
@@ -250,7 +250,7 @@ def is_destroyed(kl: float, top1: float) -> bool:
 
 
 def damage_path(plan: Path) -> Path:
-    """The file of a plan's damage, beside it."""
+    """The file of a plan's damage, next to it."""
     return plan.with_name(f"{plan.stem}.damage.json")
 
 

@@ -293,7 +293,7 @@ def tune_plan(
     loaded: LoadedModel, plan: Plan, recipe: Recipe, folder: Path, reporter: Reporter, max_bytes: int | None = None
 ) -> Tuned:
     """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and ``max_bytes``
-    becomes ``folder``/plan.safetensors. The study lies beside it.
+    becomes ``folder``/plan.safetensors. The study lies next to it.
 
     Raises:
         InfeasibleBudget: no trial fits; the study is kept.

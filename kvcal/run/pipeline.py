@@ -158,7 +158,7 @@ def compile_folder(
 
 
 def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter) -> Evaluation:
-    """The evaluate stage: the plan beside the recipe's baselines, as JSON."""
+    """The evaluate stage: the plan next to the recipe's baselines, as JSON."""
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
     plans.append((recipe.name, plan))
     spec = scheduled_batch(recipe.evaluate, plans, reporter)
@@ -176,7 +176,7 @@ def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pl
     if not recipe.is_baseline:
         raise UsageError(
             f"recipe {recipe.name!r} in evaluate.against needs stages of its own, expected [formats] alone",
-            hint="run it by itself, or beside others with `kvcal compare`",
+            hint="run it by itself, or with others with `kvcal compare`",
         )
     return formats_plan(recipe, loaded, workload)
 

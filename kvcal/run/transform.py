@@ -1,4 +1,4 @@
-"""The stages behind the choice of formats in a folder: λ (reparam), predictors, error feedback, λ folded into weights.
+"""The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback, λ folded into weights.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their sha256: λ and
 predictors of another allocation are never mixed into a plan.

@@ -8,7 +8,7 @@ In the order of ``kvcal.run.pipeline``; a folder opens with its stage, and holds
     predictors                 keys and values from earlier layers
     feedback                   what codes make good of their own errors
     allocate.budget            compiles the plan
-    evaluate, compare          texts and tasks through the plan's cache, beside bytes, of one plan or of all recipes
+    evaluate, compare          texts and tasks through the plan's cache, next to bytes, of one plan or of all recipes
 
 Without an artifact of a run: size, estimate (before), verify, choices (of a plan), generate (with it).
 What stages share: passes over sequences that can be interrupted (checkpoint), and KL (divergence).

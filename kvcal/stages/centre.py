@@ -2,7 +2,7 @@
 
 A bias of the key projection (Qwen2.x), or any other constant, is added before RoPE and turns with the position. A
 format that scales whole tokens (lattices, rotated pages, uniform ones per token) spends its codes on it; ranges per
-channel take it up in their zeros. So pages hold, with the mean k̄ [N, D] over tokens behind the first ``FIRST``,
+channel take it up in their zeros. So pages hold, with the mean k̄ [N, D] over tokens after the first ``FIRST``,
 
     K_pre - k̄                       (``k_pages`` "pre")     on lattices, which torch decodes anyway
     K_post - mean over s of R_s k̄   (``k_pages`` "post")    in formats that kernels read as they are stored

@@ -1,12 +1,12 @@
 """A long stage's passes over its data, and their unfinished statistics in a file, so that an interrupted run goes on.
 
-The file lies beside the stage's target. It is written about every ``SAVE_SECONDS`` and when the stage is left by any
+The file lies next to the stage's target. It is written about every ``SAVE_SECONDS`` and when the stage is left by any
 error, Ctrl-C included, whole or not at all. It is taken up again by a run of the same version with the same inputs
 alone. Statistics are sums in fp64, and steps come in a fixed order: a resumed run gives the same bits as one that was
 not interrupted. Of several processes (kvcal.distributed) rank 0 keeps the file.
 
 ``for_each_batch`` is a pass over sequences in batches, padded on the right, the longest first. Causal layers never read
-what stands behind a token, so right padding changes no real token, without any mask. Padding repeats a sequence's last
+what comes after a token, so right padding changes no real token, without any mask. Padding repeats a sequence's last
 token: it brings no token that the data do not hold. Batches follow from the data and from the most tokens of a batch
 alone, never from the memory that is free: other shapes round differently, and the same run must give the same bytes.
 When the device runs out of memory, the rest of the stage goes on with half as many tokens in a batch.

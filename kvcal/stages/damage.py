@@ -48,7 +48,7 @@ def measure_damage(
     plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter, path: Path | None = None
 ) -> Damage | None:
     """Measure ``plan`` and say what was found; None, with the reason, where no text is long enough. ``sources``: as in
-    [data], none for kvcal's own. ``path``: the plan's file, beside which the result is kept for the next time."""
+    [data], none for kvcal's own. ``path``: the plan's file, next to which the result is kept for the next time."""
     texts = _texts(plan, loaded, sources, reporter)
     if texts is None:
         return None
@@ -95,7 +95,7 @@ def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Re
         count, length = min(count, plan.workload.batch), min(length, plan.workload.context)
     length = min(length, loaded.max_context or length)
     own = "tasks:ledger" if loaded.source in embedded_models() else "python:docs"
-    refusal = f"texts of {length} tokens read no page that is packed: that begins behind token {first}"
+    refusal = f"texts of {length} tokens read no page that is packed: that begins after token {first}"
     for source in (tuple(sources), own) if sources else (own,):
         if length <= first:
             break
@@ -111,7 +111,7 @@ def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Re
         mask_BT[:, :first] = False
         if mask_BT.any(1).all():
             return Texts(tokens_BT, mask_BT, data.description, data.fingerprint)
-        refusal = f"{data.description}: no token to predict behind token {first}"
+        refusal = f"{data.description}: no token to predict after token {first}"
     reporter.say(f"warning: damage is not measured: {refusal}")
     return None
 

@@ -242,7 +242,7 @@ def seconds_a_plan(loaded: LoadedModel, texts: Sequence[Text]) -> float:
 
 
 def cache_share(reference: Plan, plan: Plan) -> float:
-    """The share of its layers that a plan fed beside the reference runs, and holds a cache of."""
+    """The share of its layers that a plan fed next to the reference runs, and holds a cache of."""
     return 1 - first_difference(reference, plan) / (1 + plan.layers[-1].geometry.index)
 
 
@@ -342,7 +342,7 @@ def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: Cache
     texts = [text for turn in zip_longest(*by_kind.values()) for text in turn if text is not None][:num_samples]
     if not texts:
         raise UsageError(
-            f"none of {len(cut)} sequences has a loss token behind token {first} and within kl_tokens = "
+            f"none of {len(cut)} sequences has a loss token after token {first} and within kl_tokens = "
             f"{num_tokens}: nothing would be read from a quantized page, and every KL would be 0",
             hint="give longer sequences, or set kl_samples = 0 to profile without KL",
         )

@@ -33,8 +33,8 @@ def complete(
     loaded: LoadedModel, plan: Plan, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool,
     prefix: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Text, token counts, and the cache's bytes beside those of 16 bits. ``prefix``: a file of ``pack``, with which the
-    prompt begins.
+    """Text, token counts, and the cache's bytes next to those of 16 bits. ``prefix``: a file of ``pack``, with which
+    the prompt begins.
 
     Raises:
         UsageError: an empty prompt, no chat template, more tokens than the model's context, or a prompt that does not
@@ -109,7 +109,7 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
 def new_tokens(
     loaded: LoadedModel, cache: PlanCache, tokens_T: Tensor, max_new_tokens: int, temperature: float, seed: int
 ) -> Tensor:
-    """Text behind the tokens, int64 [n]; the first of them may lie in the cache, not all."""
+    """Text after the tokens, int64 [n]; the first of them may lie in the cache, not all."""
     torch.manual_seed(seed)
     settings = {"do_sample": True, "temperature": temperature, "num_beams": 1}
     settings = settings if temperature > 0 else {"do_sample": False, **PLAIN_DECODING}

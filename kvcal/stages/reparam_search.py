@@ -12,7 +12,7 @@ query's logits, so it is exact in itself, and it helps keys that are quantized p
 channels. λ then follows the maxima of what is left.
 
 Statistics are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes of
-keys far behind it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys per
+keys far after it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys per
 channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
 """
 
@@ -108,7 +108,7 @@ class KeyStatistics:
 def key_statistics(
     loaded: LoadedModel, tokens_T: Tensor, position_scale: float, num_sink_tokens: Mapping[int, int]
 ) -> dict[int, KeyStatistics]:
-    """Of one sequence, {layer: statistics behind its sinks}, for the layers that ``num_sink_tokens`` names. Raises
+    """Of one sequence, {layer: statistics after its sinks}, for the layers that ``num_sink_tokens`` names. Raises
     NonFiniteActivations: NaN or infinity, naming the layer."""
     found: dict[int, KeyStatistics] = {}
 

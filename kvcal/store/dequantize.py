@@ -56,7 +56,7 @@ def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.d
 
 def predicted(predictor: LinearPredictor, inputs: Sequence[Tensor], num_heads: int) -> Tensor:
     """[M, N, 128, D] fp32: what it says about M pages, from pages [M, .., 128, ..] fp32 as predictors read them: the
-    source's; for values, this layer's keys behind them."""
+    source's; for values, this layer's keys after them."""
     x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
     return predictor.apply(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)
 

@@ -144,7 +144,7 @@ class LayerStore:
         return out
 
     def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
-        """Store new tokens behind what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their |q|, where
+        """Store new tokens after what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their |q|, where
         channels are chosen by queries. Keys first: values may be predicted from them."""
         if self.sides["k"].format.needs_queries:
             assert query_sum is not None

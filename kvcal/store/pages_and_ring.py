@@ -1,9 +1,9 @@
 """The keys, or the values, of one layer: sinks, a ring of recent tokens, and packed pages.
 
-Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it. Beside the
+Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it. Besides the
 pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read prefers them. No other
 full-precision copy of a packed token exists once ``write`` returns. Page 0 holds the sinks, too, but they do not
-stretch its ranges: they are packed as copies of the first token behind them.
+stretch its ranges: they are packed as copies of the first token after them.
 
 How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
 Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded.
@@ -138,7 +138,7 @@ class PagedTensor:
             self.num_bits = num_bits
 
     def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
-        """Store x [b, n, T, D] behind the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
+        """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
         pool has room; returns the pages packed.
 
         Raises:
@@ -240,7 +240,7 @@ class PagedTensor:
         return torch.arange(first, stop, device=self.ring.device) % self.ring.shape[2]
 
     def _pack(self, spans: list[Span], num_tokens: int, new: Tensor) -> None:
-        """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] behind them; one
+        """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] after them; one
         span a row, a part at a time, which bounds the scratch."""
         rows = slice(spans[0][0], spans[-1][0] + 1)
         _, first, stop = spans[0]

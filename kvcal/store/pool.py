@@ -6,7 +6,7 @@
 
 A part is the keys or the values of a layer (kvcal.store.pages_and_ring). kvcal.kernels.operands says how the memory of
 pages that shrink is laid out, and what leads from stage to stage. Every update begins by shrinking pages to the bits of
-the columns behind it, as in the dynamic cache: there is no room for new pages before. A step does so by itself, on the
+the columns after it, as in the dynamic cache: there is no room for new pages before. A step does so by itself, on the
 device, once for all layers and before the first of them (``advance``). Prompts, and whatever else the host does, wait
 for the device (``prepare``).
 """
@@ -218,11 +218,11 @@ class PhasedPages:
         return list(dict.fromkeys(map(tuple, self._layout[:, list(numbers), BITS].tolist())))
 
     def advance(self) -> None:
-        """On to the stage of the columns behind a step, before it reads or stores. On a GPU nothing waits."""
+        """On to the stage of the columns after a step, before it reads or stores. On a GPU nothing waits."""
         self._advance(self._control.columns)
 
     def prepare(self, tokens: int) -> None:
-        """On to the stage of the columns behind so many more."""
+        """On to the stage of the columns after so many more."""
         columns = int(self._control.columns)
         if not columns:
             self._enter(self._stage_of(tokens))
@@ -252,7 +252,7 @@ class PhasedPages:
         self.present.copy_(self._layout[stage])
 
     def _advance(self, columns: Tensor) -> None:
-        """To the next stage, if it begins with the column behind ``columns`` (int64, one), or before."""
+        """To the next stage, if it begins with the column after ``columns`` (int64, one), or before."""
         control = self._control
         stages = Stages(self.stage, self._start_columns, self._layout, columns)
         for number, members in self._shrinking:

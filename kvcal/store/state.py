@@ -4,7 +4,7 @@ static cache, how far it is, where its pages lie, and the scratch of its kernels
 The latter is control state, not stored keys and values: a few numbers a sequence, tables, and workspace. It is counted
 apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed addresses, so that a
 captured graph, replayed, goes on where it stands. The host keeps two things of its own, neither of them needed by a
-replay: whether the prompt's padding is behind (``in_prompt``), and a lower bound of the longest sequence, which lets an
+replay: whether the prompt's padding is past (``in_prompt``), and a lower bound of the longest sequence, which lets an
 eager step beyond ``max_tokens`` fail before it is computed.
 """
 

@@ -1,4 +1,4 @@
-"""Memory that a decode step of a plan takes beside its cache: its bytes, which whole-device budgets and the bench
+"""Memory that a decode step of a plan takes besides its cache: its bytes, which whole-device budgets and the bench
 count. A static cache allocates a part of it once (``kvcal.store.state``).
 
     kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last

@@ -1,4 +1,4 @@
-"""A static cache behind ``attached`` decodes as the dynamic cache does, whatever the formats and lengths."""
+"""A static cache after ``attached`` decodes as the dynamic cache does, whatever the formats and lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvcal.cache.attached import _ATTACHED
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import Format, num_pages
 
-# Every prompt goes on to where a page is packed or comes to be read: at 128, or at 384 and, behind a window of 9, 393.
+# Every prompt goes on to where a page is packed or comes to be read: at 128, or at 384 and, after a window of 9, 393.
 STEPS = {1: 140, 120: 18, 127: 2, 128: 2, 129: 2, 378: 16}
 RAGGED = (240, 118, 3)
 
@@ -117,7 +117,7 @@ def test_families(name: str) -> None:
     """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is refused."""
     model, inputs = built(name), batch()
     plan = model_plan(model, Format(4, "channel", 32), Format(4, "token", 32))
-    reasons = {"llama4": "it attends in chunks", "falcon_h1": "it keeps a state beside its keys and values"}
+    reasons = {"llama4": "it attends in chunks", "falcon_h1": "it keeps a state besides its keys and values"}
     reasons["gemma3n"] = "it reads another layer's keys and values"
     reason = "it caches latents" if plan.geometry.has_latents else reasons.get(name)
     if reason is not None:

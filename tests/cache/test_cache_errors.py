@@ -23,7 +23,7 @@ THREE = 3  # layers: an error in the one in the middle
 
 @pytest.mark.parametrize(("name", "tokens"), [("gemma3", -3), ("gpt_oss", 50)])
 def test_a_refused_crop_changes_nothing(name: str, tokens: int) -> None:
-    """Sliding windows that are full refuse; layers behind them must not have been cropped by then."""
+    """Sliding windows that are full refuse; layers after them must not have been cropped by then."""
     model, ids = model_of(name), random_ids(1, 210)
     caches = [PlanCache(two_bit_plan(name), model.config) for _ in range(2)]
     for cache in caches:

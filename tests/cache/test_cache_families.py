@@ -61,7 +61,7 @@ def test_bytes_are_exact_at_any_token_count(name):
         start = stop
 
 
-# A code beside a boundary may differ with the shape of a product; tokens of other rows would change the logits more.
+# A code next to a boundary may differ with the shape of a product; tokens of other rows would change the logits more.
 @pytest.mark.parametrize(
     ("name", "plan_kind", "error"),
     [*((name, raw_plan, 1e-4) for name in FAMILIES), *((name, two_bit_plan, 1e-2) for name in KINDS)],

@@ -116,7 +116,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
 
 
 def test_pages_are_scored_with_the_queries_of_their_own_tokens() -> None:
-    """The tokens behind the last page, and those of the pages before, do not count."""
+    """The tokens after the last page, and those of the pages before, do not count."""
     q = torch.zeros(1, NUM_HEADS, 300, HEAD_DIM)
     for page, token in enumerate((0, 127, 128, 255, 256)):
         q[0, :, token, page] = -128.0 * torch.arange(1, NUM_HEADS + 1)

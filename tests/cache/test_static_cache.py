@@ -63,7 +63,7 @@ def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
         assert fmt.pages_read(700) > 2
 
 
-# On, before and behind the boundaries of pages, and of windows of 9 (137, 265) and of 33 (161, 289), too.
+# On, before and after the boundaries of pages, and of windows of 9 (137, 265) and of 33 (161, 289), too.
 CUTS = [(1, 129), (50, 100, 150, 200, 250, 300), (265,)]
 
 
@@ -347,7 +347,7 @@ def test_a_cache_names_its_slow_layers_when_it_is_allocated_on_cuda(fake_gpu: Fa
 
 
 def test_a_refused_allocation_leaves_the_cache_unallocated(fake_gpu: FakeTensorMode) -> None:
-    """Layer 1 is refused behind layer 0 and the control tensors; the CPU, which takes it, may then have the cache."""
+    """Layer 1 is refused after layer 0 and the control tensors; the CPU, which takes it, may then have the cache."""
     cache = two_layers((128, 20))
     for _ in range(2):
         with fake_gpu, pytest.raises(UnsupportedModel, match="the kernels cannot serve layer 1: head size 20"):

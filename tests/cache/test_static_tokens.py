@@ -1,7 +1,7 @@
 """1,000 tokens of a static cache on a GPU are those of the dynamic cache; what rounding does is told apart.
 
 Both are fed the same tokens, though not as many at a time. So the last bits of products and of attention differ, and
-now and then a key or a value lies on the other side of a code's boundary. All tokens behind its page feel that: noise
+now and then a key or a value lies on the other side of a code's boundary. All tokens after its page feel that: noise
 of 1e-6 on the reference's own attention changes its choices, too. So two questions are asked, page by page and token by
 token. Are the pages that the reference packs, from the same pages before them, those of the static cache, but for few
 codes? And from the same pages, are its tokens the same, but for ties?
@@ -51,7 +51,7 @@ def greedy(model, cache: PlanCache, prompt: Tensor, count: int) -> tuple[Tensor,
 def forced(
     model, cache: PlanCache, ids: Tensor, prompt: int, static: PlanCache | None = None
 ) -> tuple[Tensor, list[Distance]]:
-    """The logits [B, T - P, vocabulary] by which a dynamic cache would judge each of ids [B, T] behind a prompt, fed in
+    """The logits [B, T - P, vocabulary] by which a dynamic cache would judge each of ids [B, T] after a prompt, fed in
     the longest chunks that are like single steps. With ``static`` it reads the pages of that one as soon as it has
     packed its own; how these differ."""
     found, distances, start, stop = [], [], 0, prompt
@@ -95,7 +95,7 @@ def test_a_thousand_tokens_are_the_references_but_for_rounding(name: str) -> Non
     static.check()
 
     def lost(expected: Tensor) -> Tensor:
-        """Logits [B, count] that the chosen tokens are behind the best ones."""
+        """Logits [B, count] that the chosen tokens are after the best ones."""
         return expected.amax(-1) - expected.gather(2, ids[:, 150:].unsqueeze(-1)).squeeze(-1)
 
     for reference in (model, load("reasoner-10m", dtype="float32", device="cpu").model):

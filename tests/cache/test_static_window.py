@@ -49,7 +49,7 @@ def ragged(new: int = 22) -> tuple[Tensor, Tensor]:
 
 
 def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = True) -> int:
-    """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. Behind a step, keys of
+    """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. After a step, keys of
     later layers differ in their last bits."""
     count, columns = 0, dynamic.get_seq_length()
     rows = dynamic.padding.rows
@@ -72,7 +72,7 @@ def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = Tru
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ragged_prompts_chunks_and_steps_are_those_of_the_dynamic_cache(name: str, cuts) -> None:
-    """Windows of 6 tokens: chunks end before, on and behind them, and within padding."""
+    """Windows of 6 tokens: chunks end before, on and after them, and within padding."""
     ids, mask = ragged()
     (dynamic, expected), (static, found) = both(name, model_plan(built(name)), ids, cuts, mask, prompt=20)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
@@ -199,7 +199,7 @@ def test_what_a_static_window_cannot_be() -> None:
     model = built("gemma3")
     plan = model_plan(model)
     right = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    with pytest.raises(UnsupportedModel, match=r"row 0 .* padded behind its tokens \(columns 3 to 3\)") as error:
+    with pytest.raises(UnsupportedModel, match=r"row 0 .* padded after its tokens \(columns 3 to 3\)") as error:
         PlanCache(plan, model.config, right, max_tokens=40)
     assert "padding_side = 'left'" in str(error.value.hint)
     PlanCache(plan, model.config, right.flip(1), max_tokens=40)
@@ -219,7 +219,7 @@ def test_a_refused_reset_changes_nothing() -> None:
     full = torch.nn.functional.pad(left, (0, 8), value=1)
     used, untouched = (PlanCache(model_plan(model), model.config, left, max_tokens=40) for _ in range(2))
     refused = {
-        "padded behind its tokens": left.flip(1),
+        "padded after its tokens": left.flip(1),
         "attention_mask has 3 rows, but the batch has 2": torch.ones(3, 4, dtype=torch.long),
         "has holes": torch.tensor([[1, 0, 1], [1, 1, 1]]),
     }

@@ -32,7 +32,7 @@ def threads_take_turns() -> Iterator[None]:
 
 
 def request(model: torch.nn.Module, plan: Plan, max_tokens: int | None, seed: int) -> Tensor:
-    """Logits of a prompt that fills a page and of steps behind it, through a cache of its own."""
+    """Logits of a prompt that fills a page and of steps after it, through a cache of its own."""
     cache = PlanCache(plan, model.config, max_tokens=max_tokens)
     logits = feed(model, cache, random_ids(1, PROMPT + STEPS, seed), range(PROMPT, PROMPT + STEPS))
     assert cache.lengths == [PROMPT + STEPS]

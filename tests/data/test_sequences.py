@@ -79,7 +79,7 @@ def test_an_evaluation_prompt_starts_with_eos_and_ends_with_think(tokenizer: Pre
 
 
 def test_a_text_file_is_dealt_in_pieces_that_grow(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every pool's windows together are its pieces, each behind the separator; all pieces together are the file."""
+    """Every pool's windows together are its pieces, each after the separator; all pieces together are the file."""
     text = "".join(f"line {i} of the file\n" for i in range(3000))
     (tmp_path / "a.txt").write_text(text)
     pieces = {
@@ -282,7 +282,7 @@ def test_short_sequences_are_passed_over(tokenizer: PreTrainedTokenizerBase) -> 
     assert_says(caught.value, ["seq_len = 4000 and min_len = 3000", "lower num_samples"])
     with pytest.raises(UsageError) as caught:
         load_sequences(DataSpec("tasks:ledger", num_samples=1, seq_len=8), tokenizer)
-    assert_says(caught.value, ["raise seq_len where replies begin behind it"])
+    assert_says(caught.value, ["raise seq_len where replies begin after it"])
 
 
 def test_the_opening_tokens_are_the_tokenizers_own() -> None:

@@ -173,7 +173,7 @@ def test_the_results_of_the_readme_are_those_of_the_committed_evaluation() -> No
 
 
 def table_of(text: str, heading: str) -> list[list[str]]:
-    """The cells of the first table behind a heading, without its header."""
+    """The cells of the first table after a heading, without its header."""
     lines = text.split(heading)[1].splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|---"))
     rows = []

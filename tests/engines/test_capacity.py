@@ -78,11 +78,11 @@ def test_a_memory_without_room_for_one_request_is_refused() -> None:
 
 
 def test_all_rings_have_the_bytes_of_the_largest_in_vllm() -> None:
-    """Layers of other heads, and with tokens at 16 bits beside their pages: sinks and a window."""
-    beside = Format(2, "channel", num_sink_tokens=4, recent_window=128)
+    """Layers of other heads, and with tokens at 16 bits besides their pages: sinks and a window."""
+    besides = Format(2, "channel", num_sink_tokens=4, recent_window=128)
     layers = [
         LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (k,), (Format(2),))
-        for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, beside)))
+        for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, besides)))
     ]
     shard = HeadShard(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}))
     rings = [shard.ring_bytes(index) for index in (0, 1)]
@@ -193,7 +193,7 @@ def test_sglang_takes_rings_off_the_memory_first() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         sglang_capacity(plan, 1000, 1, 32768, 64)
     assert refused.value.smallest_bytes == 256 * 2_359_296 + rings
-    assert f"beside {rings} bytes of rings" in refused.value.message
+    assert f"besides {rings} bytes of rings" in refused.value.message
     assert refused.value.hint is not None and refused.value.hint.endswith("or fewer requests")
 
 

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("counts", [[1], [6], [1, 1, 1], [6, 6], [2], [1, 6, 3], [6, 1, 1, 2, 5], []])
 def test_requests_are_filled_up_with_their_last_token_and_cut_again(counts: list[int]) -> None:
     decoded = Decoded.of_counts(torch.tensor(counts, dtype=torch.int32), 6, CPU)
-    x = torch.randn(sum(counts) + 3, 2, 4)  # behind the decodes, a chunk of 3 tokens
+    x = torch.randn(sum(counts) + 3, 2, 4)  # after the decodes, a chunk of 3 tokens
     found = decoded.of_rows(x)
     if max(counts, default=1) == 1:
         assert decoded.tokens == 1 and torch.equal(found, x[: len(counts)])

@@ -53,7 +53,7 @@ def serve(
 
 @torch.no_grad()
 def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096, plan: Plan | None = None) -> list[int]:
-    """Greedy tokens behind ``cached`` tokens that were computed before, all in chunks of at most ``chunk``."""
+    """Greedy tokens after ``cached`` tokens that were computed before, all in chunks of at most ``chunk``."""
     model, ids = served.model, torch.tensor([prompt])
     cache = PlanCache(plan or served.plan, model.config)
     with attached(model):
@@ -71,7 +71,7 @@ def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096, 
 
 @pytest.mark.parametrize("chunk", [4096, 256])
 def test_cold_and_behind_the_radix_trees_prefixes(chunk: int, served: Served, tmp_path: Path) -> None:
-    """The second time around, prompts begin behind the pages that the first time filled."""
+    """The second time around, prompts begin after the pages that the first time filled."""
     given = prompts(*LENGTHS)
     rounds = serve(served, tmp_path, [given, given], chunked_prefill_size=chunk)
     assert [one["cached"] for one in rounds[0]] == [0, 0, 0, 0]
@@ -116,7 +116,7 @@ def test_requests_that_are_retracted(served: Served, tmp_path: Path) -> None:
 
 
 def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
-    """Of unequal bits in one layer; cold, and behind prefixes."""
+    """Of unequal bits in one layer; cold, and after prefixes."""
     given = prompts(130, 300)
     for found in serve(served, tmp_path, [given, given], tp_size=2):
         for prompt, one in zip(given, found, strict=True):

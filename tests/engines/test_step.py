@@ -108,7 +108,7 @@ def check(memory: Memory, every: list[Both]) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
-    """Prompts that end before, at and behind the end of a page, decoded together over the next pages; in chunks; with
+    """Prompts that end before, at and after the end of a page, decoded together over the next pages; in chunks; with
     blocks that another one filled. Nothing that nobody wrote is read, nothing foreign is written."""
     plan = PLANS[name]
     memory = Memory(HeadShard(plan))
@@ -145,14 +145,14 @@ def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
     check(memory, every)
 
 
-# Where a step with drafts differs: what a page of a head needs beside its tokens, and where the tokens lie.
+# Where a step with drafts differs: what a page of a head needs besides its tokens, and where the tokens lie.
 DRAFTED = ["2 bits by channel", "values of 16 bits", "three tiers", "rotated, basis", "random, λ", "sinks",
            "window rules"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_are_tokens_that_come_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 7 drafts behind a token, of which any number is right, over the end of a page; chunks in between. The
+    """Up to 7 drafts after a token, of which any number is right, over the end of a page; chunks in between. The
     outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere else."""
     plan = (PLANS | BESIDE)[name]
     memories = [Memory(HeadShard(plan, lookahead=7))]

@@ -74,7 +74,7 @@ def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
     "name", ["2 bits by channel", "keys of 16 bits", "three tiers", "sinks", "windows", "window rules"]
 )
 def test_drafts_are_those_of_the_reference(name: str, dim: int) -> None:
-    """Up to 7 drafts behind a token, of which any number is right, over the ends of pages; single tokens in between.
+    """Up to 7 drafts after a token, of which any number is right, over the ends of pages; single tokens in between.
     Pages are the same bytes."""
     plan, draw = plan_for(name, dim), random.Random(len(name))
     memories = [Memory(HeadShard(plan, lookahead=7), device=device) for device in ("cpu", "cuda")]
@@ -104,7 +104,7 @@ def test_drafts_are_those_of_the_reference(name: str, dim: int) -> None:
 
 
 def test_decodes_may_be_captured_in_a_graph() -> None:
-    """With rows of length 0 in nobody's ring behind the sequences; replayed over the end of a page.
+    """With rows of length 0 in nobody's ring after the sequences; replayed over the end of a page.
 
     Parts of a batch's rows are cut by all of its lengths: equal bits are those of the same batch."""
     plan = plan_for("2 bits by channel", 128)

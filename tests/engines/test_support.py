@@ -57,7 +57,7 @@ def test_tokens_beside_the_pages_are_refused_behind_cached_prefixes(name: str, e
     k, v, reason = BESIDE_PAGES[name]
     plan = llama_plan(k, v)
     require_served(plan, is_cuda=False)
-    with pytest.raises(UnsupportedModel, match=f"{reason} at 16 bits, which a request behind") as refused:
+    with pytest.raises(UnsupportedModel, match=f"{reason} at 16 bits, which a request after") as refused:
         require_no_prefixes(plan, engine)
     assert option in str(refused.value)
     require_no_prefixes(llama_plan(K, V), engine)

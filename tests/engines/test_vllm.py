@@ -28,8 +28,8 @@ pytestmark = pytest.mark.engines
 
 VOCABULARY, TOKENS = 128, 40
 LENGTHS = (5, 130, 300, 700)
-# A request of this model takes four blocks for its rings beside those of its tokens. Three of 300 tokens fit into these
-# blocks (one is nobody's); of 400 tokens, two.
+# A request of this model takes four blocks for its rings besides those of its tokens. Three of 300 tokens fit into
+# these blocks (one is nobody's); of 400 tokens, two.
 SHORT = {"num_gpu_blocks_override": 24, "max_model_len": 1024}
 
 
@@ -96,7 +96,7 @@ class Served:
         return dataclasses.replace(self.plan, layers=tuple(layers))
 
     def write(self, name: str, plan: Plan | None = None) -> str:
-        path = self.folder / "plans" / name  # vLLM takes every file of tensors beside a configuration for weights
+        path = self.folder / "plans" / name  # vLLM takes every file of tensors next to a configuration for weights
         path.parent.mkdir(exist_ok=True)
         save_plan(self.plan if plan is None else plan, path)
         return str(path)
@@ -142,7 +142,7 @@ def serve(
 
 
 def test_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: Served) -> None:
-    """The second time around, prompts begin behind the blocks that the first time filled."""
+    """The second time around, prompts begin after the blocks that the first time filled."""
     given = prompts(*LENGTHS)
     requests = [{"prompt": ids, "tokens": TOKENS, "at": at} for at in (0, TOKENS + 5) for ids in given]
     found, replay = serve(version, tmp_path, served, requests)
@@ -173,17 +173,17 @@ def without_queries(served: Served, plan: Plan | None = None) -> Plan:
 
 
 def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) -> None:
-    """Prompts that repeat themselves, and others; cold, and behind cached prefixes; some of these are answers."""
+    """Prompts that repeat themselves, and others; cold, and after cached prefixes; some of these are answers."""
     plan = without_queries(served)
     given = [*prompts(*LENGTHS), prompts(9, seed=5)[0] * 15]
     requests = [{"prompt": ids, "tokens": 140, "at": at} for at in (0, 150) for ids in given]
-    requests += [{"prompt": ids, "behind": n, "tokens": 60, "at": 310} for n, ids in enumerate(prompts(3, 50, 20))]
+    requests += [{"prompt": ids, "after": n, "tokens": 60, "at": 310} for n, ids in enumerate(prompts(3, 50, 20))]
     found, replay = serve(version, tmp_path / "drafts", served, requests, plan, speculative_config=DRAFTS)
     plain, _ = serve(version, tmp_path / "plain", served, requests, plan)
     equal = 0
     for name, (tokens, chances) in plain["outputs"].items():
         ours, our_chances = found["outputs"][name]
-        if found["requests"][name][0] == plain["requests"][name][0]:  # not behind an answer that differs
+        if found["requests"][name][0] == plain["requests"][name][0]:  # not after an answer that differs
             first = next((n for n, (a, b) in enumerate(zip(tokens, ours, strict=True)) if a != b), None)
             assert first is None or abs(chances[first] - our_chances[first]) <= 2 * MOST, (name, first)  # a tie
             equal += first is None
@@ -314,7 +314,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         ),
         (
             served.arguments(served.write("copies", served.with_copies())),
-            "v keeps a window of 32 tokens at 16 bits, which a request behind a cached prefix does not have",
+            "v keeps a window of 32 tokens at 16 bits, which a request after a cached prefix does not have",
         ),
         (
             served.arguments(sliding_plan(tmp_path / "sliding"), model=str(tmp_path / "sliding")),

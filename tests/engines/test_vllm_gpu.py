@@ -61,7 +61,7 @@ def run(folder: Path, program: str, given: dict[str, Any], runner: int = 2) -> d
 
 
 def twice(*lengths: int, tokens: int = TOKENS) -> list[dict]:
-    """Requests of these lengths, and the same again behind the blocks that the first ones filled."""
+    """Requests of these lengths, and the same again after the blocks that the first ones filled."""
     return [{"prompt": ids, "tokens": tokens, "at": at} for at in (0, tokens + 5) for ids in prompts(*lengths)]
 
 
@@ -81,7 +81,7 @@ def test_graphs_give_what_the_eager_run_gives(dtype: str, tmp_path: Path, served
 
 @pytest.mark.parametrize("runner", [1, 2])
 def test_drafts_change_no_token(runner: int, tmp_path: Path, served: Served) -> None:
-    """Of n-grams; over the ends of pages, cold and behind cached prefixes."""
+    """Of n-grams; over the ends of pages, cold and after cached prefixes."""
     plan = served.write("drafts.safetensors", without_queries(served))
     given = {"additional_config": {"kvcal_plan": plan}, "speculative_config": DRAFTS}
     found = serve(tmp_path, served, twice(5, 120, 250, 380), runner, **given)

@@ -1,6 +1,6 @@
 """Steps of several tokens through the fast kernel, on a GPU: against fp64, and against the same tokens one by one.
 
-Rows begin where a page fills, or comes to be read, before, among and behind the tokens of the step. As in
+Rows begin where a page fills, or comes to be read, before, among and after the tokens of the step. As in
 test_kernels_decode, what no token lies in is poisoned.
 """
 
@@ -29,7 +29,7 @@ LENGTHS = (0, 3, 121, 125, 127, 128, 300, 377, 380, 383, 384, 505)
 
 
 class DraftCase(Case):
-    """A cache after the ``append`` of S tokens behind ``held`` of every row; rings have room for all drafts."""
+    """A cache after the ``append`` of S tokens after ``held`` of every row; rings have room for all drafts."""
 
     def __init__(self, variant: Variant, held: tuple[int, ...], heads: int, seed: int) -> None:
         tokens = variant.query_tokens
@@ -77,7 +77,7 @@ class DraftCase(Case):
         return found
 
     def _seen(self, side: Side, row: int, before: int) -> Tensor:
-        """fp64 [n G, before + 1, D]: what the query behind so many tokens attends to."""
+        """fp64 [n G, before + 1, D]: what the query after so many tokens attends to."""
         fmt, x = self.variant.format(side), self.dense[side][row].double()[:, : before + 1].clone()
         for page in range(fmt.pages_read(before)):
             x[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = self.decoded[side, row, page]

@@ -107,7 +107,7 @@ def variant_of(k: Format, v: Format, dim: int = 128, group: int = 4, dtype: str 
 
 class Case:
     """A cache after an append: ``lengths`` tokens a row before the step, the new one stored. ``seen``: keys and values
-    as they are read back. ``seed`` of the tokens; pages lie one behind the other unless they are ``scattered``.
+    as they are read back. ``seed`` of the tokens; pages lie one after the other unless they are ``scattered``.
     ``alike``: channels, for the query, too; one token of a page has the largest code in all, another the smallest."""
 
     device = "cuda"

@@ -87,7 +87,7 @@ def test_all_that_a_kernels_own_shared_memory_leaves(cache: None, own: int) -> N
     for words in (48 * 256 - own, most // 4 - own):
         fill.launch((1, 1, 1), 256, 4 * words, x.data_ptr(), words)
         assert x.item() == own + 2 * words
-    with pytest.raises(KernelError, match=f"beside its own {4 * own}; allowed on GPU .*: up to {most - 4 * own}"):
+    with pytest.raises(KernelError, match=f"next to its own {4 * own}; allowed on GPU .*: up to {most - 4 * own}"):
         fill.launch((1, 1, 1), 256, most - 4 * own + 4, x.data_ptr(), words)
 
 

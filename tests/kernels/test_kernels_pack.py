@@ -64,7 +64,7 @@ def pack(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
 def test_a_prompt_is_packed_and_unpacked_as_the_codec_does(case: Case, device: str) -> None:
-    """Two rows of a batch [B, T, n, D], 2 pages each behind 3 that there are, at scattered slots."""
+    """Two rows of a batch [B, T, n, D], 2 pages each after 3 that there are, at scattered slots."""
     codec, slots = case.codec(), [[5, 0], [2, 4]]
     x = case.tokens(2, 5 + 2 * 128, N).transpose(1, 2)[:, :, 5:]
     generator = torch.Generator().manual_seed(11)

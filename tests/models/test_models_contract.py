@@ -29,7 +29,7 @@ REFUSED = {
     "falcon": (tap, "FalconForCausalLM bypasses transformers' AttentionInterface (FalconAttention)"),
     "bloom": (tap, "BloomForCausalLM bypasses"),
     "mpt": (tap, "MptForCausalLM bypasses"),
-    "glm_moe_dsa": (geometry_of, "layer 0 of glm_moe_dsa caches the keys of a sparse-attention indexer beside"),
+    "glm_moe_dsa": (geometry_of, "layer 0 of glm_moe_dsa caches the keys of a sparse-attention indexer besides"),
     "zamba2": (kv_projections, "Zamba2ForCausalLM: several layers call the same attention module"),
     "recurrent_gemma": (geometry_of, "RecurrentGemmaForCausalLM keeps a state in model.layers.0"),
     "bert_decoder_without_mask": (geometry_of, "BertLMHeadModel is not causal"),
@@ -61,7 +61,7 @@ SHAPES = {
     "kimi_linear": (4, 1, LATENT, ["state", None, "state"]),
     "falcon_h1": (4, 1, 16, [None] * 3),
 }
-# Bytes of the state beside keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a convolution over
+# Bytes of the state besides keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a convolution over
 # their channels and twice 8.
 BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}
 LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}

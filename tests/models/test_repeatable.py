@@ -20,7 +20,7 @@ def settings() -> tuple[bool, int, bool]:
 
 def watched(model: nn.Module) -> dict[str, list[tuple[bool, int, bool]]]:
     """torch's settings when gradients of attention's arguments, and of all else, are there."""
-    seen: dict[str, list[tuple[bool, int, bool]]] = {"forward": [], "behind": [], "attention": []}
+    seen: dict[str, list[tuple[bool, int, bool]]] = {"forward": [], "after": [], "attention": []}
 
     def attend(*args: torch.Tensor, **kwargs: object) -> torch.Tensor:
         seen["forward"].append(settings())
@@ -34,7 +34,7 @@ def watched(model: nn.Module) -> dict[str, list[tuple[bool, int, bool]]]:
         output = model(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits
     for layer in model.model.layers:
         weight = layer.self_attn.q_proj.weight
-        weight.register_post_accumulate_grad_hook(lambda _: seen["behind"].append(settings()))
+        weight.register_post_accumulate_grad_hook(lambda _: seen["after"].append(settings()))
     output.square().mean().backward()
     return seen
 
@@ -45,7 +45,7 @@ def test_only_the_backward_of_attention_is_deterministic(family: str) -> None:
     with repeatable_attention(model):
         seen = watched(model)
     count = model.config.num_hidden_layers
-    assert seen["forward"] == seen["behind"] == [(False, *before[1:])] * count
+    assert seen["forward"] == seen["after"] == [(False, *before[1:])] * count
     assert seen["attention"] == [(False, 2, False)] * count  # 2: an operation without an order raises
     assert settings() == before and watched(model)["attention"] == [before] * count
 

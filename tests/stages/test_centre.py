@@ -58,7 +58,7 @@ def keys_of(loaded: LoadedModel, tokens_BT: Tensor = TOKENS) -> dict[int, Captur
 # gemma3: QK-norm, two bases; gpt_oss: YaRN, biases; glm4: partial, interleaved; smollm3: no RoPE.
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "glm4", "smollm3"])
 def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
-    """The stored mean is that of an fp64 loop behind the first tokens, and pages are read back to 4 bits."""
+    """The stored mean is that of an fp64 loop after the first tokens, and pages are read back to 4 bits."""
     loaded = as_loaded(built(name))
     layers = layers_in(loaded, LATTICE)
     found = centring(loaded, layers, list(TOKENS), Notes())

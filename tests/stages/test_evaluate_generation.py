@@ -170,7 +170,7 @@ def test_verify_finds_a_page_that_changed() -> None:
 def test_every_segment_compares_what_was_read_with_the_packed_cache(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that changes behind the copy's back ends the measurement."""
+    """A page that changes after the copy's back ends the measurement."""
     counted = tasks.require_predicted_bytes
 
     def flip(cache: PlanCache) -> None:

@@ -348,7 +348,7 @@ def test_only_rotated_pages_without_transforms_get_a_basis(tmp_path: Path, llama
 
 
 def test_a_basis_errs_less_in_a_cache(tmp_path: Path, llama: LoadedModel) -> None:
-    """Of the same bits: logits behind a text, through the packed cache."""
+    """Of the same bits: logits after a text, through the packed cache."""
     layers, signs = layers_of(llama, ROTATED, ROTATED), lattice_tensors(layers_of(llama, ROTATED, ROTATED))
     ids, errors = random_ids(2, 200, seed=3), {}
     with torch.no_grad():

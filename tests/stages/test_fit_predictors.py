@@ -60,7 +60,7 @@ SINKS = 4
 
 def captured_rows(tokens_T: Tensor) -> list[dict[str, np.ndarray]]:
     """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them; sinks, as
-    pages have them, by the first token behind."""
+    pages have them, by the first token after."""
     loaded, seen = loaded_llama(), []
     with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
         loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)

@@ -305,7 +305,7 @@ def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
     mask_T[132:] = False
     whole = measure(observer(model), 0, tokens_T, mask_T)
     assert float(whole.loss_B) == pytest.approx(float(half.loss_B), rel=1e-5)
-    # 4 sinks and one page: the tokens behind them have no gradient.
+    # 4 sinks and one page: the tokens after them have no gradient.
     torch.testing.assert_close(
         whole.errors[1, "k"].weighted_BNC, half.errors[1, "k"].weighted_BNC, rtol=1e-4, atol=1e-12
     )
@@ -313,7 +313,7 @@ def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_oss", "gpt2"])
 def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> None:
-    """Padded on the right: behind two pages, within the first, and behind the sinks alone.
+    """Padded on the right: after two pages, within the first, and after the sinks alone.
 
     Forwards of other shapes round otherwise: 1e-6 of a value, 1e-5 with room for any CPU. Errors are continuous in the
     values, since a value in the middle between two codes is as far from both, and with parameters in fp32 only: the

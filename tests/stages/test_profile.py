@@ -205,7 +205,7 @@ def test_nan_names_layer_and_sample_and_keeps_what_was_measured(tmp_path: Path) 
 
 def test_sequences_too_short_for_a_page_are_refused_unless_without_kl(tmp_path: Path) -> None:
     listener = Listener()
-    with pytest.raises(UsageError, match="none of 2 sequences has a loss token behind token 145") as refused:
+    with pytest.raises(UsageError, match="none of 2 sequences has a loss token after token 145") as refused:
         run(Path("/nonexistent"), listener, data=data_of(90, 145))
     assert "kl_samples = 0" in refused.value.hint and not listener.steps
     found = run(tmp_path, data=data_of(40, 30), spec=replace(SPEC, kl_samples=0))
@@ -275,7 +275,7 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
 
 
 def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
-    """KL is measured for some of them; no bits and no group beside those of the recipe can be chosen."""
+    """KL is measured for some of them; no bits and no group besides those of the recipe can be chosen."""
     spec = ProfileSpec(num_bits=(4, 2), k_axes=("token",), group_sizes=(32, 64), kl_samples=1, kl_tokens=170)
     found = run(tmp_path, spec=spec, data=data_of(170))
     for side in SIDES:

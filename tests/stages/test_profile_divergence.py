@@ -279,7 +279,7 @@ def test_plans_begin_where_nothing_before_is_read() -> None:
 
 
 def test_out_of_memory_halves_the_plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that holds two plans' caches beside the reference."""
+    """A device that holds two plans' caches besides the reference."""
     loaded, sizes, listener = loaded_model(), [], Listener()
     reference, _ = plans_of(loaded)
     plans = [one_side_plan(reference, 0, "k", CACHE.format("k", bits, "channel", 32)) for bits in (1, 2, 3, 4, 8)]

@@ -102,7 +102,7 @@ def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND:
     read = k.double().clone()
     for head in range(k.shape[0]):
         packed = k[head].clone()
-        packed[0] = packed[1]  # the sink, which is kept beside its page
+        packed[0] = packed[1]  # the sink, which is kept next to its page
         for page in range((len(tokens_T) - 1 - 16) // 128):
             inside = slice(128 * page, 128 * (page + 1))
             stored = (packed[inside] - offset_ND[head]) / lambda_ND[head]

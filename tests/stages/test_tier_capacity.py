@@ -42,7 +42,7 @@ def scores_by_hand(fmt: Format, q_HTD: Tensor, k_NTD: Tensor) -> list[list[list[
     for num_tokens in range(1, T + 1):
         new = num_tokens // 128 - len(pages)
         for ordinal in range(len(pages), len(pages) + new):
-            first = max(fmt.num_sink_tokens, 128 * ordinal)  # sinks are packed as copies of the first token behind them
+            first = max(fmt.num_sink_tokens, 128 * ordinal)  # sinks are packed as copies of the first token after them
             page = []
             for head, keys in enumerate(k):
                 row = []

@@ -228,7 +228,7 @@ def test_logits_with_partial_rotary_and_other_families(family: str, name: str) -
         expected = feed(model, dynamic, ids, cuts)
     with attached(model):
         found = feed(model, static, ids, cuts)
-    # Behind the first layer attention's last bits differ, so that a code may be another one.
+    # After the first layer attention's last bits differ, so that a code may be another one.
     relative = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert relative.max() < 0.01 and relative.median() < 1e-5
     assert_same_records_of_first_layer(static, dynamic)
@@ -256,7 +256,7 @@ def test_a_slow_cache_says_so_once() -> None:
     assert first == ["k pages are on a lattice", "v pages are on a lattice"] and not any(others)
 
 
-# Both sides reconstructed; keys alone; values alone, beside boosted keys.
+# Both sides reconstructed; keys alone; values alone, besides boosted keys.
 MET = ["lattice d=2", "before RoPE, boosted", "lattice, queries choose channels of keys"]
 
 

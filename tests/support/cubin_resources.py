@@ -2,7 +2,7 @@
 
 A cubin is an ELF file: ``.nv.info`` holds attributes as (format, kind, size, content), of which the per-entry ones are
 pairs of a symbol's index and a value; ``.text.<entry>`` holds the instructions of 16 bytes each (all architectures
-since sm_70), and ``.nv.shared.<entry>`` the declared shared memory, behind 1024 bytes that the system keeps for itself
+since sm_70), and ``.nv.shared.<entry>`` the declared shared memory, after 1024 bytes that the system keeps for itself
 since sm_90. Left out: spills apart from arrays in local memory, which only ptxas' own log tells apart, and attributes
 of functions that are called (an entry's stack already includes theirs).
 """

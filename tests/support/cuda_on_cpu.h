@@ -88,7 +88,7 @@ template <class Compute> void together(Compute compute) {
     all.round++;
 }
 
-// What nobody has written is NaN in every precision, and as an address odd; there is more of it behind the end.
+// What nobody has written is NaN in every precision, and as an address odd; there is more of it after the end.
 inline void allocate(size_t bytes) {
     const size_t words = (bytes + (1 << 17)) / 128 * 64;
     unsigned short* memory = (unsigned short*)aligned_alloc(128, 2 * words);

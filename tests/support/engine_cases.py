@@ -40,7 +40,7 @@ TAKEN: dict[str, tuple[Format, Format]] = {
     "rotated": (Format(4, "token", 64, quantizer="rotated"), Format(2, "token", 32, quantizer="rotated")),
     "rotated values": (boosted("magnitude"), Format(3, "token", 64, quantizer="rotated")),
 }
-# With tokens at 16 bits beside the pages: engines take them where prefixes are not cached.
+# With tokens at 16 bits besides the pages: engines take them where prefixes are not cached.
 UNSHARED: dict[str, tuple[Format, Format]] = {
     "sinks": (Format(2, "channel", 64, num_sink_tokens=4), Format(2, "token", 32, num_sink_tokens=130)),
     "windows": (Format(2, "channel", 32, recent_window=64), Format(2, "token", 32, recent_window=300)),
@@ -111,7 +111,7 @@ class Memory:
 
 class Sequence:
     """A sequence in an engine's memory, and the same in a dynamic ``PlanCache``. ``shared``: blocks that another one
-    filled, which it begins behind."""
+    filled, which it begins after."""
 
     def __init__(self, memory: Memory, plan: Plan, shared: list[int] | None = None) -> None:
         self.memory, self.blocks = memory, list(shared or ())

@@ -1,6 +1,6 @@
 """What an engine did, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a time.
 
-An engine cuts prompts into chunks, begins behind blocks that others filled, and drops a request's blocks to compute
+An engine cuts prompts into chunks, begins after blocks that others filled, and drops a request's blocks to compute
 them again later. All of that changes which tokens are seen packed. So the steps are replayed as they were recorded.
 Drafts leave no trace: those that were right are fed as single tokens, and the others not at all.
 """
@@ -44,14 +44,14 @@ class Replay:
         results: dict[str, list[torch.Tensor]] = {name: [] for name in found["requests"]}
         ids = {name: prompt + output for name, (prompt, output) in found["requests"].items()}
         for step in found["steps"]:
-            # Those that fill blocks come before those that begin behind them.
+            # Those that fill blocks come before those that begin after them.
             for name, first, count, blocks, drafts, right in step:
                 self.rejected, self.accepted = self.rejected + count - right, self.accepted + drafts - count + right
                 self.split += (first + count) // PAGE > (first + right) // PAGE
                 new = torch.tensor([ids[name][first : first + right]])
                 if drafts:  # the request ends with its last token, maybe before the drafts that were right
                     right = min(right, new.shape[1])
-                if new.shape[1] < right:  # the engine went on behind the end, without a result
+                if new.shape[1] < right:  # the engine went on after the end, without a result
                     continue
                 cache = self._cache_at(name, first, blocks)
                 for part in new.split(1, dim=1) if count <= self.alone else [new]:
@@ -84,7 +84,7 @@ class Replay:
 
 
 def begin_sums(cache: PlanCache, tokens: int) -> None:
-    """As a request that begins behind so many cached tokens: it counts its own queries alone."""
+    """As a request that begins after so many cached tokens: it counts its own queries alone."""
     for part in (part for layer in cache.layers for part in layer.parts):
         part.query_sum.zero_()
         part.query_since.fill_(tokens)

@@ -102,7 +102,7 @@ def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManag
 def steps(
     model: hf.PreTrainedModel, cache: PlanCache, ids: Tensor, prompt: int, mask: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Logits fp32 [B, vocabulary] behind a prompt of so many columns, then behind every later token of ids [B, T]."""
+    """Logits fp32 [B, vocabulary] after a prompt of so many columns, then after every later token of ids [B, T]."""
     positions = (torch.ones_like(ids) if mask is None else mask).cumsum(1).sub(1).clamp(min=0)
     for start, stop in [(0, prompt), *((column, column + 1) for column in range(prompt, ids.shape[1]))]:
         seen = None if mask is None else mask[:, :stop]

@@ -75,7 +75,7 @@ SIZES: dict[int, str] = {
 }
 FLAGS = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False, "eos_token_id": None}
 TINY = {name: size for size, names in SIZES.items() for name in names.split()} | FLAGS
-# What single families need beside: sizes that have to fit each other, and full attention in some layer.
+# What single families need besides: sizes that have to fit each other, and full attention in some layer.
 _HEADS = {"num_key_value_heads": 4}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}

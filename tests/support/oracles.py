@@ -180,7 +180,7 @@ class StoredHead:
         self.pages: dict[int, Tensor] = {}
 
     def page_tokens(self, page: int) -> Tensor:
-        """[128, D]: tokens 128 p ... 128 p + 127, but for sinks, which the first token behind them stands for."""
+        """[128, D]: tokens 128 p ... 128 p + 127, but for sinks, which the first token after them stands for."""
         tokens = []
         for token in range(PAGE * page, PAGE * (page + 1)):
             while token < self.fmt.num_sink_tokens and token % PAGE < PAGE - 1:

@@ -1,4 +1,4 @@
-"""Environments of SGLang, kept beside those of vLLM and made in the same way: from the wheel alone and what it imports,
+"""Environments of SGLang, next to those of vLLM and made in the same way: from the wheel alone and what it imports,
 with the torch and transformers of the environment that runs the tests."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def recorded(found: Any, rounds: list[list[list[int]]]) -> dict[str, Any]:
 
 def _without_discarded(steps: list[list[list[Any]]]) -> list[list[list[Any]]]:
     """Steps without those whose token SGLang dropped: it takes a request's pages back while a step computes its next
-    token, and computes that token again, behind the tokens that it knows."""
-    places: dict[str, list[tuple[int, int]]] = {}  # of each request, by step: its first token and the one behind
+    token, and computes that token again, after the tokens that it knows."""
+    places: dict[str, list[tuple[int, int]]] = {}  # of each request, by step: its first token and the one after
     kept: list[list[list[Any]]] = []
     for step in reversed(steps):
         kept.append([])

@@ -49,7 +49,7 @@ def transformed(plan: Plan) -> Plan:
 
 
 def mixed_plan() -> Plan:
-    """Values that shrink, with growing windows, beside keys that hear queries."""
+    """Values that shrink, with growing windows, besides keys that hear queries."""
     k = Format(2, "channel", 32, 3, boost=Boost("query_range", (Tier(16, 0.25, 1.5), Tier(4, 0.25))))
     v = dataclasses.replace(fmt("v", (140, 150, 290)), window_rule=WindowRule("clamped", 0.25, 60, 10))
     return dataclasses.replace(llama_plan(k, v, num_layers=1), workload=Workload(8, 2048))

@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 
 def request(model: torch.nn.Module, plan: Plan, max_tokens: int | None, seed: int) -> Tensor:
-    """Logits of a prompt of 1 to 300 tokens and of 1 to 40 steps behind it."""
+    """Logits of a prompt of 1 to 300 tokens and of 1 to 40 steps after it."""
     rng = random.Random(seed)
     prompt, steps = rng.randint(1, 300), rng.randint(1, 40)
     cache = PlanCache(plan, model.config, max_tokens=max_tokens)

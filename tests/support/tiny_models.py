@@ -51,7 +51,7 @@ _HALF = _rope(partial_rotary_factor=0.5)
 # Multi-head latent attention: a latent of 32, a rotary key of 8, and heads of 16 + 8 and 24 made of them.
 _LATENT = _MHA | {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-# Of each: the class of its configuration without "Config", and what it has beside or instead of _SHAPE.
+# Of each: the class of its configuration without "Config", and what it has besides or instead of _SHAPE.
 _CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {}),
     "llama_mha_yarn": ("Llama", _MHA | {"rope_parameters": _YARN}),
@@ -95,12 +95,12 @@ _CONFIGS: dict[str, tuple[str, dict]] = {
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _ROUTED | {
         "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "q_lora_rank": 16,
     }),
-    # Latent attention beside gated delta rules.
+    # Latent attention besides gated delta rules.
     "kimi_linear": ("KimiLinear", _LATENT | {
         "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16, "linear_head_dim": 16,
         "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }),
-    # Three layers that attend in chunks, with a norm behind RoPE; then one of full attention, without both.
+    # Three layers that attend in chunks, with a norm after RoPE; then one of full attention, without both.
     "llama4": ("Llama4Text", {
         "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64,
         "head_dim": 16, "attention_chunk_size": 8, "use_qk_norm": True,

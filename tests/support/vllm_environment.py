@@ -3,7 +3,7 @@
     folder of caches / kvcal-tests / vllm-0.32.0-py3.11-torch2.13.0
 
 An environment sees the packages of the one that runs the tests (torch, transformers), and has vLLM and what that
-imports beside them. It is made once, in a minute or two, from the package index; tests that cannot have one are
+imports besides them. It is made once, in a minute or two, from the package index; tests that cannot have one are
 skipped with the reason.
 """
 

@@ -3,7 +3,7 @@ engine did as JSON, so that all of it can be computed again without vLLM (engine
 
     {"llm": arguments of LLM,
      "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": step, "temperature": 0, "n": 1,
-                   "behind": number of a request, whose prompt and answer come before this prompt}, ...]}
+                   "after": number of a request, whose prompt and answer come before this prompt}, ...]}
     -> {"steps": [[[request, first token, count, [block of each page], drafts, tokens that the engine took for right],
                    ...] of each step],
         "requests": {request: [[prompt], [output]]},
@@ -75,8 +75,8 @@ def serve(scenario: dict) -> dict:
                     detokenize=False, n=given.get("n", 1), logprobs=0,
                 )  # fmt: skip
                 prompt = given["prompt"]
-                if "behind" in given:
-                    before = given["behind"]
+                if "after" in given:
+                    before = given["after"]
                     prompt = scenario["requests"][before]["prompt"] + outputs[str(before)][0] + prompt
                 engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
                 del waiting[number]

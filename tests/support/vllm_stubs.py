@@ -108,7 +108,7 @@ def _verify_by_chance(
 
 
 def _accept(out: Tensor, drafts: Tensor, others: Tensor, accepted: Tensor, bonus: Tensor) -> None:
-    """Drafts up to the first that is not accepted, the other token in its place; behind all drafts, the bonus."""
+    """Drafts up to the first that is not accepted, the other token in its place; after all drafts, the bonus."""
     right = int(accepted.int().cumprod(0).sum())
     out[:right] = drafts[:right]
     out[right] = others[right] if right < len(drafts) else bonus.squeeze()

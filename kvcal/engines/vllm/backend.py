@@ -1,7 +1,7 @@
 """The attention backend: vLLM's metadata of a batch, as the core's decodes and chunks.
 
 vLLM puts requests with one new token, or a token and drafts, first. They are decodes, served by one call; every other
-request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a request begin behind
+request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a request begin after
 blocks that another one fills in the same step.
 
 A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to step lies
@@ -9,7 +9,7 @@ in tensors of fixed addresses, which are written while the metadata is built, ou
 
 Rings are blocks of 16-bit tokens, one a request for its life. vLLM allocates such blocks for models that compress keys
 in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request. Each full-attention layer of a
-plan has a layer with rings beside it; one with a sliding window has a ring and nothing else.
+plan has a layer with rings next to it; one with a sliding window has a ring and nothing else.
 """
 
 from __future__ import annotations
@@ -208,11 +208,11 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [tokens, H, D], key and value [tokens, N, D] -> output [tokens, H, D]; padding behind the tokens of the
+        """query [tokens, H, D], key and value [tokens, N, D] -> output [tokens, H, D]; padding after the tokens of the
         batch is left as it is."""
         plan: PlanLayer = layer.kvcal_layer
         if attn_metadata is None:  # vLLM measures the memory of a model without a cache
-            plan.step.rehearse(len(query), query.dtype)
+            plan.step.warm_up(len(query), query.dtype)
             return output.fill_(0)
         plan.bind(kv_cache)
         rings = plan.rings(attn_metadata)
@@ -331,7 +331,7 @@ class RingBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError("rings are read and written by the layer beside them")
+        raise NotImplementedError("rings are read and written by the layer next to them")
 
     @staticmethod
     def get_builder_cls() -> type[RingMetadataBuilder]:

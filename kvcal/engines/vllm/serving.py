@@ -129,7 +129,7 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
     drafts = config.speculative_config
     if drafts is not None and drafts.method != DRAFTS:
-        reason = f"expected {DRAFTS!r}; layers of a draft model beside a plan's were not tried"
+        reason = f"expected {DRAFTS!r}; layers of a draft model besides a plan's were not tried"
         yield f"drafts of the method {drafts.method!r} ({reason})"
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"

@@ -223,7 +223,7 @@ KV_INLINE void kv_load_codes(const unsigned char* planes, int row, int column, u
 
 // ---- which pages are read, and where things lie
 
-// Pages that attention reads behind `tokens` tokens (Format.pages_read). read_at: token count from which each page is
+// Pages that attention reads after `tokens` tokens (Format.pages_read). read_at: token count from which each page is
 // read, for a window that moves with the text; 0 without one. Such a window is at most `ring` - 128 tokens: few entries
 // are left to look at.
 KV_INLINE int kv_pages(int tokens, int window, int ring, const int* read_at, int length) {

@@ -16,7 +16,7 @@
 // ring, 16-bit pages). All units of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so
 // that ragged batches balance and a captured graph stays valid. The warps of a block take units in turn, each with its own
 // softmax, and room for one record of keys and one of values: while one is in work, the other is on its way, and the table
-// was asked for the slot of the one behind it before that. Parts of a
+// was asked for the slot of the one after it before that. Parts of a
 // head that several blocks share are merged in the order of the blocks by whichever comes last: bitwise repeatable.
 //
 // Several tokens of a sequence (QUERY_TOKENS) are more query heads of each group: all of them meet the same pages, but for
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const i64 q_token = 0;
 #endif
     const Args a = {q, q_row, q_head, q_token, heads, k_rescale, k_offset, s_aux, parts, counters, out};
-    // Pages that are read behind so many tokens.
+    // Pages that are read after so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
     };
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         Signs signs;
         signs.fetch(k_signs, v_signs, thread);
         kv_wait_for_previous();
-        // What is waited for first is asked for first: behind the records of all warps, memory takes microseconds.
+        // What is waited for first is asked for first: after the records of all warps, memory takes microseconds.
         float query[DIM / 32];
         fetch_query(query, a, row, head_index, pass, warp, lane);
         if (DENSE_IS_RARE && first_dense < last) {

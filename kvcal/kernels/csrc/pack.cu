@@ -111,7 +111,7 @@ KV_INLINE void append_side(
 }
 
 // Grid (n heads, B sequences, 2 sides), 256 threads. Stores every sequence's new tokens, and packs the page that they
-// complete, if they do; the ring has room for the page and the tokens behind it.
+// complete, if they do; the ring has room for the page and the tokens after it.
 //   k_new, v_new  [B, QUERY_TOKENS, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it

@@ -15,7 +15,7 @@ constexpr int PADDED = Page<Keys>::padded, UNITS = PADDED / 16;
 constexpr int STRIDE = PADDED + 4;
 static_assert(DIM % 8 == 0 && DIM == Values::dim, "tokens are loaded 8 channels at a time");
 
-// What one sequence and head stores of one side beside its pages, and how many of these are read.
+// What one sequence and head stores of one side next to its pages, and how many of these are read.
 struct Head {
     const unsigned short* sinks;
     const unsigned short* ring;
@@ -29,7 +29,7 @@ KV_INLINE bool is_coded(const Head& head, int token) {
 }
 
 // A token that is stored as it is: a sink, in a page of 16 bits, or in the ring, all of which a sliding window reads
-// behind its one sink, in any order. record: of the page that the token lies in, if one is read.
+// after its one sink, in any order. record: of the page that the token lies in, if one is read.
 template <class S>
 KV_INLINE const unsigned short* token_of(const Head& head, const unsigned char* record, int token) {
     if (token < S::sinks) {

@@ -26,7 +26,7 @@ KV_INLINE bool kv_stage_is_over(
 #define STAGE_PARAMETERS
 #endif
 
-// The slots of a sequence's pages: from the table, or where pages shrink, one behind the other.
+// The slots of a sequence's pages: from the table, or where pages shrink, one after the other.
 struct Slots {
 #ifdef STAGED
     int first;

@@ -19,7 +19,7 @@ KV_INLINE unsigned read_code(const unsigned char* planes, int row, int column) {
     return code;
 }
 
-// Zero number i of a record, beside its scale.
+// Zero number i of a record, next to its scale.
 template <class S>
 KV_INLINE float zero_of(const unsigned char* record, int i, float scale) {
     if constexpr (S::is_rotated) {

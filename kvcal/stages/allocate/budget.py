@@ -42,7 +42,7 @@ def workload_of(spec: AllocateSpec) -> Workload:
 
 
 def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> int:
-    """The workspace of one decode step beside its logits: kvcal.store.workspace. A long prompt that is fed in
+    """The workspace of one decode step besides its logits: kvcal.store.workspace. A long prompt that is fed in
     one piece needs more: state ``workspace`` then."""
     return step_workspace(layers, cache_dtype, workload.batch, workload.context).nbytes
 
@@ -194,8 +194,8 @@ def reserve_hint(nbytes: int) -> str:
 def infeasible(spec: AllocateSpec, split: Split, smallest: int, bits: float) -> InfeasibleBudget:
     """``smallest`` in bytes, ``bits`` what that is per cached value (shown rounded up, so that it is feasible)."""
     rounded_up = math.ceil(bits * 1000) / 1000
-    beside = {"weights": split.weights, "workspace": split.workspace, "reserved for transforms": split.reserved}
-    named = " + ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in beside.items() if nbytes)
+    others = {"weights": split.weights, "workspace": split.workspace, "reserved for transforms": split.reserved}
+    named = " + ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in others.items() if nbytes)
     device = f" ({named})" if named else ""
     return InfeasibleBudget(
         f"a budget of {format_bytes(split.budget)} is too small for batch {spec.batch} x {spec.context} tokens: the "

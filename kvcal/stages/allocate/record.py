@@ -43,7 +43,7 @@ from kvcal.strict import STRICT, Number, NumBytes, dump
 KIND = "allocation"
 SCHEMA = 3
 
-# Any count far behind the last step of the paged rule.
+# Any count far after the last step of the paged rule.
 _LONG = 1 << 30
 Scores = Mapping[Side, Mapping[int, float]]
 BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
@@ -56,7 +56,7 @@ class Split:
 
     ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
     ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes.
-    ``engine``: what a serving engine takes beside pages: rings and padding."""
+    ``engine``: what a serving engine takes besides pages: rings and padding."""
 
     budget: Annotated[int, Field(ge=0, le=10**36)]
     weights: NumBytes | None

@@ -45,7 +45,7 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
     # Beyond the largest options' bytes nothing is left to spend a capacity on.
     most = problem.nbytes(problem.largest)
     setup, cache_dtype, workload = profile.setup, profile.setup.geometry.cache_dtype, problem.workload
-    while True:  # what lies beside the pages follows from the choice
+    while True:  # what lies next to the pages follows from the choice
         solution = solve(problem.units, max(smallest, min(_capacity(split), most)))
         split = replace(split, engine=_beside_pages(problem, spec, setup.identity, solution.choice))
         if solution.nbytes <= _capacity(split):
@@ -63,7 +63,7 @@ def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) ->
 
 
 def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> Split:
-    """The budget, with what an engine takes beside the smallest pages. Raises as ``allocate``."""
+    """The budget, with what an engine takes besides the smallest pages. Raises as ``allocate``."""
     if not problem.units:
         raise UnsupportedModel(
             "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
@@ -86,7 +86,7 @@ def _capacity(split: Split) -> int:
 
 
 def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, choice: Sequence[int]) -> int:
-    """Bytes that an engine takes beside the pages of a choice; 0 without one."""
+    """Bytes that an engine takes besides the pages of a choice; 0 without one."""
     if spec.engine is None:
         return 0
     layers, workload = problem.layers_of(choice), Workload(spec.batch, spec.context)

@@ -114,7 +114,7 @@ def read_accuracy(results: Mapping[str, Any], name: str, metric: str) -> tuple[f
     """The metric's value and standard error in what ``simple_evaluate`` gave; see measure_harness."""
     values = results["results"].get(name, {})
     better = results.get("higher_is_better", {}).get(name, {})
-    # Keys are "metric,filter" and "metric_stderr,filter", beside others.
+    # Keys are "metric,filter" and "metric_stderr,filter", with others.
     found = {key: value for key, value in values.items() if "," in key and "_stderr," not in key}
     for key, value in found.items():
         short, _, rule = key.partition(",")

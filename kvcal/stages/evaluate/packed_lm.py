@@ -91,7 +91,7 @@ class PackedCacheLM(HFLM):
         return output
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts that the harness keeps beside its results, found without a network."""
+        """Facts that the harness keeps besides its results, found without a network."""
         identity = {"model_sha": self.plan.model.weights_sha256, "model_dtype": str(self.model.dtype)}
         bits = self.plan.bits_per_value()
         return identity | {"pretrained": self.source, "plan_sha256": self.plan.sha256, "plan_bits_per_value": bits}

@@ -1,4 +1,4 @@
-"""The evaluation of several plans of one model: text quality and task accuracy beside exact bytes, saved row by row.
+"""The evaluation of several plans of one model: text quality and task accuracy next to exact bytes, saved row by row.
 
 Every number comes through the packed cache (text, tasks).
 
@@ -14,7 +14,7 @@ unfilled pages are a larger part. So each row states the bits at the measured le
 with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
 
 Gates are limits that a row is held against, such as those of a CI job: of KL, of accuracy, and of bytes. A measured
-value is compared as it stands. Its standard error is told beside it; a limit should leave room for it.
+value is compared as it stands. Its standard error is told next to it; a limit should leave room for it.
 """
 
 from __future__ import annotations

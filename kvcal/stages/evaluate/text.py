@@ -11,7 +11,7 @@ Standard errors are over sequences, since tokens of one text are not independent
 error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over c_i
 tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
 
-Logits exist for one chunk at a time: the reference runs beside each plan.
+Logits exist for one chunk at a time: the reference runs next to each plan.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ over layer by layer, and each layer's pages are encoded and decoded by the runti
 fitted so far. Only the layer before is kept, and the forward ends with the last layer that is asked for. The pages of
 all sequences of a batch go through one call of the codec, whose bits do not depend on how many there are.
 
-Tokens are those of whole pages behind the sinks of their side, also of pages that the sequence's end finds in the
+Tokens are those of whole pages after the sinks of their side, also of pages that the sequence's end finds in the
 recent window: these are read as if they had been packed. Query scores take the queries since the page before was
 packed, as in decoding token by token.
 """
@@ -43,7 +43,7 @@ FIT, HELD_OUT = "fit", "held_out"
 STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's
 
 # One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row, sequence by
-# sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side beside it.
+# sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side next to it.
 LayerPages = Mapping[Side, Tensor]
 
 # Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side that was

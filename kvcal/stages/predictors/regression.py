@@ -16,7 +16,7 @@ Sums of fp64 depend on their order in the last digit: two machines, or a CPU and
 and the off-diagonal of Y'Y.
 
 A predictor is stored in the cache's dtype, of low rank (reduced-rank regression), or in 4 bits a weight, rounded column
-by column: the error of one is made good by those behind it.
+by column: the error of one is made good by those after it.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def to_int4(fit: LinearFit, group_size: int, cache_dtype: CacheDtype) -> LinearP
     shape = PredictorShape("int4", *fit.extents, cache_dtype, None, group_size)
     num_inputs = shape.num_inputs
     weight, codes, scales = fit.weight_OF.clone(), [], []
-    # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns behind it, as row i says.
+    # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns after it, as row i says.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(fit.metric_FF))
     carry = torch.linalg.cholesky(inverse, upper=True)
     for start in range(0, num_inputs, group_size):

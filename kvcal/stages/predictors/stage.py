@@ -3,14 +3,14 @@
 Layer l's keys are regressed on the keys of the paged layer before it, its values on that layer's values and its own
 keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
 layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
-and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
+and, one layer after, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
 layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``Starts``): of as
 many sequences as a share of the memory holds, others run from the first layer. Either way gives the same bits. An
 interrupted run goes on after the last batch, and several processes take batches in turn.
 
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
-instead of keys and values really brings. Layers behind a predictor that is left out are fitted to what the cache reads
+instead of keys and values really brings. Layers after a predictor that is left out are fitted to what the cache reads
 back without it. A predictor that pays may still not fit the budget of its allocation: the solver spends what it is
 given on formats, but for the bytes that it was told to reserve. Predictors are taken in the order of layers, as they
 are fitted, while there is room for them.
@@ -94,8 +94,8 @@ class Room:
         """Bytes of the budget that the predictors of the kept ``findings`` leave; below zero beyond it."""
         return _bytes_left(self, with_predictors(self.layers, findings, self.spec))
 
-    def afford(self, finding: Finding, others: Sequence[Finding]) -> Finding:
-        """``finding``, left out where its predictor does not fit beside the others."""
+    def keep_if_it_fits(self, finding: Finding, others: Sequence[Finding]) -> Finding:
+        """``finding``, left out where its predictor does not fit besides the others."""
         if not (finding.is_kept and self.spec.drop):
             return finding
         left = self.left((*others, finding))
@@ -235,7 +235,7 @@ class _Fitting:
             name = f"{target.index}.{target.side}"
             variance, explained = means[f"facts.{name}"].total.tolist() if f"facts.{name}" in means else (0.0, None)
             finding = decide(target, explained, self.spec, self.workload)
-            finding = finding if self.room is None else self.room.afford(finding, found)
+            finding = finding if self.room is None else self.room.keep_if_it_fits(finding, found)
             if f"errors.{name}" in means and variance > 0:
                 assert finding.fit is not None
                 plain, error = (means[f"errors.{name}"].result() / variance).tolist()

@@ -153,7 +153,7 @@ class GradientPass:
                 self._projections.setdefault(projection.module, []).append(projection)
 
     def measure_together(self, batches: Sequence[Batch]) -> list[BatchGradients]:
-        """Errors and norms of each sequence, which has at least one loss token behind position 0, of batches side by
+        """Errors and norms of each sequence, which has at least one loss token after position 0, of batches side by
         side. All gradients of their logits are held at once.
 
         Raises:

@@ -53,8 +53,8 @@ SCHEMA = 2
 @record(frozen=True, config=STRICT)
 class ProfileSetup:
     """The model, data and settings of a profile. ``weight_bytes``: of the model in its checkpoint's dtype;
-    ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients; ``max_positions``: of
-    the model, None where its config states none, or an older profile does not say; ``batch_tokens``: the most tokens of
+    ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences of the gradients; ``max_positions``: of the
+    model, None where its config states none, or an older profile does not say; ``batch_tokens``: the most tokens of
     a batch of gradients, padding included, on which the last bits depend (a longer sequence is a batch of its own), or
     None in an older profile."""
 
@@ -128,7 +128,7 @@ class Profile:
         return float(self.means[f"grad_norm.{side}.{index}"].result())
 
     def relative_error(self, index: int, side: Side) -> Tensor:
-        """‖X − Q(X)‖ / ‖X‖ over all heads, channels and tokens behind the sinks, [C] fp64 for
+        """‖X − Q(X)‖ / ‖X‖ over all heads, channels and tokens after the sinks, [C] fp64 for
         ``setup.candidates(side)``; 0 where X is 0."""
         energy = self.means[f"energy.{side}.{index}"].result().clamp(min=TINY)
         return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()

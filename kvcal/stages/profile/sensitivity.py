@@ -5,7 +5,7 @@
 X are the keys after RoPE, before the GQA repeat, or the values; G is the gradient of the loss with respect to
 them. K and V, and the KV heads, are kept apart, so that a solver can choose for each. Both X and Q(X) are what the
 runtime's cache holds: X is rounded to the cache's dtype (so 16 bits cost nothing, by definition), and pages of 128
-tokens begin behind the sinks, which are never quantized. Groups divide pages, so that pages need not be cut here;
+tokens begin after the sinks, which are never quantized. Groups divide pages, so that pages need not be cut here;
 the last, partial page is quantized with partial groups. The recent window counts as quantized: in a long text it is
 a vanishing part.
 
@@ -88,7 +88,7 @@ def quantization_errors(
 
     Args:
         x_BNTD, g_BNTD: keys or values, and the loss's gradients with respect to them, any float dtype.
-        lengths_B: int64, on the device of x; what lies behind a sequence's length is padding.
+        lengths_B: int64, on the device of x; what lies after a sequence's length is padding.
     Raises:
         NonFiniteActivations: pages of another quantizer than "uniform" cannot hold x.
     """
@@ -142,13 +142,13 @@ class _Values:
 
     @cached_property
     def is_real_BT(self) -> Tensor:
-        """Mask of the tokens behind the sinks that are no padding."""
+        """Mask of the tokens after the sinks that are no padding."""
         tokens = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
         return tokens < self.lengths_B[:, None]
 
     @cached_property
     def x_BNTD(self) -> Tensor:
-        """Behind the sinks, as a cache holds them, fp32."""
+        """After the sinks, as a cache holds them, fp32."""
         token_T = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
         last_B1 = (self.lengths_B - 1).clamp(min=self.num_sink_tokens)[:, None]
         read_B1T1 = token_T.minimum(last_B1)[:, None, :, None]
@@ -156,7 +156,7 @@ class _Values:
 
     @cached_property
     def weight_BNTD(self) -> Tensor:
-        """|gradients| behind the sinks, fp32."""
+        """|gradients| after the sinks, fp32."""
         return self.g_BNTD[:, :, self.num_sink_tokens :].float().abs() * self.is_real_BT[:, None, :, None]
 
     def squares(self, x_BNTD: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def fused_errors(
     param_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """(Eq. 5 [B, N, C] fp64, squared errors [B, C] fp64) for C = len(all_bits) and groups of ``group_size`` along
-    ``axis``, behind the sinks and before the padding.
+    ``axis``, after the sinks and before the padding.
 
     Args:
         x_BNTD, g_BNTD: keys or values, and their gradients, any float dtype and strides.

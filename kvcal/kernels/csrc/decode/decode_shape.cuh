@@ -66,7 +66,7 @@
 #define MERGED 16  // parts that are loaded at a time
 #define INFINITY __int_as_float(0x7f800000)
 // A score of a token that some queries see and others do not. Finite, since a warp may see none for a query: what it then
-// sums up has no weight beside what another warp sees.
+// sums up has no weight next to what another warp sees.
 #define UNSEEN -1e30f
 #define LOG2E 1.4426950408889634f
 
@@ -123,7 +123,7 @@ struct __align__(128) Shared {
 #endif
     float max_[WARPS][HEADS], sum[WARPS][HEADS];
 #if QUERY_TOKENS > 1
-    int seen_from[HEADS], seen_to[HEADS];         // tokens whose values each query meets unpacked, beside the sinks
+    int seen_from[HEADS], seen_to[HEADS];         // tokens whose values each query meets unpacked, besides the sinks
     int packed_keys[HEADS];                       // and those whose keys it does not, before that
     int shared_pages, shared_key_pages;           // that all queries meet
 #endif
@@ -151,7 +151,7 @@ struct Args {
 };
 
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from
-// ``start`` on, of which those before ``from`` are left out. While no page has a token behind the sinks, all tokens from 0
+// ``start`` on, of which those before ``from`` are left out. While no page has a token after the sinks, all tokens from 0
 // on are one run, and no key is read from a page of codes (from = -1). Of several query tokens, the first meets ``v_first``
 // pages and the last ``v_pages``: what is a page for some and not for others is a unit of both kinds.
 struct Cut {

@@ -6,7 +6,7 @@
 
 namespace decode_ {
 
-// Where a token lies in a ring of RING tokens; a sliding window reads all of it behind the one sink, in any order.
+// Where a token lies in a ring of RING tokens; a sliding window reads all of it after the one sink, in any order.
 template <int RING> __device__ __forceinline__ int ring_slot(int token) { return WHOLE_RING ? token - 1 : (int)((u32)token % RING); }
 
 // What one sequence and head stores. ``slot``: of the page that the token lies in, if one is read.

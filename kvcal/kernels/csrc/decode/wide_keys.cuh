@@ -2,7 +2,7 @@
 // heads. (Limbs in neighbouring columns, as in keys.cuh, serve 4 heads a tile.)
 //
 // A page's tokens lie in the rows of the tiles so that scores come out as tensor cores take probabilities: row g of tile
-// t is token 32 (g / 2) + 8 (g % 2) + t, and row g + 8 the sixteenth behind it (wide_values.cuh). All of them lie in one
+// t is token 32 (g / 2) + 8 (g % 2) + t, and row g + 8 the sixteenth after it (wide_values.cuh). All of them lie in one
 // group, whose scales fold into the query.
 
 #include "decode/tiers.cuh"
