@@ -47,13 +47,18 @@ def main(end: str) -> int:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
         [site] = folder.glob("lib/python*/site-packages")
-        (site / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        base, libraries = Path(sysconfig.get_path("purelib")), site / "nvidia"
+        (site / "base.pth").write_text(f"{base}\n")
+        if libraries.is_symlink():
+            libraries.unlink()
         torch = os.environ.get("KVCAL_TORCH") or version("torch").partition("+")[0]
         versions = ["--upgrade", "--upgrade-strategy", "eager"] if end == "newest" else floors()
         package = ["--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]"]
         code = subprocess.run(
             [*pip, "install", "-q", *versions, f"torch=={torch}", *package], stdout=sys.stderr
         ).returncode
+        if not libraries.exists():  # NVRTC is looked for in the environment's own folder alone
+            libraries.symlink_to(base / "nvidia")
     if code == 0:
         print(python)
     elif subprocess.run([*pip, "index", "versions", "pip"], capture_output=True).returncode:
