@@ -17,7 +17,7 @@ from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
-from kvcal.stages.evaluate.text import TextQuality, measure_text, text_batches
+from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits, text_batches
 
 
 def measure(loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int = 4) -> TextQuality:
@@ -106,6 +106,18 @@ def test_batches_hold_equal_lengths_only_and_do_not_change_the_result() -> None:
     together, alone = (measure(loaded, make_plan(loaded), data, batch) for batch in (2, 1))
     assert together.kl == pytest.approx(alone.kl, rel=1e-4)
     assert together.perplexity == pytest.approx(alone.perplexity, rel=1e-5)
+
+
+def test_kept_logits_of_the_reference_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, data = tiny(), text(300, 150, 300)
+    kept = reference_logits(loaded, data, 4)
+    assert [len(logits) for logits in kept] == [598, 149]
+    found = measure_text(loaded, make_plan(loaded, COARSE), data, 4, Silent(), kept)
+    wanted = measure(loaded, make_plan(loaded, COARSE), data)
+    assert found.kl == pytest.approx(wanted.kl, rel=1e-4) and found.kl > 1e-3
+    assert (found.perplexity, found.top1_agreement) == pytest.approx((wanted.perplexity, wanted.top1_agreement))
+    monkeypatch.setattr("kvcal.stages.evaluate.text.KEPT_BYTES", 1000)
+    assert reference_logits(loaded, data, 4) == []
 
 
 def test_not_finite_logits_are_refused() -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.dataclasses import dataclass as record
+from torch import Tensor
 
 from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
@@ -42,7 +43,7 @@ from kvcal.recipe import EvaluateSpec
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_reading, measure_tasks
-from kvcal.stages.evaluate.text import TextQuality, measure_text
+from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, Amount, NumBytes, flat_records
 
@@ -286,12 +287,13 @@ def evaluate(
             reporter.say(f"evaluate: {plans[number][0]} is measured already, kept")
         else:
             numbers[digest] = number
+    logits = reference_logits(loaded, data, spec.batch) if len(numbers) > 1 else []
 
     def measure(number: int) -> Row:
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
         reporter(number, len(plans), "evaluate: plans")
-        return _measure(loaded, name, plan, spec, data, reporter)
+        return _measure(loaded, name, plan, spec, data, logits, reporter)
 
     gather(None)  # all ranks have read the rows that are kept
     for digest, row in zip(numbers, map_over_ranks(list(numbers.values()), measure), strict=True):
@@ -342,11 +344,12 @@ def _measure(
     plan: Plan,
     spec: EvaluateSpec,
     data: TokenDataset,
+    logits: Sequence[Tensor],
     reporter: Reporter,
 ) -> Row:
     started = time.monotonic()
     require_unseen(plan.provenance, data)
-    text = measure_text(loaded, plan, data, spec.batch, reporter)
+    text = measure_text(loaded, plan, data, spec.batch, reporter, logits)
     tasks = tuple(
         result
         for measure in (measure_tasks, measure_reading, measure_harness)

@@ -11,12 +11,14 @@ Standard errors are over sequences, since tokens of one text are not independent
 error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over c_i
 tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
 
-Logits exist for one chunk at a time: the reference runs next to each plan.
+The reference's logits are kept for all plans where they take at most ``KEPT_BYTES``. Elsewhere logits exist for one
+chunk at a time, and the reference runs next to each plan.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,8 @@ from kvcal.progress import Reporter
 from kvcal.stages.divergence import feed, kl_divergence
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
+
+KEPT_BYTES, CHUNK = 2**30, 128
 
 
 @record(frozen=True, config=STRICT)
@@ -77,8 +81,30 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
 
 
 @torch.inference_mode()
-def measure_text(loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int, reporter: Reporter) -> TextQuality:
-    """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once.
+def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int) -> list[Tensor]:
+    """The reference's logits fp32 [M, V] at the predicting positions of each batch, by token, then by sequence; no item
+    where they would take more than ``KEPT_BYTES``."""
+    found: list[Tensor] = []
+    if 4 * data.num_loss_tokens * loaded.vocab_size > KEPT_BYTES:
+        return found
+    for text in text_batches(data, batch, loaded.model.device):
+        cache = DynamicCache(config=loaded.model.config)
+        chunks = range(0, len(text.predicts_TB), CHUNK)
+        found.append(torch.cat([_reference(loaded, text, start, start + CHUNK, cache) for start in chunks]))
+    return found
+
+
+@torch.inference_mode()
+def measure_text(
+    loaded: LoadedModel,
+    plan: Plan,
+    data: TokenDataset,
+    batch: int,
+    reporter: Reporter,
+    kept: Sequence[Tensor] = (),
+) -> TextQuality:
+    """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once. ``kept``: what
+    ``reference_logits`` gives of the same model, data and batch.
 
     Raises:
         NonFiniteActivations: NaN or infinity in the logits, or in a page to be quantized.
@@ -86,12 +112,16 @@ def measure_text(loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int
     """
     sums = torch.zeros(len(data.sequences), 3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
     done = 0
-    for text in text_batches(data, batch, loaded.model.device):
+    for number, text in enumerate(text_batches(data, batch, loaded.model.device)):
         cache, reference = PlanCache(plan, loaded.model.config), DynamicCache(config=loaded.model.config)
+        before = [0, *text.predicts_TB.sum(1).cumsum(0).tolist()]
         for start, logits_BTV in feed(loaded.model, cache, text.input_ids_BT):
             stop = start + logits_BTV.shape[1]
-            inputs = {"input_ids": text.input_ids_BT[:, start:stop], **with_cache(loaded.model, reference)}
-            rows, values = _token_values(text, start, logits_BTV, loaded.model(**inputs).logits)
+            if kept:
+                reference_MV = kept[number][before[start] : before[stop]]
+            else:
+                reference_MV = _reference(loaded, text, start, stop, reference)
+            rows, values = _token_values(text, start, logits_BTV, reference_MV)
             sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
             reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
         require_predicted_bytes(cache)
@@ -112,11 +142,17 @@ def measure_text(loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int
     )
 
 
-def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_BTV: Tensor) -> tuple[Tensor, Tensor]:
+def _reference(loaded: LoadedModel, text: TextBatch, start: int, stop: int, cache: DynamicCache) -> Tensor:
+    """Logits fp32 [M, V] at the predicting positions from ``start`` on, up to which ``cache`` has the text."""
+    inputs = {"input_ids": text.input_ids_BT[:, start:stop], **with_cache(loaded.model, cache)}
+    return loaded.model(**inputs).logits.transpose(0, 1)[text.predicts_TB[start:stop]].float()
+
+
+def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor) -> tuple[Tensor, Tensor]:
     """The row [M] of every predicting position, and [M, 3] fp64: negative log-likelihood, KL, agreement."""
     stop = start + logits_BTV.shape[1]
     columns, rows = text.predicts_TB[start:stop].nonzero(as_tuple=True)
-    logits_MV, reference_MV = (x_BTV[rows, columns].float() for x_BTV in (logits_BTV, reference_BTV))
+    logits_MV = logits_BTV[rows, columns].float()
     targets = text.input_ids_BT[rows, columns + start + 1]
     nll = torch.nn.functional.cross_entropy(logits_MV, targets, reduction="none")
     kl = kl_divergence(reference_MV, logits_MV)
