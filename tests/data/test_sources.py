@@ -186,8 +186,10 @@ def test_packages_take_turns_and_are_read_only_as_far_as_needed(monkeypatch: pyt
 
 
 def test_installed_text_does_not_depend_on_the_order_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list({one.name: one for one in installed.distributions()}.values())  # a path may have two versions of one
+    monkeypatch.setattr(installed, "distributions", lambda: found)
     first = list(islice(installed.installed_texts("python:code"), 30))
-    found = list(installed.distributions())
+    found = found.copy()
     random.Random(1).shuffle(found)
     walk = os.walk
     monkeypatch.setattr(installed, "distributions", lambda: found)

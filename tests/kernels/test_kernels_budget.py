@@ -159,7 +159,7 @@ def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None
 
 def test_a_step_without_drafts_pays_nothing_for_them() -> None:
     """Which query a thread has divides by the heads of a token: with one token, 80 instructions and a spill."""
-    assert_decode(variant(*VARIANTS["2 bits"][:2], 128, 7), 4575, 0)
+    assert_decode(variant(*VARIANTS["2 bits"][:2], 128, 7), 4575, 8)  # spills nothing since NVRTC 13.5
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (4, 2)])
