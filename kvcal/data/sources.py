@@ -64,7 +64,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """Where it lies, if it is local."""
+        """The path of a local file or folder."""
         return Path(self.name).expanduser()
 
     @property

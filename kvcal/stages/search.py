@@ -93,7 +93,7 @@ class SearchRecord:
 
     @property
     def plan(self) -> Plan:
-        """What was measured."""
+        """The plan as it was measured, without provenance."""
         found = self.allocation
         return Plan(found.model, found.cache_dtype, found.layers, found.workload, {}, self.plan_tensors)
 

@@ -209,8 +209,8 @@ class LayerStore:
     # ---- how the memory is made
 
     def _compiled(self, static: StepState) -> tuple[list[Variant], list[RegionPool]]:
-        """What the kernels of a static cache are compiled for: one variant, or where pages shrink, one for each pair of
-        bits that keys and values come to have in their regions."""
+        """Variants that the kernels of a static cache are compiled for: one, or where pages shrink, one for each pair
+        of bits that keys and values come to have in their regions."""
         variant = replace(variant_of(self.plan, self.cache_dtype), lookahead=static.shared.lookahead)
         if static.phases is None:
             return [variant], []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cubin_resources import resources
+from cubin_resources import old_compiler_bytes, resources
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal.geometry import AttentionGeometry
@@ -111,7 +111,7 @@ BUDGETS = {
         "sm_120", 96, {},
     ),
     "192, K 4 bits, V raw": (Format(4, "channel"), RAW, 192, 8, "sm_80", 64, {}),
-    "256, 16 heads": (K, V, 256, 16, "sm_90", 136, {}),  # 120 since NVRTC 13.5
+    "256, 16 heads": (K, V, 256, 16, "sm_90", 120, {}),
     "512, 16 heads": (*MIXKVQ, 512, 16, "sm_120", 0, {}),
 }  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_the_plain_kernel_stays_in_its_budget(name: str) -> None:
     defines = plain_defines(variant(k, v, dim, group, **more), "bfloat16", group == 3, room)
     found = resources(cubin("decode_plain", defines, arch))["decode"]
     assert found.registers * defines["BLOCKS"] * 256 <= 65536
-    assert found.local_bytes <= local_bytes
+    assert found.local_bytes <= local_bytes + old_compiler_bytes()
     assert found.instructions <= 7000
 
 

@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvcal.kernels.compile import nvrtc_version
+
 INSTRUCTION_BYTES = 16
 
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
@@ -23,6 +25,11 @@ _REGISTERS, _STACK = 0x2F, 0x12  # EIATTR_REGCOUNT and EIATTR_MIN_STACK_SIZE: (s
 _SIZED = 4  # the format of an attribute whose content has the size that follows; all others hold two bytes
 _SYSTEM_SHARED = ".nv.shared.reserved.0"  # is there when every block's shared memory begins with the system's part
 _SYSTEM_SHARED_BYTES = 1024
+
+
+def old_compiler_bytes() -> int:
+    """Local bytes that NVRTC before 13.5 gives some kernels beyond their budgets, which newer ones must keep."""
+    return 0 if tuple(map(int, nvrtc_version().split("."))) >= (13, 5) else 16
 
 
 @dataclass(frozen=True)
