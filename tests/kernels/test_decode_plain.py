@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_decode import CASES, ROTATED, TOLERANCE, Case, k_format, relative_error, v_format, variant_of
+from test_kernels_decode import CASES, ROTATED, TOLERANCE, Case, in_turn, k_format, relative_error, v_format, variant_of
 from test_kernels_decode import LENGTHS as FOLDED_LENGTHS
 
 from kvcal.kernels.variants import Variant
@@ -98,8 +98,7 @@ def test_pages_that_were_decoded_into_tokens(given: dict[str, int]) -> None:
     assert_exact(Case(dataclasses.replace(variant_of(*formats, dim=72), **given), LENGTHS, heads=2, seed=7), 0.05)
 
 
-@pytest.mark.parametrize("dim", (64, 128))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dim"), in_turn(CASES, 64, 128))
 def test_it_agrees_with_the_folded_kernel(name: str, dim: int) -> None:
     variant, scale = variant_of(*CASES[name], dim=dim), 0.4 * dim**-0.5
     both = (dataclasses.replace(variant, plain=True), variant)

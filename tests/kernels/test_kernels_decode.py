@@ -8,7 +8,9 @@ softmax to matter, and keys carry outlier channels.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -98,6 +100,11 @@ CASES = {
     ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }
+
+
+def in_turn(names: Iterable[str], *values: int) -> list[tuple[str, int]]:
+    """Every name with one of the values: compiling a kernel for each pair takes minutes."""
+    return list(zip(names, itertools.cycle(values), strict=False))
 
 
 def variant_of(k: Format, v: Format, dim: int = 128, group: int = 4, dtype: str = "bfloat16", **more: bool) -> Variant:
@@ -261,8 +268,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(math.inf).max())
 
 
-@pytest.mark.parametrize("dim", (64, 128))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dim"), in_turn(CASES, 64, 128))
 def test_every_format(name: str, dim: int) -> None:
     case = Case(variant_of(*CASES[name], dim=dim), LENGTHS, heads=2, seed=1)
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
@@ -275,16 +281,18 @@ def test_query_groups(name: str, group: int) -> None:
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("group", (8, 16))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "group"), in_turn(CASES, 8, 16))
 def test_every_format_for_large_groups(name: str, group: int) -> None:
     case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=2, seed=15)
     assert relative_error(case.run(0.035), case.expected(0.035)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("dim", "group"), ((64, 8), (96, 1), (96, 7), (192, 4), (256, 4), (256, 8), (256, 16)))
+SIZES = ((64, 8), (96, 1), (96, 7), (192, 4), (256, 4), (256, 8), (256, 16))
+SIZED = ("1 bits", "2 bits", "3 bits", "4 bits", "8 bits", "Kitty", "K per token", "sinks and windows")
+
+
 @pytest.mark.parametrize(
-    "name", ("1 bits", "2 bits", "3 bits", "4 bits", "8 bits", "Kitty", "K per token", "sinks and windows")
+    ("name", "dim", "group"), [(name, *size) for n, name in enumerate(SIZED) for size in SIZES[n % 2 :: 2]]
 )
 def test_head_sizes(name: str, dim: int, group: int) -> None:
     variant = variant_of(*CASES[name], dim=dim, group=group)
