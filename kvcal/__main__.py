@@ -1,8 +1,7 @@
 """The command line: its commands, errors and exit codes; the commands are in ``kvcal.commands``.
 
-Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok, 2 usage, 3 infeasible budget,
-4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 7 a gate failed, 8 another rank ended,
-130 interrupted.
+Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU
+kernel, 7 a gate failed, 8 another rank ended, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -5,18 +5,27 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from packaging.requirements import Requirement
 
 from kvcal.commands import options
 from kvcal.errors import WITHOUT_CALIBRATION, KernelError, UsageError
+from kvcal.lazy_imports import lazy_imports
 from kvcal.quantities import format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from kvcal.recipe import Recipe
+with lazy_imports():
+    from kvcal import recipe as recipe_keys
+    from kvcal import recipe_files, strict
+    from kvcal.engines import support
+    from kvcal.kernels import compile as kernel_compile
+    from kvcal.models import config as model_config
+    from kvcal.models import files as model_files
+    from kvcal.plan import plan as plan_file
+    from kvcal.stages import size as size_stage
 
 # Extras of kvcal, and what needs them.
 EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal bench`"}
@@ -47,18 +56,11 @@ def size(
 
     Example: `kvcal size ./my-model --memory 80GB --tp 2 --json`
     """
-    from dataclasses import replace
-
-    from kvcal.models.config import read_sizes
-    from kvcal.plan.plan import DEFAULT_WORKLOAD
-    from kvcal.stages.size import uniform_sizes
-    from kvcal.strict import dump
-
     limit = None if memory is None else parse_bytes(memory)
-    facts, workload = read_sizes(model), sizes.workload(DEFAULT_WORKLOAD)
+    facts, workload = model_config.read_sizes(model), sizes.workload(plan_file.DEFAULT_WORKLOAD)
     if weights is not None:
         facts = replace(facts, weight_bytes=parse_bytes(weights))
-    rows = list(uniform_sizes(facts, workload, limit, tp))
+    rows = list(size_stage.uniform_sizes(facts, workload, limit, tp))
     fitting = next((row for row in rows if row.fit is not None and limit is not None and row.fit.total <= limit), None)
     value = {
         "model": facts.id,
@@ -67,7 +69,7 @@ def size(
         "uncalibrated": facts.uncalibrated,
         "max_positions": facts.max_positions,
         "weight_bytes": facts.weight_bytes,
-        "workload": dump(workload),
+        "workload": strict.dump(workload),
         "memory_bytes": limit,
         "devices": tp,
         "rows": [asdict(row) for row in rows],
@@ -128,20 +130,18 @@ def recipes(
 
     Example: `kvcal recipes default > mine.toml`
     """
-    from kvcal.recipe_files import ablation_names, find_recipe, load_recipe, recipe_names
-    from kvcal.strict import dump
-
     if name is not None:
-        given.show(dump(load_recipe(name)), find_recipe(name).read_text(encoding="utf-8").removesuffix("\n"))
+        text = recipe_files.find_recipe(name).read_text(encoding="utf-8")
+        given.show(strict.dump(recipe_files.load_recipe(name)), text.removesuffix("\n"))
         return
-    listed = [one for one in recipe_names() if ablations or one not in ablation_names()]
-    found = [(one, load_recipe(one)) for one in listed]
+    listed = [one for one in recipe_files.recipe_names() if ablations or one not in recipe_files.ablation_names()]
+    found = [(one, recipe_files.load_recipe(one)) for one in listed]
     values = [{"name": one, "description": r.description, "chooses_by": chooses_by(r)} for one, r in found]
     table = [(value["name"], value["chooses_by"], value["description"]) for value in values]
     given.show(values, ("Recipes: `kvcal recipes NAME` prints one", ("recipe", "chooses by", "description"), table))
 
 
-def chooses_by(recipe: Recipe) -> str:
+def chooses_by(recipe: recipe_keys.Recipe) -> str:
     """The stage that decides a recipe's formats, and those that then work on them."""
     if recipe.search is not None:
         choice = "measured KL of all systems"
@@ -170,10 +170,7 @@ def models(given: options.OutputOptions) -> None:
 
     Example: `kvcal models --json`
     """
-    from kvcal.models.config import families
-    from kvcal.models.files import embedded_models
-
-    listed: dict[str, Any] = {"embedded": list(embedded_models()), **families()}
+    listed: dict[str, Any] = {"embedded": list(model_files.embedded_models()), **model_config.families()}
     supported = [
         (one["model_type"], one["class"], one["layers"], one["keys_before_rope"]) for one in listed["supported"]
     ]
@@ -214,8 +211,6 @@ def doctor(
 
     Example: `kvcal doctor --engine vllm`
     """
-    from kvcal.engines.support import require_version
-
     findings = [Finding("python", platform.python_version()), Finding("kvcal", version("kvcal"))]
     findings += [*_packages(), *_gpu(), *map(_optional, OPTIONAL)]
     if engine is not None:
@@ -227,13 +222,11 @@ def doctor(
     if unusable:
         raise UsageError(f"kvcal is not usable here: {', '.join(unusable)}", hint="pip install --upgrade kvcal")
     if engine is not None:
-        require_version(engine)
+        support.require_version(engine)
 
 
 def _packages() -> Iterator[Finding]:
     """The requirements of kvcal itself and of its extras."""
-    from packaging.requirements import Requirement
-
     for needed in map(Requirement, requires("kvcal") or ()):
         extras = ("", *EXTRAS)
         extra = next((e for e in extras if needed.marker is None or needed.marker.evaluate({"extra": e})), None)
@@ -263,7 +256,6 @@ def _gpu() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("import of torch and transformers", "fails", "unusable", " ".join(str(error).split()))
         return
-    from kvcal.kernels.compile import OLDEST, nvrtc_version
 
     has_gpu = torch.cuda.is_available()
     yield Finding("CUDA of torch", str(torch.version.cuda or "none"), "ok" if torch.version.cuda else "absent")
@@ -281,11 +273,12 @@ def _gpu() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         found = f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 1e9:.1f} GB"
-        is_old = torch.version.hip is not None or 10 * about.major + about.minor < OLDEST
-        note = f"the kernels need NVIDIA's compute capability {OLDEST / 10} or newer; attention runs through torch"
+        oldest = kernel_compile.OLDEST
+        is_old = torch.version.hip is not None or 10 * about.major + about.minor < oldest
+        note = f"the kernels need NVIDIA's compute capability {oldest / 10} or newer; attention runs through torch"
         yield Finding(f"GPU {index}", found, *(("slow", note) if is_old else ()))
     try:
-        yield Finding("NVRTC", nvrtc_version())
+        yield Finding("NVRTC", kernel_compile.nvrtc_version())
     except KernelError as refused:
         yield Finding("NVRTC", "none", "refused" if has_gpu else "absent", f"{refused.message}; {refused.hint}")
 
@@ -293,9 +286,7 @@ def _gpu() -> Iterator[Finding]:
 def _served(engine: str) -> Finding:
     """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in, or one
     that is not installed."""
-    from kvcal.engines.support import TESTED, refusal
-
-    reason, found, tested = refusal(engine), version(engine), TESTED[engine]
+    reason, found, tested = support.refusal(engine), version(engine), support.TESTED[engine]
     if reason is not None:
         return Finding(f"plans in {engine}", found, "refused", reason)
     note = "" if found.split("+")[0] in tested else f"not tested; tested versions: {', '.join(tested)}"

@@ -13,29 +13,32 @@ from glob import escape, glob
 from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from kvcal import console, distributed
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
+from kvcal.lazy_imports import lazy_imports
+from kvcal.progress import Reporter
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 
-if TYPE_CHECKING:
-    from kvcal.data.sequences import DataSpec
-    from kvcal.folder import Job
-    from kvcal.models.load import LoadedModel
-    from kvcal.plan.plan import Workload
-    from kvcal.progress import Reporter
-    from kvcal.recipe import Recipe
+with lazy_imports():
+    from kvcal import folder as artifacts
+    from kvcal import recipe as recipe_keys
+    from kvcal import recipe_files, tables
+    from kvcal.data import sequences as data_sequences
+    from kvcal.models import files as model_files
+    from kvcal.models import load as model_load
+    from kvcal.models import residence
+    from kvcal.plan import plan as plan_file
+    from kvcal.run import formats, pipeline
 
 
 def complete_recipe(incomplete: str) -> list[str]:
     """A shell's completions of a recipe: kvcal's names, and paths of TOML files."""
-    from kvcal.recipe_files import recipe_names
-
-    return _completions(recipe_names(), incomplete, (".toml", "/"))
+    return _completions(recipe_files.recipe_names(), incomplete, (".toml", "/"))
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -115,14 +118,10 @@ class OutputOptions:
         for part in parts:
             console.show(part)
 
-    def show_estimates(self, job: Job) -> None:
+    def show_estimates(self, job: artifacts.Job) -> None:
         """The sizes of the stages that take long, instead of running them (--dry-run)."""
-        from kvcal.run.formats import estimate_profile
-        from kvcal.run.pipeline import estimate_search
-        from kvcal.tables import estimates_table
-
-        estimates = estimate_profile(job) if job.recipe.search is None else [estimate_search(job)]
-        self.show({"stages": [estimate._asdict() for estimate in estimates]}, estimates_table(estimates))
+        estimates = formats.estimate_profile(job) if job.recipe.search is None else [pipeline.estimate_search(job)]
+        self.show({"stages": [estimate._asdict() for estimate in estimates]}, tables.estimates_table(estimates))
 
 
 @dataclass(frozen=True)
@@ -145,23 +144,21 @@ class ModelOptions(OutputOptions):
         """--memory in bytes. UsageError if it is none."""
         return None if self.memory is None else parse_bytes(self.memory)
 
-    def load(self, source: str, calibrated_on: DataSpec | None = None, reporter: Reporter | None = None) -> LoadedModel:
+    def load(
+        self, source: str, calibrated_on: data_sequences.DataSpec | None = None, reporter: Reporter | None = None
+    ) -> model_load.LoadedModel:
         """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
         the user did not choose: the embedded model's tasks, or text of the installed packages."""
         from transformers.utils import logging
 
-        from kvcal.models.files import embedded_models
-        from kvcal.models.load import load
-        from kvcal.models.residence import NUM_TOKENS
-
         logging.disable_progress_bar()
-        num_tokens = NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
+        num_tokens = residence.NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
         memory = self.memory_bytes
         device = distributed.device(self.device)
-        loaded = load(source, dtype=self.dtype, device=device, memory=memory, num_tokens=num_tokens)
+        loaded = model_load.load(source, dtype=self.dtype, device=device, memory=memory, num_tokens=num_tokens)
         if reporter is not None and loaded.residence is not None:
             reporter.say(str(loaded.residence))
-        if reporter is not None and calibrated_on is not None and loaded.source not in embedded_models():
+        if reporter is not None and calibrated_on is not None and loaded.source not in model_files.embedded_models():
             advice = "give --data with text such as the model will read"
             if calibrated_on.is_toy:
                 toys = "the embedded toy tasks (ledgers, chains, products)"
@@ -183,13 +180,15 @@ class RecipeOptions(ModelOptions):
         False
     )
 
-    def recipe(self, name: str, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
+    def recipe(
+        self, name: str, others: Mapping[str, Any] | None = None, section: str | None = None
+    ) -> recipe_keys.Recipe:
         """The recipe named ``name``, changed; see ``change``."""
-        from kvcal.recipe_files import load_recipe
+        return self.change(recipe_files.load_recipe(name), others, section)
 
-        return self.change(load_recipe(name), others, section)
-
-    def change(self, recipe: Recipe, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
+    def change(
+        self, recipe: recipe_keys.Recipe, others: Mapping[str, Any] | None = None, section: str | None = None
+    ) -> recipe_keys.Recipe:
         """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
         given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
         calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback].
@@ -197,9 +196,7 @@ class RecipeOptions(ModelOptions):
         Raises:
             UsageError: an unknown knob, or a value out of range.
         """
-        from kvcal.recipe_files import read_settings, with_knobs
-
-        settings = read_settings(self.sets or ())
+        settings = recipe_files.read_settings(self.sets or ())
         given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
         given |= {name: value for name, value in (others or {}).items() if value is not None}
         if self.thorough:
@@ -215,7 +212,7 @@ class RecipeOptions(ModelOptions):
         for place, shorter in (("reparam", recipe.reparam), ("feedback", recipe.feedback)):
             if self.seq_len is not None and shorter is not None:
                 given[f"{place}.seq_len"] = min(shorter.seq_len, self.seq_len)
-        return with_knobs(recipe, given | settings)
+        return recipe_files.with_knobs(recipe, given | settings)
 
 
 @dataclass(frozen=True)
@@ -237,12 +234,11 @@ class TaskOptions:
 
     def knobs(self) -> dict[str, Any]:
         """The knobs of [evaluate] that were given, by dotted name."""
-        from kvcal.recipe import LM_EVAL, is_own_task
-
         names = None
         if self.tasks is not None:
             given = [name.strip() for name in self.tasks.split(",") if name.strip()]
-            names = [name if is_own_task(name) else LM_EVAL + name.removeprefix(LM_EVAL) for name in given]
+            prefix = recipe_keys.LM_EVAL
+            names = [name if recipe_keys.is_own_task(name) else prefix + name.removeprefix(prefix) for name in given]
         values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
         return {f"evaluate.{key}": value for key, value in values.items()}
 
@@ -256,10 +252,8 @@ class WorkloadOptions:
         int | None, typer.Option(help="Tokens of each; default: a plan's, or 4096.", min=1, max=MAX_CONTEXT)
     ] = None
 
-    def workload(self, default: Workload) -> Workload:
-        from kvcal.plan.plan import Workload
-
-        return Workload(self.batch or default.batch, self.context or default.context)
+    def workload(self, default: plan_file.Workload) -> plan_file.Workload:
+        return plan_file.Workload(self.batch or default.batch, self.context or default.context)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,30 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
+from kvcal.lazy_imports import lazy_imports
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from kvcal.plan.plan import Plan, Workload
-    from kvcal.stages.evaluate.stage import Gates, Row
+with lazy_imports():
+    from kvcal import artifact, stored_tensor, strict, tables
+    from kvcal import folder as artifacts
+    from kvcal import report as report_page
+    from kvcal.cache import prefix_file
+    from kvcal.plan import plan as plan_file
+    from kvcal.run import pipeline
+    from kvcal.stages import choices
+    from kvcal.stages import damage as damage_stage
+    from kvcal.stages import generate as generate_stage
+    from kvcal.stages import verify as verify_stage
+    from kvcal.stages.evaluate import harness
+    from kvcal.stages.evaluate import stage as evaluate_stage
+
 
 BASELINE = "16-bit"  # always measured next to a plan
 
@@ -35,11 +47,9 @@ class GateOptions:
     ] = None
     max_bytes: Annotated[str | None, typer.Option(help="Largest cache at the plan's workload, such as 1GB.")] = None
 
-    def gates(self) -> Gates:
-        from kvcal.stages.evaluate.stage import Gates, read_accuracies
-
+    def gates(self) -> evaluate_stage.Gates:
         max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes)
-        return Gates(self.max_kl, read_accuracies(self.min_accuracy or ()), max_bytes)
+        return evaluate_stage.Gates(self.max_kl, evaluate_stage.read_accuracies(self.min_accuracy or ()), max_bytes)
 
 
 @options.spread
@@ -61,21 +71,14 @@ def inspect(
 
     Example: `kvcal inspect artifacts/first/plan.safetensors --why 7`
     """
-    from kvcal import tables
-    from kvcal.plan.plan import load_damage, load_plan
-    from kvcal.strict import dump
-
-    loaded = load_plan(plan)
+    loaded = plan_file.load_plan(plan)
     if why is not None:
-        from kvcal.folder import Folder
-        from kvcal.stages.choices import choices_of
-
-        found = choices_of(loaded, Folder.of_plan(plan.parent), why)
+        found = choices.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         given.show(asdict(found), tables.choices_table(found))
         return
-    damage = load_damage(plan, loaded)
+    damage = plan_file.load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
-    value = tables.plan_json(loaded, workload) | {"damage": dump(damage)}
+    value = tables.plan_json(loaded, workload) | {"damage": strict.dump(damage)}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
     given.show(value, tables.plan_table(loaded, workload, damage), layers)
 
@@ -87,10 +90,7 @@ def report(folder: options.FolderArgument, given: options.OutputOptions) -> None
 
     Example: `kvcal report artifacts/first`
     """
-    from kvcal.folder import Folder
-    from kvcal.report import write_report
-
-    path = write_report(Folder.of_plan(folder))
+    path = report_page.write_report(artifacts.Folder.of_plan(folder))
     given.show({"report": str(path)})
     given.reporter().say(f"report: {path}")
 
@@ -107,19 +107,15 @@ def diff(
 
     Example: `kvcal diff artifacts/first/plan.safetensors artifacts/second/plan.safetensors --context 32768`
     """
-    from kvcal import tables
-    from kvcal.plan.plan import load_plan, plan_record
-    from kvcal.stored_tensor import stored
-    from kvcal.strict import dump, flat
-
-    plans = load_plan(before), load_plan(after)
+    plans = plan_file.load_plan(before), plan_file.load_plan(after)
     workload = sizes.workload(plans[0].workload)
     measured = [_measured(path, one) for path, one in zip((before, after), plans, strict=True)]
-    provenance = _changes(*(flat("", one.provenance) for one in plans))
+    provenance = _changes(*(strict.flat("", one.provenance) for one in plans))
     kept = ("model", "cache_dtype", "workload")
-    facts = _changes(*({k: v for k, v in flat("", plan_record(one)).items() if k.startswith(kept)} for one in plans))
+    records = [strict.flat("", plan_file.plan_record(one)) for one in plans]
+    facts = _changes(*({k: v for k, v in record.items() if k.startswith(kept)} for record in records))
     words = {(False, True): "added", (True, False): "removed", (True, True): "changed"}
-    held = [stored(one.tensors) for one in plans]
+    held = [stored_tensor.stored(one.tensors) for one in plans]
     tensors = {name: words[name in held[0], name in held[1]] for name in _changes(*held)}
     changed = _changes(*({layer.geometry.index: layer for layer in one.layers} for one in plans))
     layers, rows = [], []
@@ -129,7 +125,7 @@ def diff(
             0 if layer is None else layer.nbytes(one.cache_dtype, workload.lengths, workload.context)
             for layer, one in zip(pair, plans, strict=True)
         ]
-        ends = [None if layer is None else dump(layer) for layer in pair]
+        ends = [None if layer is None else strict.dump(layer) for layer in pair]
         layers.append({"layer": index, "before": ends[0], "after": ends[1], "bytes": sizes_of})
         cells = zip(*(side.get(index, ("none",) * 5) for side in shown), strict=True)
         rows.append((str(index), *(" -> ".join(dict.fromkeys(both)) for both in cells)))
@@ -137,14 +133,14 @@ def diff(
     is_same = not (facts or layers or tensors)
     value = {
         "is_same": is_same,
-        "workload": dump(workload),
+        "workload": strict.dump(workload),
         "bytes": [nbytes for nbytes, _ in totals],
         "bits_per_value": [bits for _, bits in totals],
         "facts": facts,
         "layers": layers,
         "tensors": tensors,
         "provenance": provenance,
-        "measured": [None if row is None else dump(row) for row in measured],
+        "measured": [None if row is None else strict.dump(row) for row in measured],
     }
     headers = ("layer", "K", "V", "sinks + window", "bytes per token", "bytes")
     others = [(name, *map(str, pair)) for name, pair in (facts | provenance).items()]
@@ -161,17 +157,19 @@ def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, t
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _measured(path: Path, plan: Plan) -> Row | None:
+def _measured(path: Path, plan: plan_file.Plan) -> evaluate_stage.Row | None:
     """The row of the plan in the evaluation next to it; None where there is none."""
     evaluation = path.with_name("evaluation.json")
     if not evaluation.is_file():
         return None
-    from kvcal.stages.evaluate.stage import load_evaluation
 
-    return next((row for row in load_evaluation(evaluation).rows if row.plan_sha256 == plan.sha256), None)
+    rows = evaluate_stage.load_evaluation(evaluation).rows
+    return next((row for row in rows if row.plan_sha256 == plan.sha256), None)
 
 
-def _totals_table(totals: list[tuple[int, float]], measured: list[Row | None], workload: Workload) -> console.View:
+def _totals_table(
+    totals: list[tuple[int, float]], measured: list[evaluate_stage.Row | None], workload: plan_file.Workload
+) -> console.View:
     rows = [
         ("cache", *(f"{format_bytes(nbytes)} ({nbytes})" for nbytes, _ in totals), f"{totals[1][0] - totals[0][0]:+d}"),
         ("bits per value", *(f"{bits:.3f}" for _, bits in totals), f"{totals[1][1] - totals[0][1]:+.3f}"),
@@ -200,19 +198,14 @@ def verify(
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
-    from kvcal import tables
-    from kvcal.plan.plan import load_plan, require_undamaged
-    from kvcal.stages.damage import measure_damage
-    from kvcal.stages.verify import Check, verify_plan
-
-    loaded_plan = load_plan(plan)
+    loaded_plan = plan_file.load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
-        checks = verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
-        damage = measure_damage(loaded_plan, loaded, data or (), reporter)
-    require_undamaged(damage, allow_damage)
+        checks = verify_stage.verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
+        damage = damage_stage.measure_damage(loaded_plan, loaded, data or (), reporter)
+    plan_file.require_undamaged(damage, allow_damage)
     if damage is not None:
-        checks.append(Check("damage", str(damage)))
+        checks.append(verify_stage.Check("damage", str(damage)))
     given.show([asdict(check) for check in checks], tables.checks_table(checks))
 
 
@@ -239,18 +232,7 @@ def eval_command(
 
     Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder
-    from kvcal.plan.plan import load_plan, require_undamaged
-    from kvcal.report import write_report
-    from kvcal.run.pipeline import evaluate_plan
-    from kvcal.stages.damage import damage_of_row
-    from kvcal.stages.evaluate.harness import require_tasks
-    from kvcal.stages.evaluate.stage import require_passed
-    from kvcal.stages.verify import require_same_model
-    from kvcal.strict import dump
-
-    loaded_plan = load_plan(plan)
+    loaded_plan = plan_file.load_plan(plan)
     others: dict[str, Any] = {"name": plan.stem, "evaluate.against": [], "evaluate.data.num_samples": given.samples}
     base = replace(given, samples=None).recipe(recipe, others | posed.knobs())
     if BASELINE not in base.evaluate.against:
@@ -258,19 +240,21 @@ def eval_command(
     gates = limits.gates()
     gates.require_measured((*base.evaluate.embedded_tasks, *base.evaluate.harness_tasks))
     if base.evaluate.harness_tasks:
-        require_tasks(base.evaluate)
-    folder = Folder.create(out)
+        harness.require_tasks(base.evaluate)
+    folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model)
-        require_same_model(loaded_plan, loaded)
-        evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
-        damage = damage_of_row(loaded_plan, loaded, evaluation.rows[-1], folder.plan, reporter)
+        verify_stage.require_same_model(loaded_plan, loaded)
+        evaluation = pipeline.evaluate_plan(base, loaded, loaded_plan, folder, reporter)
+        damage = damage_stage.damage_of_row(loaded_plan, loaded, evaluation.rows[-1], folder.plan, reporter)
     results = list(gates.results(evaluation.rows[-1]))
     shown = [tables.evaluation_table(evaluation), *([tables.gates_table(results)] if results else [])]
-    given.show(dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": dump(damage)}, *shown)
-    write_report(folder)  # last: what is damaged there must not hide the numbers
-    require_passed(plan.name, results)
-    require_undamaged(damage, allow_damage)
+    given.show(
+        strict.dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": strict.dump(damage)}, *shown
+    )
+    report_page.write_report(folder)  # last: what is damaged there must not hide the numbers
+    evaluate_stage.require_passed(plan.name, results)
+    plan_file.require_undamaged(damage, allow_damage)
 
 
 @options.spread
@@ -296,19 +280,15 @@ def generate(
 
     Example: `cat manual.txt question.txt | kvcal generate --model M --plan P --prefix manual.kv --prompt -`
     """
-    from kvcal.plan.plan import load_plan
-    from kvcal.stages.generate import complete
-    from kvcal.stages.verify import require_same_model
-
     if chat and prefix is not None:
         raise UsageError("--chat with --prefix: a prefix is packed without a chat template", "leave out one of them")
     if not (temperature == 0 or 0.001 <= temperature <= 100):
         raise UsageError(f"--temperature {temperature}; allowed: 0 (greedy), or 0.001 to 100")
     text = _prompt_text(prompt)
-    loaded_plan = load_plan(plan)
+    loaded_plan = plan_file.load_plan(plan)
     loaded = given.load(model)
-    require_same_model(loaded_plan, loaded)
-    result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
+    verify_stage.require_same_model(loaded_plan, loaded)
+    result = generate_stage.complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
     given.show(result, result["text"])
     if given.json:
         return
@@ -334,19 +314,13 @@ def pack_prefix(
 
     Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
     """
-    from kvcal.artifact import require_output
-    from kvcal.cache.prefix_file import KIND
-    from kvcal.plan.plan import load_plan
-    from kvcal.stages.generate import pack
-    from kvcal.stages.verify import require_same_model
-
-    require_output(output, KIND)
+    artifact.require_output(output, prefix_file.KIND)
     text = _prompt_text(prompt, prompt_file)
-    loaded_plan = load_plan(plan)
+    loaded_plan = plan_file.load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
-        require_same_model(loaded_plan, loaded)
-        packed = pack(loaded, loaded_plan, text, output)
+        verify_stage.require_same_model(loaded_plan, loaded)
+        packed = generate_stage.pack(loaded, loaded_plan, text, output)
         reporter.say(f"prefix: {output}")
     size = f"{packed['file_bytes']} bytes, {packed['raw_bytes']} in 16 bits"
     given.show({**packed, "path": str(output)}, f"{output.name}: {packed['num_tokens']} tokens in {size}")
@@ -355,12 +329,10 @@ def pack_prefix(
 def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
     """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or both, and for
     what is not UTF-8."""
-    from kvcal.artifact import read_text
-
     if (prompt is None) == (prompt_file is None):
         raise UsageError("expected exactly one of --prompt and --prompt-file")
     if prompt_file is not None:
-        return read_text(prompt_file)
+        return artifact.read_text(prompt_file)
     assert prompt is not None
     try:
         text = sys.stdin.read() if prompt == "-" else prompt

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
-from kvcal.quantities import format_bytes
+from kvcal.lazy_imports import lazy_imports
+from kvcal.quantities import format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from kvcal.plan.plan import Workload
-    from kvcal.recipe import AllocateSpec, Recipe
-    from kvcal.stages.compare import Point
-    from kvcal.stages.size import Gain
+with lazy_imports():
+    from kvcal import artifact, recipe_files, strict, tables
+    from kvcal import folder as artifacts
+    from kvcal import recipe as recipe_keys
+    from kvcal import report as report_page
+    from kvcal.plan import plan as plan_file
+    from kvcal.run import formats, pipeline
+    from kvcal.stages import compare as compare_stage
+    from kvcal.stages import damage as damage_stage
+    from kvcal.stages import search as search_stage
+    from kvcal.stages import size as size_stage
+    from kvcal.stages import tune as tune_stage
+    from kvcal.stages import verify as verify_stage
+    from kvcal.stages.allocate import record as allocation_record
+    from kvcal.stages.evaluate import harness
 
 
 @options.spread
@@ -58,22 +69,7 @@ def plan(
 
     Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
-    from dataclasses import asdict
-
-    from kvcal import tables
-    from kvcal.artifact import require_output
-    from kvcal.folder import Folder, Job
-    from kvcal.plan.plan import KIND, require_undamaged, save_damage, save_plan
-    from kvcal.recipe_files import load_recipe
-    from kvcal.report import write_report
-    from kvcal.run import pipeline
-    from kvcal.stages.allocate import record as allocation_record
-    from kvcal.stages.damage import measure_damage
-    from kvcal.stages.size import gain_of
-    from kvcal.stages.verify import verify_plan
-    from kvcal.strict import dump
-
-    base = load_recipe(recipe or ("best" if search else "basis"))
+    base = recipe_files.load_recipe(recipe or ("best" if search else "basis"))
     if base.allocate is None or (search and base.search is None):
         lacking = "allocate" if base.allocate is None else "search"
         raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
@@ -84,56 +80,56 @@ def plan(
         )
     chosen = given.change(base, budgets.knobs())
     if output is not None:
-        require_output(output, KIND)
+        artifact.require_output(output, plan_file.KIND)
     if out is not None:
-        Folder.create(out)
+        artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)
         if recipe is None and not search and loaded.geometry.has_latents:
             reporter.say("plan: latent attention takes no basis: recipe default")
-            chosen = given.change(load_recipe("default"), budgets.knobs())
+            chosen = given.change(recipe_files.load_recipe("default"), budgets.knobs())
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
-        folder = Folder.create(out)
+        folder = artifacts.Folder.create(out)
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
-        Folder.create(folder.path)
+        artifacts.Folder.create(folder.path)
         if dry_run:
-            given.show_estimates(Job(chosen, loaded, folder, reporter))
+            given.show_estimates(artifacts.Job(chosen, loaded, folder, reporter))
             return
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
-        checks = verify_plan(made, loaded, loaded.max_context, reporter)
+        checks = verify_stage.verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
         allocation = allocation_record.load(folder.allocation)[0]
-        gain = gain_of(made, allocation.split, loaded.vocab_size)
-        damage = measure_damage(made, loaded, given.data or (), reporter, folder.plan)
+        gain = size_stage.gain_of(made, allocation.split, loaded.vocab_size)
+        damage = damage_stage.measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
         if output is not None and (allow_damage or damage is None or not damage.is_destroyed):
-            save_plan(made, path := output)
+            plan_file.save_plan(made, path := output)
             if damage is not None:
-                save_damage(damage, path)
-        write_report(folder)
+                plan_file.save_damage(damage, path)
+        report_page.write_report(folder)
     value = {
         "plan": str(path),
         "folder": str(folder.path),
         "report": str(folder.report),
         "gain": asdict(gain),
         "checks": [asdict(check) for check in checks],
-        "damage": dump(damage),
+        "damage": strict.dump(damage),
     }
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
     given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
     reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: {following}")
-    require_undamaged(damage, allow_damage)
+    plan_file.require_undamaged(damage, allow_damage)
 
 
-def budget_name(spec: AllocateSpec) -> str:
+def budget_name(spec: recipe_keys.AllocateSpec) -> str:
     """A folder's name for a budget and its workload, such as "24GB-8x32768"."""
     size = f"{spec.bits:g}bits" if spec.bits is not None else spec.budget or f"kv-{spec.kv_budget}"
     return f"{size.replace(' ', '')}-{spec.batch}x{spec.context}"
 
 
-def gain_table(gain: Gain, workload: Workload) -> console.View:
+def gain_table(gain: size_stage.Gain, workload: plan_file.Workload) -> console.View:
     """The plan next to 16 bits."""
     batch, context = workload.batch, workload.context
     rows = [
@@ -145,7 +141,7 @@ def gain_table(gain: Gain, workload: Workload) -> console.View:
     return f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
 
 
-def _fit(gain: Gain, name: str) -> str:
+def _fit(gain: size_stage.Gain, name: str) -> str:
     return "the plan's alone" if gain.fit is None else str(getattr(gain.fit, name))
 
 
@@ -166,22 +162,12 @@ def run(
 
     Example: `kvcal run default --budget 24GB --batch 8 --context 32768 --set evaluate.tasks=[]`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder
-    from kvcal.plan.plan import DEFAULT_WORKLOAD, require_undamaged
-    from kvcal.recipe_files import load_recipe
-    from kvcal.report import write_report
-    from kvcal.run import pipeline
-    from kvcal.stages.damage import damage_of_row
-    from kvcal.stages.search import load as load_search
-    from kvcal.strict import dump
-
     if options.is_model(recipe):
         raise UsageError(
             f"kvcal run {recipe}: a model, where a recipe's name or path is expected",
             hint=f"kvcal plan {recipe} --budget 24GB, or kvcal run default --model {recipe}",
         )
-    base = load_recipe(recipe)
+    base = recipe_files.load_recipe(recipe)
     is_fixed = base.allocate is None
     if is_fixed and budgets.kinds():
         raise UsageError(
@@ -190,25 +176,25 @@ def run(
             hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
         )
     chosen = given.change(base, {} if is_fixed else budgets.knobs())
-    workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
-    folder = Folder.create(out)
+    workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
+    folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
-        damage = damage_of_row(result.plan, loaded, result.evaluation.rows[-1], folder.plan, reporter)
-        write_report(folder)
+        damage = damage_stage.damage_of_row(result.plan, loaded, result.evaluation.rows[-1], folder.plan, reporter)
+        report_page.write_report(folder)
     shown = [tables.budget_table(result.allocation), tables.evaluation_table(result.evaluation)]
     if chosen.search is not None:
-        shown.append(tables.search_table(load_search(folder.search).report))
+        shown.append(tables.search_table(search_stage.load(folder.search).report))
     value = {
-        "allocation": dump(result.allocation),
-        "evaluation": dump(result.evaluation),
-        "damage": dump(damage),
+        "allocation": strict.dump(result.allocation),
+        "evaluation": strict.dump(result.evaluation),
+        "damage": strict.dump(damage),
         "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "bits", "quality", "report")},
     }
     given.show(value, *shown)
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\nreport: {folder.report}")
-    require_undamaged(damage, allow_damage)
+    plan_file.require_undamaged(damage, allow_damage)
 
 
 @options.spread
@@ -229,35 +215,25 @@ def search(
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --set search.serve=storage --dry-run`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder, Job
-    from kvcal.plan.plan import require_undamaged
-    from kvcal.recipe_files import load_recipe
-    from kvcal.report import write_report
-    from kvcal.run import pipeline
-    from kvcal.stages.damage import measure_damage
-    from kvcal.stages.search import load as load_search
-    from kvcal.strict import dump
-
-    base = load_recipe(recipe)
+    base = recipe_files.load_recipe(recipe)
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
     base = given.change(base, budgets.knobs())
-    folder = Folder.create(out)
+    folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
         if dry_run:
-            given.show_estimates(Job(base, loaded, folder, reporter))
+            given.show_estimates(artifacts.Job(base, loaded, folder, reporter))
             return
         plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
-        damage = measure_damage(plan, loaded, given.data or (), reporter, folder.plan)
-        write_report(folder)
-    searched = load_search(folder.search)
-    value = {"report": dump(searched.report), "plan": tables.plan_json(plan, None)}
-    value["damage"] = dump(damage)
+        damage = damage_stage.measure_damage(plan, loaded, given.data or (), reporter, folder.plan)
+        report_page.write_report(folder)
+    searched = search_stage.load(folder.search)
+    value = {"report": strict.dump(searched.report), "plan": tables.plan_json(plan, None)}
+    value["damage"] = strict.dump(damage)
     given.show(value, tables.search_table(searched.report), tables.budget_table(searched.allocation))
     reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
-    require_undamaged(damage, allow_damage)
+    plan_file.require_undamaged(damage, allow_damage)
 
 
 @options.spread
@@ -277,34 +253,25 @@ def tune(
 
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder
-    from kvcal.plan.plan import DEFAULT_WORKLOAD
-    from kvcal.quantities import parse_bytes
-    from kvcal.recipe_files import load_recipe
-    from kvcal.report import write_report
-    from kvcal.run.formats import formats_plan, tune_plan
-    from kvcal.stages.tune import FILE as STUDY
-    from kvcal.strict import dump
-
-    base = load_recipe(recipe)
+    base = recipe_files.load_recipe(recipe)
     _require_formats_alone(base)
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
-    folder = Folder.create(out)
+    folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
-        plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
-        tuned = tune_plan(loaded, plan, base, folder.path, reporter, max_bytes)
-        write_report(folder)
+        plan = formats.formats_plan(base, loaded, sizes.workload(plan_file.DEFAULT_WORKLOAD))
+        tuned = formats.tune_plan(loaded, plan, base, folder.path, reporter, max_bytes)
+        report_page.write_report(folder)
     table = tables.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
-    value = {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
+    value = {"chosen": strict.dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes}
+    value |= strict.dump(tuned.tuning)
     given.show(value, table)
-    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / STUDY}")
+    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / tune_stage.FILE}")
     reporter.say(f"report: {folder.report}")
 
 
-def _require_formats_alone(recipe: Recipe) -> None:
+def _require_formats_alone(recipe: recipe_keys.Recipe) -> None:
     others = [
         name for name in ("progressive", "reparam", "predictors", "feedback") if getattr(recipe, name) is not None
     ]
@@ -345,46 +312,33 @@ def compare(
 
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder, sequences
-    from kvcal.plan.plan import DEFAULT_WORKLOAD
-    from kvcal.report import write_report
-    from kvcal.run import pipeline
-    from kvcal.stages.compare import FILE, points_of
-    from kvcal.stages.compare import compare as compare_points
-    from kvcal.stages.evaluate.harness import require_tasks
-    from kvcal.strict import dump
-
     evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
     spec = replace(given, sets=evaluating, samples=None).recipe(recipe, posed.knobs()).evaluate
     if spec.harness_tasks:
-        require_tasks(spec)
-    points = _changed(points_of(recipes, bits or ()), given)
-    workload = sizes.workload(DEFAULT_WORKLOAD)
-    folder = Folder.create(out)
+        harness.require_tasks(spec)
+    points = _changed(compare_stage.points_of(recipes, bits or ()), given)
+    workload = sizes.workload(plan_file.DEFAULT_WORKLOAD)
+    folder = artifacts.Folder.create(out)
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
     toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:
         loaded = given.load(model, toy, reporter)
-        texts = sequences(spec.data, loaded, "report", folder)
-        comparison = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
-        write_report(folder)
-    given.show(dump(comparison), tables.comparison_table(comparison))
-    reporter.say(f"table: {folder.path / FILE}\nreport: {folder.report}")
+        texts = artifacts.sequences(spec.data, loaded, "report", folder)
+        comparison = compare_stage.compare(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
+        report_page.write_report(folder)
+    given.show(strict.dump(comparison), tables.comparison_table(comparison))
+    reporter.say(f"table: {folder.path / compare_stage.FILE}\nreport: {folder.report}")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):
         raise typer.Exit(refusals[0].exit_code)
 
 
-def _changed(points: Sequence[Point], given: options.RecipeOptions) -> tuple[Point, ...]:
+def _changed(points: Sequence[compare_stage.Point], given: options.RecipeOptions) -> tuple[compare_stage.Point, ...]:
     """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for a section
     that none has, and for budgets and workloads, which are the same for all."""
-    from kvcal.recipe import BUDGET_KINDS
-    from kvcal.recipe_files import read_settings
-
     sets = [text for text in given.sets or () if not text.startswith("evaluate.")]
-    common = {f"allocate.{key}" for key in (*BUDGET_KINDS, "batch", "context")}
-    for name in read_settings(sets):
+    common = {f"allocate.{key}" for key in (*recipe_keys.BUDGET_KINDS, "batch", "context")}
+    for name in recipe_files.read_settings(sets):
         section = name.partition(".")[0]
         if name in common:
             raise UsageError(f"--set {name}: the same for all recipes", hint="use --bits, --batch and --context")

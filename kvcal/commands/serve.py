@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from kvcal.commands import options
 from kvcal.errors import ArtifactError, KernelError, UsageError
+from kvcal.lazy_imports import lazy_imports
 from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from kvcal.plan.plan import Plan
+with lazy_imports():
+    from kvcal import bench as layer_times
+    from kvcal.engines import capacity as engine_capacity
+    from kvcal.engines import shard, support
+    from kvcal.models import config as model_config
+    from kvcal.plan import plan as plan_file
+
 
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
 
@@ -37,21 +44,16 @@ def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: opt
 
     Example: `kvcal bench plan.safetensors --batch 8 --context 32768`
     """
-    from dataclasses import asdict
-
     import torch
 
-    from kvcal.bench import time_layers
-    from kvcal.plan.plan import load_plan
-
-    loaded = load_plan(plan)
+    loaded = plan_file.load_plan(plan)
     workload = sizes.workload(loaded.workload)
     if not torch.cuda.is_available():
         raise KernelError(
             f"kvcal bench needs a CUDA device, and torch {torch.__version__} sees none",
             hint="run it on a machine with an NVIDIA GPU and a CUDA build of torch",
         )
-    times, device = time_layers(loaded, workload, torch.device("cuda")), torch.cuda.get_device_name()
+    times, device = layer_times.time_layers(loaded, workload, torch.device("cuda")), torch.cuda.get_device_name()
     value = {"device": device, "workload": asdict(workload), "layers": [asdict(time) for time in times]}
     rows = [
         (
@@ -82,19 +84,14 @@ def capacity(
 
     Example: `kvcal capacity meta-llama/Llama-3.1-8B --plan plan.safetensors --kv-memory 50GB --tp 4 --context 32768`
     """
-    from dataclasses import asdict
-
-    from kvcal.engines.capacity import capacity as capacity_of
-    from kvcal.models.config import read_sizes
-
     loaded = _served(plan, engine, drafts)
-    facts = read_sizes(model)
+    facts = model_config.read_sizes(model)
     if loaded.geometry.layers != facts.geometry.layers:
         raise ArtifactError(
             f"{plan}: the plan is for {loaded.model.id}, whose layers or heads are others than those of {facts.id}"
         )
     nbytes = parse_bytes(kv_memory)
-    found = capacity_of(engine, loaded, nbytes, tp, context, drafts, max_requests)
+    found = engine_capacity.capacity(engine, loaded, nbytes, tp, context, drafts, max_requests)
     value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
     rows = [
         ("memory for the cache, on each rank", format_bytes(nbytes)),
@@ -136,15 +133,13 @@ def serve_args(
 
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
     """
-    from kvcal.engines.capacity import capacity as capacity_of
-    from kvcal.engines.shard import HeadShard
-    from kvcal.engines.support import NO_PREFIXES, unquantized_copies
-
     loaded = _served(plan, engine, drafts)
-    HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
+    shard.HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
-    found = None if memory is None else capacity_of(engine, loaded, memory, tp, context or 1, drafts, max_requests)
+    found = None
+    if memory is not None:
+        found = engine_capacity.capacity(engine, loaded, memory, tp, context or 1, drafts, max_requests)
     if engine == "vllm":
         words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
@@ -160,19 +155,16 @@ def serve_args(
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
-    words += [NO_PREFIXES[engine]] if unquantized_copies(loaded) else []
+    words += [support.NO_PREFIXES[engine]] if support.unquantized_copies(loaded) else []
     given.show({"engine": engine, "arguments": words}, shlex.join(words))
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
 
 
-def _served(plan: Path, engine: str, drafts: int) -> Plan:
+def _served(plan: Path, engine: str, drafts: int) -> plan_file.Plan:
     """The plan, if the engine serves it."""
-    from kvcal.engines.support import require_served
-    from kvcal.plan.plan import load_plan
-
     if drafts and engine != "vllm":
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
-    loaded = load_plan(plan)
-    require_served(loaded, True, engine, drafts)
+    loaded = plan_file.load_plan(plan)
+    support.require_served(loaded, True, engine, drafts)
     return loaded

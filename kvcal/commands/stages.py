@@ -7,17 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvcal.commands import options
 from kvcal.errors import UsageError
+from kvcal.lazy_imports import lazy_imports
 from kvcal.quantities import parse_bytes
 
-if TYPE_CHECKING:
-    from kvcal.folder import Job
-    from kvcal.recipe import Recipe
+with lazy_imports():
+    from kvcal import artifact, recipe_files, strict, tables
+    from kvcal import folder as artifacts
+    from kvcal import recipe as recipe_keys
+    from kvcal.plan import plan as plan_file
+    from kvcal.run import formats, pipeline, transform
+    from kvcal.stages import damage as damage_stage
+    from kvcal.stages import feedback as feedback_stage
+    from kvcal.stages import reparam as reparam_stage
+    from kvcal.stages import verify as verify_stage
+    from kvcal.stages.predictors import record as predictors_record
+    from kvcal.stages.profile import record as profile_record
+
 
 SWEEP_POINTS = 48  # budgets to solve where the front is longer
 
@@ -34,18 +45,14 @@ def profile(
 
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder, Job
-    from kvcal.run.formats import profile_folder
-
     base = given.recipe(recipe)
-    folder = Folder.create(out)
+    folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         if dry_run:
-            given.show_estimates(Job(replace(base, search=None), loaded, folder, reporter))
+            given.show_estimates(artifacts.Job(replace(base, search=None), loaded, folder, reporter))
             return
-        result = profile_folder(loaded, folder, base, reporter)
+        result = formats.profile_folder(loaded, folder, base, reporter)
     given.show(tables.profile_json(result), tables.profile_table(result))
     reporter.say(f"profile: {folder.profile}")
 
@@ -85,38 +92,30 @@ def allocate(
 
     Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
-    from kvcal import tables
-    from kvcal.folder import Folder
-    from kvcal.recipe import BUDGET_KINDS, AllocateSpec
-    from kvcal.recipe_files import read_settings
-    from kvcal.run.formats import allocate_folder, sweep_folder
-    from kvcal.stages.profile.record import load as load_profile
-    from kvcal.strict import dump, parse
-
     knobs: dict[str, Any] = {}
-    for dotted, value in (budgets.knobs() | read_settings(sets or ())).items():
+    for dotted, value in (budgets.knobs() | recipe_files.read_settings(sets or ())).items():
         section, _, key = dotted.rpartition(".")
         if section != "allocate":
             raise UsageError(
                 f"--set {dotted}: only knobs of [allocate] are used here", hint="use `kvcal run` for others"
             )
         knobs |= {} if value is None else {key: value}
-    if sweep and not any(knobs.get(kind) for kind in BUDGET_KINDS):
+    if sweep and not any(knobs.get(kind) for kind in recipe_keys.BUDGET_KINDS):
         knobs["bits"] = 16.0
-    if "objective" not in knobs and not load_profile(Folder(folder).profile).setup.spec.gradients:
+    if "objective" not in knobs and not profile_record.load(artifacts.Folder(folder).profile).setup.spec.gradients:
         knobs["objective"] = "kl"
-    spec = parse(AllocateSpec, knobs, "allocate", UsageError)
+    spec = strict.parse(recipe_keys.AllocateSpec, knobs, "allocate", UsageError)
     reporter = given.reporter()
     if sweep:
-        rows = sweep_folder(Folder(folder), spec, SWEEP_POINTS)
+        rows = formats.sweep_folder(artifacts.Folder(folder), spec, SWEEP_POINTS)
         given.show({"points": rows}, tables.sweep_table(rows))
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
-    paths = Folder(folder) if name is None else Folder(folder).named(name)
+    paths = artifacts.Folder(folder) if name is None else artifacts.Folder(folder).named(name)
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
-    result = allocate_folder(paths, spec, reporter, reserved=reserved)
+    result = formats.allocate_folder(paths, spec, reporter, reserved=reserved)
     layers = tables.layer_table(result.layers, result.cache_dtype, result.workload)
-    given.show(dump(result), tables.budget_table(result), layers)
+    given.show(strict.dump(result), tables.budget_table(result), layers)
     if before is not None and before != paths.allocation.read_bytes():
         reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
     if name is not None:
@@ -124,16 +123,14 @@ def allocate(
 
 
 @contextmanager
-def _job(folder: Path, model: str, given: options.RecipeOptions, recipe: Recipe) -> Iterator[Job]:
+def _job(folder: Path, model: str, given: options.RecipeOptions, recipe: recipe_keys.Recipe) -> Iterator[artifacts.Job]:
     """A stage's job in the folder of an allocation, within progress."""
-    from kvcal.folder import Folder, Job
-
     with given.reporting() as reporter:
         loaded = given.load(model, recipe.data, reporter)
-        yield Job(recipe, loaded, Folder(folder), reporter)
+        yield artifacts.Job(recipe, loaded, artifacts.Folder(folder), reporter)
 
 
-def _with_own_sizes(given: options.RecipeOptions, recipe: str, section: str) -> Recipe:
+def _with_own_sizes(given: options.RecipeOptions, recipe: str, section: str) -> recipe_keys.Recipe:
     """The recipe; --samples and --seq-len are those of ``section``, which calibrates on text of its own size."""
     sizes = {f"{section}.num_samples": given.samples, f"{section}.seq_len": given.seq_len}
     return replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section=section)
@@ -152,22 +149,18 @@ def reparam(
 
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
-    from kvcal.run.transform import reparam_folder
-    from kvcal.stages.reparam import table_rows
-    from kvcal.strict import dump
-
     with _job(folder, model, given, _with_own_sizes(given, recipe, "reparam")) as job:
-        record = reparam_folder(job)
+        record = transform.reparam_folder(job)
         for warning in record.warnings:
             job.reporter.say(warning)
     scale = record.subject.position_scale
     value = {
-        "layers": [dump(layer) for layer in record.layers],
+        "layers": [strict.dump(layer) for layer in record.layers],
         "position_scale": scale,
         "path": str(job.folder.reparam),
     }
     title = f"λ from {record.subject.num_tokens} tokens at positions x {scale:.3g}"
-    given.show(value, (title, *table_rows(record)))
+    given.show(value, (title, *reparam_stage.table_rows(record)))
     job.reporter.say(f"reparam: {job.folder.reparam}")
 
 
@@ -185,15 +178,11 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
-    from kvcal.run.transform import fit_predictors_folder
-    from kvcal.stages.predictors.record import table_rows
-    from kvcal.strict import dump
-
     with _job(folder, model, given, given.recipe(recipe, section="predictors")) as job:
-        record = fit_predictors_folder(job)
+        record = transform.fit_predictors_folder(job)
     kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
-    value = {"findings": [dump(finding) for finding in record.findings], "nbytes": record.nbytes}
-    given.show(value, (f"Predictors: {kept}, on {tokens} held-out tokens", *table_rows(record)))
+    value = {"findings": [strict.dump(finding) for finding in record.findings], "nbytes": record.nbytes}
+    given.show(value, (f"Predictors: {kept}, on {tokens} held-out tokens", *predictors_record.table_rows(record)))
     job.reporter.say(f"predictors: {job.folder.predictors}")
 
 
@@ -210,14 +199,10 @@ def feedback(
 
     Example: `kvcal feedback artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 16`
     """
-    from kvcal.run.transform import feedback_folder
-    from kvcal.stages.feedback import table_rows
-    from kvcal.strict import dump
-
     with _job(folder, model, given, _with_own_sizes(given, recipe, "feedback")) as job:
-        record = feedback_folder(job)
-    value = {"sides": [dump(side) for side in record.sides], "path": str(job.folder.feedback)}
-    given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *table_rows(record)))
+        record = transform.feedback_folder(job)
+    value = {"sides": [strict.dump(side) for side in record.sides], "path": str(job.folder.feedback)}
+    given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *feedback_stage.table_rows(record)))
     job.reporter.say(f"feedback: {job.folder.feedback}")
 
 
@@ -242,40 +227,30 @@ def compile_command(
     Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
     """
-    from kvcal import tables
-    from kvcal.artifact import require_output, require_parent
-    from kvcal.folder import Folder
-    from kvcal.plan.plan import KIND, require_undamaged
-    from kvcal.run.pipeline import compile_folder
-    from kvcal.run.transform import fold_folder
-    from kvcal.stages.damage import measure_damage
-    from kvcal.stages.verify import require_same_model
-    from kvcal.strict import dump
-
-    paths = Folder.of_plan(folder)
+    paths = artifacts.Folder.of_plan(folder)
     reporter = given.reporter()
     path = output or paths.plan
     if output is not None:
-        require_output(output, KIND)
+        artifact.require_output(output, plan_file.KIND)
     if fold is not None:
         if fold.exists():
             raise UsageError(f"--fold {fold} exists already", hint="name a folder that does not exist")
-        require_parent(fold)
+        artifact.require_parent(fold)
     if fold is not None and model is None:
         raise UsageError("--fold needs --model", hint="name the model whose weights are to take λ")
     loaded = None if model is None else given.load(model)
     if loaded is None or fold is None:
-        plan = compile_folder(paths, path, reporter)
+        plan = pipeline.compile_folder(paths, path, reporter)
     else:
-        plan = fold_folder(paths, path, loaded, fold, given.load, reporter)
+        plan = transform.fold_folder(paths, path, loaded, fold, given.load, reporter)
         loaded = given.load(str(fold))
     damage = None
     if loaded is None:
         check = options.command_line("verify", path, "--model", plan.model.id)
         reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
     else:
-        require_same_model(plan, loaded)
-        damage = measure_damage(plan, loaded, (), reporter, path)
-    found = dump(damage)
+        verify_stage.require_same_model(plan, loaded)
+        damage = damage_stage.measure_damage(plan, loaded, (), reporter, path)
+    found = strict.dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})
-    require_undamaged(damage, allow_damage)
+    plan_file.require_undamaged(damage, allow_damage)
