@@ -101,11 +101,7 @@ def print_json(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """Text and a line's end on stdout, at once. Who closes the pipe has read enough: the command ends well.
-
-    Raises:
-        ArtifactError: the system does not take the text, such as a full disk.
-    """
+    """Text and a line's end on stdout, at once. Who closes the pipe has read enough: the command ends well."""
     if sys.stdout is None:
         raise ArtifactError("cannot write to stdout: it is closed", "redirect it")
     try:

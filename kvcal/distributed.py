@@ -76,11 +76,7 @@ def prints_errors() -> bool:
 
 
 def device(name: str) -> str:
-    """``name`` of a device; of several ranks each takes the GPU of its number on the node for "auto" and "cuda".
-
-    Raises:
-        UsageError: one GPU for all ranks, or fewer than there are ranks on this node.
-    """
+    """``name`` of a device; of several ranks each takes the GPU of its number on the node for "auto" and "cuda"."""
     if _ranks.size == 1 or name == "cpu" or not torch.cuda.is_available():
         return name
     if name not in ("auto", "cuda"):
@@ -97,11 +93,7 @@ def device(name: str) -> str:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """A process group for one command, as torchrun started its processes; nothing without torchrun.
-
-    Raises:
-        UsageError: torchrun's environment is not whole, or the ranks do not reach each other.
-    """
+    """A process group for one command, as torchrun started its processes; nothing without torchrun."""
     global _ranks, _is_first_error
     if world_size() == 1:
         yield
@@ -147,11 +139,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def gather(value: Result) -> list[Result]:
-    """``value`` of every rank, in their order. Waits until all ranks are here.
-
-    Raises:
-        RankFailed: another rank has ended.
-    """
+    """``value`` of every rank, in their order. Waits until all ranks are here."""
     if _is_alone():
         return [value]
     found: list[Any] = [None] * _ranks.size

@@ -143,11 +143,7 @@ def current_or(
     made_on: str | None = None,
 ) -> Made:
     """The content of ``path`` if it was made from ``inputs``, else what ``make`` makes of them and writes there. Says
-    which of the two, and on which data (``made_on``). The file is read and verified once.
-
-    Raises:
-        ArtifactError: the artifact is corrupt, or the folder's artifacts were made from another model.
-    """
+    which of the two, and on which data (``made_on``). The file is read and verified once."""
     Folder(path.parent).require_model(inputs)
     found = load(path) if path.exists() else None
     difference = None if found is None else differing_input(inputs, read_inputs(path))

@@ -40,11 +40,7 @@ def _names(pattern: str) -> tuple[str, ...]:
 
 
 def find_recipe(name: str) -> Path:
-    """A path, or the name of a recipe that comes with kvcal, with or without its folder.
-
-    Raises:
-        UsageError: neither a file nor a known name.
-    """
+    """A path, or the name of a recipe that comes with kvcal, with or without its folder."""
     if Path(name).is_file():
         return Path(name)
     folders = (Path("recipes"), Path("."), Path(ABLATIONS), Path("recipes") / ABLATIONS)
@@ -111,11 +107,7 @@ def require_baselines(names: Iterable[str], place: str) -> None:
 
 def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     """Knobs by dotted name, and their values, of ``section.key=value`` texts: values are TOML, a bare word is a string,
-    and no value (None) restores the default. The last of several counts.
-
-    Raises:
-        UsageError: no "=", or an unknown section or key.
-    """
+    and no value (None) restores the default. The last of several counts."""
     known = _known_knobs()
     sections = sorted({name.partition(".")[0] for name in known})
     settings: dict[str, Any] = {}

@@ -107,11 +107,7 @@ def _how_to_make(place: str | Path) -> str | None:
 
 
 def record_of(record: type[Record], body: Mapping[str, Any], place: str | Path, hint: str | None = None) -> Record:
-    """The record that ``body`` spells; ``hint`` as in ``refusing``.
-
-    Raises:
-        ArtifactError: unknown or missing keys, values out of range, or another spelling than ``dump``'s.
-    """
+    """The record that ``body`` spells; ``hint`` as in ``refusing``."""
     try:
         found = parse(record, body, str(place), ArtifactError, hint)
         difference = differing_input(dump(found), dict(body))
@@ -131,11 +127,7 @@ def write_json(path: str | Path, kind: str, schema: int, record: Any) -> None:
 
 
 def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hint: str) -> Record:
-    """Read what :func:`write_json` wrote.
-
-    Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or as ``record_of``.
-    """
+    """Read what :func:`write_json` wrote."""
     try:
         text = read_bytes(path, kind).decode("utf-8")
         content = json.loads(text, parse_constant=_refuse_constant)

@@ -154,11 +154,7 @@ class Section:
 
 
 def write_report(folder: Folder) -> Path:
-    """Write report.html of what ``folder`` holds, with its figures bits.png and quality.png, and return its path.
-
-    Raises:
-        ArtifactError: nothing to report, a corrupt artifact, or a file that cannot be written.
-    """
+    """Write report.html of what ``folder`` holds, with its figures bits.png and quality.png, and return its path."""
     from jinja2 import Environment
 
     plan = load_plan(folder.plan) if folder.plan.is_file() else None

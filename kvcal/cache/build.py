@@ -35,13 +35,7 @@ def cache_layers(
     config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate, keep_decoded: bool
 ) -> list[Any]:
     """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``: what they
-    call with batch and device when the first tokens come. ``keep_decoded``: see kvcal.store.layer_store.
-
-    Raises:
-        ArtifactError: the plan's layers are not the model's.
-        UnsupportedModel: a static cache cannot hold a layer, or a cache with lookahead cannot take drafts back there,
-            with the reason.
-    """
+    call with batch and device when the first tokens come. ``keep_decoded``: see kvcal.store.layer_store."""
     layers: list[Any] = DynamicCache(config=config).layers
     sharing = [] if static is None else sharing_layers(config)
     if sharing:
@@ -131,11 +125,7 @@ def require_state(index: int, geometry: AttentionGeometry | StateGeometry | None
 
 
 def _is_ours(native: object, plan: LayerPlan) -> bool:
-    """Whether we store the layer that transformers would store as ``native``, and not transformers, a state.
-
-    Raises:
-        ArtifactError: the plan has another kind of layer there.
-    """
+    """Whether we store the layer that transformers would store as ``native``, and not transformers, a state."""
     geometry = plan.geometry
     has_state = isinstance(geometry, AttentionGeometry) and geometry.state_bytes > 0
     paged = LinearAttentionAndFullAttentionLayer if has_state else DynamicLayer

@@ -148,15 +148,7 @@ class PagedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New tokens [B, N, T, D] -> what their attention takes: for a step of a static cache the same, otherwise all
         tokens [B, N, S + T, D] in the dtype given. Padding columns of the past are zero, those of the new tokens as
-        they came.
-
-        Raises:
-            ArtifactError: the model's heads or head sizes are not the plan's.
-            UsageError: another batch than before; beyond what the plan's schedule was made for; the attention of the
-                last update was not observed; a static cache outside of ``kvcal.attached``, or without room.
-            UnsupportedModel: the layer is on another device than a static cache.
-            NonFiniteActivations: NaN or infinity in a page.
-        """
+        they came."""
         require_shapes(self.plan.attention, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -39,11 +39,7 @@ def save(path: str | Path, plan: Plan, layers: Sequence[object], tokens_T: Tenso
 
 
 def load(path: str | Path, plan: Plan, layers: Sequence[object], device: torch.device) -> Tensor:
-    """Fill the layers of an empty dynamic cache, and return the token ids int64 [T].
-
-    Raises:
-        ArtifactError: no such file, a damaged one, or the prefix of another plan or model.
-    """
+    """Fill the layers of an empty dynamic cache, and return the token ids int64 [T]."""
     found = artifact.read(path, KIND, SCHEMA)
     stated = found.inputs.get("model"), found.inputs.get("plan_sha256")
     for name, have, want in zip(("model", "plan"), stated, (dump(plan.model), plan.sha256), strict=True):

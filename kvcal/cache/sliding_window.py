@@ -187,12 +187,7 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         self.cumulative_length += tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -n tokens (n negative or 0).
-
-        Raises:
-            UsageError: the tokens that would come back into the window are gone: once it is full, only tokens of the
-                last update can be removed, and only if ``activate_past_recording`` was called before that update.
-        """
+        """Remove the last -n tokens (n negative or 0)."""
         if self.keys is None:
             return
         tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor

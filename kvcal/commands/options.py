@@ -191,11 +191,7 @@ class RecipeOptions(ModelOptions):
     ) -> recipe_keys.Recipe:
         """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
         given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
-        calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback].
-
-        Raises:
-            UsageError: an unknown knob, or a value out of range.
-        """
+        calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback]."""
         settings = recipe_files.read_settings(self.sets or ())
         given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
         given |= {name: value for name, value in (others or {}).items() if value is not None}

@@ -119,11 +119,7 @@ def is_reading(task: str) -> bool:
 def readings(
     task: str, num_problems: int, seed: int, tokenizer: Tokenizer, purpose: Purpose = "report"
 ) -> tuple[Reading, ...]:
-    """Texts with at least ``num_problems`` answers together, fewer than one text's more.
-
-    Raises:
-        UsageError: as ``completion``, or the installed packages have too few files of this length.
-    """
+    """Texts with at least ``num_problems`` answers together, fewer than one text's more."""
     name, _, tokens = task.partition(":")
     count = -(-num_problems // (ASKED if name == "retrieval" else LINES))
     found = tuple(islice(READINGS[name](tokenizer, int(tokens), seed, purpose), count))

@@ -55,12 +55,7 @@ def capacity(
     engine: Engine, plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0, max_requests: int = 0
 ) -> Capacity:
     """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a token;
-    ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
-
-    Raises:
-        UnsupportedModel: heads that the ranks cannot share equally.
-        InfeasibleBudget: not one request of the context fits.
-    """
+    ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start."""
     shard, needed = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
     pages = [shard.block_bytes(index) for index in shard.blocks]
     fixed = ring_blocks = 0

@@ -119,12 +119,7 @@ class BlockLayout:
 
 
 def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
-    """KV heads of a rank.
-
-    Raises:
-        UnsupportedModel: neither of ``size`` and the KV heads divides the other, or ``size`` does not divide the query
-            heads.
-    """
+    """KV heads of a rank."""
     heads = geometry.num_kv_heads
     if (heads % size and size % heads) or geometry.num_query_heads % size:
         raise UnsupportedModel(

@@ -55,12 +55,7 @@ _SUBSTITUTES: dict[nn.Module, Callable[..., Any]] = {}
 def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
     """Within the context, ``on_call`` observes every attention call of the decoder just before it is computed: keys and
     values as ``Cache.update`` returned them, if there is a cache. It is called in the thread of the forward, and may
-    raise: the forward ends with its error. The attention implementation is restored on exit, also after an error.
-
-    Raises:
-        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
-        UsageError: the model is observed already, or its attention is neither sdpa nor eager.
-    """
+    raise: the forward ends with its error. The attention implementation is restored on exit, also after an error."""
     modules = attention_modules(model)
     with replaced_attention(model, OURS, _observed_attention):
         _LISTENING.update(dict.fromkeys(modules, on_call))
@@ -88,12 +83,7 @@ def replaced_attention(
 ) -> Iterator[None]:
     """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention, with masks of
     ``base``, the implementation that it had, made by ``mask(base's function, ...)`` if there is one. Restored on exit,
-    also after an error.
-
-    Raises:
-        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
-        UsageError: as ``require_base``, whichever thread entered the other context.
-    """
+    also after an error."""
     with ExitStack() as restore:
         with _ENTERING:
             base = require_base(model)

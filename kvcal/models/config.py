@@ -150,11 +150,7 @@ def _number(keys: dict[str, Any], name: str, place: str) -> int:
 
 def checkpoint_bytes(location: Location) -> int | None:
     """Bytes of the checkpoint's tensors, by the headers of its safetensors files, or by an index where those are not
-    here; None where neither is. A GGUF file's count as they are loaded, in bfloat16.
-
-    Raises:
-        UsageError: a header that cannot be read.
-    """
+    here; None where neither is. A GGUF file's count as they are loaded, in bfloat16."""
     folder = location.folder
     if location.gguf is not None:
         from gguf import GGUFReader

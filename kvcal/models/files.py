@@ -70,11 +70,7 @@ def embedded_models() -> tuple[str, ...]:
 
 
 def locate(source: str) -> Location:
-    """The folder of the files of ``source``; the hub is asked for config.json alone, and only for what is not local.
-
-    Raises:
-        UsageError: the source is not there, or the hub cannot be asked.
-    """
+    """The folder of the files of ``source``; the hub is asked for config.json alone, and only for what is not local."""
     if source in embedded_models():
         folder = EMBEDDED_FOLDER / source
         return Location(source, str(folder), folder)

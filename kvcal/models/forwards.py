@@ -53,11 +53,7 @@ def reach(layer: int) -> None:
 
 def side_by_side(calls: Sequence[Callable[[], Result]], device: torch.device) -> Generator[Result]:
     """The results of calls that come to layers of a model on ``device``, in their order. The next call ends when the
-    next result is asked for: no more than one is held here.
-
-    Raises:
-        What a call raises. The others end where they are.
-    """
+    next result is asked for: no more than one is held here."""
     turns = [_Turn(call, device) for call in calls]
     try:
         for turn in turns:

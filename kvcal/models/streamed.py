@@ -87,12 +87,7 @@ def is_streamed(model: PreTrainedModel) -> bool:
 
 def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens: int = NUM_TOKENS) -> Residence:
     """Stream the layers of ``model``, which lies on the CPU as transformers loaded it, to ``device``, within ``memory``
-    bytes, for sequences of ``num_tokens``. On a CUDA device, torch allocates no more than that from now on.
-
-    Raises:
-        UsageError: not one layer fits.
-        UnsupportedModel: no list of decoder layers is found, or a layer reads what another one has cached.
-    """
+    bytes, for sequences of ``num_tokens``. On a CUDA device, torch allocates no more than that from now on."""
     sharing = sharing_layers(model.config)
     if sharing:
         raise UnsupportedModel(

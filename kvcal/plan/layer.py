@@ -183,11 +183,7 @@ class LayerPlan:
 
 def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_pages: Pages = "post") -> LayerPlan:
     """A paged layer in these formats. Of latent attention, the latent is stored as keys are and the rotary key in
-    ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after.
-
-    Raises:
-        UnsupportedModel: a query score for a latent.
-    """
+    ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after."""
     if not layer.attention.is_latent:
         return LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages)
     if k.needs_queries:

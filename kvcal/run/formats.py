@@ -202,11 +202,7 @@ def fix_folder(job: Job) -> Allocation:
 
 def tune_folder(job: Job) -> Allocation:
     """The recipe's own formats with the thresholds, and the tiers' capacities, that its [tune] finds; goes on with the
-    folder's study.
-
-    Raises:
-        What ``tune_plan`` raises; finished trials are kept.
-    """
+    folder's study."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
     plan = formats_plan(recipe, loaded, job.workload)
     data = job_sequences(job, recipe.data, "fit")
@@ -293,12 +289,7 @@ def tune_plan(
     loaded: LoadedModel, plan: Plan, recipe: Recipe, folder: Path, reporter: Reporter, max_bytes: int | None = None
 ) -> Tuned:
     """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and ``max_bytes``
-    becomes ``folder``/plan.safetensors. The study lies next to it.
-
-    Raises:
-        InfeasibleBudget: no trial fits; the study is kept.
-        UsageError, ArtifactError and others: see ``TaskObjective`` and ``tune``.
-    """
+    becomes ``folder``/plan.safetensors. The study lies next to it."""
     spec = recipe.tune or TuneSpec()
     Folder(folder).require_model(model_inputs(loaded))
     objective = TaskObjective(loaded, plan, spec, recipe.evaluate, recipe.data)

@@ -206,13 +206,7 @@ def system_recipes(recipe: Recipe) -> dict[str, Recipe]:
 
 def search_folder(job: Job) -> Allocation:
     """Build and measure the plans of all systems, and keep the best one: its allocation has transforms, whose tensors
-    are in the search's own artifact.
-
-    Raises:
-        InfeasibleBudget: no system has a plan within the budget, with the reason of each.
-        UsageError: data that cannot be read, or no text long enough.
-        NonFiniteActivations, ArtifactError and others: as the stages of a system.
-    """
+    are in the search's own artifact."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
     assert recipe.allocate is not None and recipe.search is not None
     job = replace(job, workload=Workload(recipe.allocate.batch, recipe.allocate.context))

@@ -111,11 +111,7 @@ def centring(
     loaded: LoadedModel, layers: tuple[LayerPlan, ...], sequences: Sequence[Tensor], reporter: Reporter
 ) -> Centring:
     """The means of layers that ``takes_mean``, on a few of ``sequences``, int64 [T] each. None for a model whose keys
-    before RoPE are not known, which ``reporter`` is told.
-
-    Raises:
-        NonFiniteActivations: NaN or infinity in keys, naming the layer.
-    """
+    before RoPE are not known, which ``reporter`` is told."""
     chosen = {layer.geometry.index: layer for layer in layers if takes_mean(layer)}
     totals: dict[int, Mean] = {}
     squares: dict[int, Mean] = {}

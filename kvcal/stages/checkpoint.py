@@ -249,11 +249,7 @@ def for_each_batch(
     ``phase``, in batches of at most ``most_tokens``, padding included: ``measure`` takes ``at_once`` batches of a
     process or fewer, and returns their statistics, which are merged in the batches' order.
 
-    Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory.
-
-    Raises:
-        UsageError: a single sequence does not fit into the device's memory.
-    """
+    Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory."""
     order = longest_first(data, numbers)
 
     def measure_runs(runs: Sequence[range]) -> Sequence[Means]:

@@ -49,12 +49,7 @@ class Choices:
 
 
 def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
-    """The options of all layers, or of the one with this cache index, from the artifacts in ``folder``.
-
-    Raises:
-        ArtifactError: no allocation there, one of another plan or profile, or one that nothing was chosen for; corrupt
-            files. UsageError: nothing was chosen for ``layer``.
-    """
+    """The options of all layers, or of the one with this cache index, from the artifacts in ``folder``."""
     allocation, inputs = allocation_of(plan, folder)
     if "search.sha256" in inputs:
         _require_input(folder.search, inputs)

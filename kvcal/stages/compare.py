@@ -118,12 +118,8 @@ class Comparison:
 
 def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
     """The points for recipes named ``names`` (paths, or names of those that come with kvcal): the baselines, then each
-    recipe once, or, if it allocates a budget, once for each of ``bits`` (all-in bits per cached value), fewest first.
-
-    Raises:
-        UsageError: no recipe besides the baselines, an unknown one, or one twice; bits out of range or twice, or given
-            to recipes none of which allocates a budget.
-    """
+    recipe once, or, if it allocates a budget, once for each of ``bits`` (all-in bits per cached value), fewest
+    first."""
     for value in bits:
         if not MIN_BITS <= value <= MAX_BITS:  # NaN, too
             raise UsageError(f"--bits {value:g} is out of range, expected {MIN_BITS:g} to {MAX_BITS:g} bits per value")
@@ -172,12 +168,7 @@ def compare(
     reporter: Reporter,
 ) -> Comparison:
     """Build and measure all ``points``; plans and rows stay in ``folder`` for the next run. ``spec`` and ``data``: what
-    everything is measured with; ``spec.against`` is not used.
-
-    Raises:
-        ArtifactError: the folder is another model's, or a file of the comparison's own is corrupt or not writable.
-        KvcalError: a baseline cannot be built or measured.
-    """
+    everything is measured with; ``spec.against`` is not used."""
     path = folder.path / FILE
     if path.exists():
         require_model(path, model_inputs(loaded), load_comparison(path).inputs)

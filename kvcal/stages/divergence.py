@@ -192,11 +192,7 @@ class Room:
         self.most, self._reporter = most, reporter
 
     def groups(self, reference: Plan, plans: Sequence[Plan], feed_group: Callable[[Sequence[Plan]], None]) -> None:
-        """Feed all plans in groups; one that does not fit into memory is fed again, in halves.
-
-        Raises:
-            UsageError: a single plan does not fit.
-        """
+        """Feed all plans in groups; one that does not fit into memory is fed again, in halves."""
         shares = [cache_share(reference, plan) for plan in plans]
         first = 0
         while first < len(plans):
@@ -255,12 +251,8 @@ def deviations(
     room: Room | None = None,
 ) -> Deviations:
     """Changes by P plans at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
-    Sequences may be padded on the right, where there are no loss tokens. ``room``: of earlier calls, which it limits.
-
-    Raises:
-        NonFiniteActivations: a plan's or the reference's logits are not finite.
-        UsageError: a single plan does not fit into the device's memory.
-    """
+    Sequences may be padded on the right, where there are no loss tokens. ``room``: of earlier calls, which it
+    limits."""
     predicting_BT = loss_mask_BT.roll(-1, dims=1).cpu()  # the position before each loss token; 0 is never one
     columns: list[list[Tensor]] = []
 

@@ -34,13 +34,7 @@ def complete(
     prefix: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Text, token counts, and the cache's bytes next to those of 16 bits. ``prefix``: a file of ``pack``, with which
-    the prompt begins.
-
-    Raises:
-        UsageError: an empty prompt, no chat template, more tokens than the model's context, or a prompt that does not
-            begin with the prefix, or ends with it.
-        ArtifactError: as ``PlanCache.load``.
-    """
+    the prompt begins."""
     tokens_T = prompt_tokens(loaded, prompt, chat, max_new_tokens)
     if prefix is None:
         cache, known_T = PlanCache(plan, loaded.model.config), tokens_T[:0]
@@ -65,12 +59,7 @@ def complete(
 
 @torch.inference_mode()
 def pack(loaded: LoadedModel, plan: Plan, prompt: str, path: Path) -> dict[str, int]:
-    """Take a prompt in and write its packed cache to ``path``: token count, bytes of the file, and at 16 bits.
-
-    Raises:
-        UsageError: an empty prompt, or more tokens than the model's context.
-        UnsupportedModel, ArtifactError: as ``PlanCache.save``.
-    """
+    """Take a prompt in and write its packed cache to ``path``: token count, bytes of the file, and at 16 bits."""
     tokens_T = prompt_tokens(loaded, prompt, False, 0)
     cache = PlanCache(plan, loaded.model.config)
     new_tokens(loaded, cache, tokens_T, 1, 0.0, 0)

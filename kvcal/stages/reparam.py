@@ -162,13 +162,7 @@ def run_reparam(
     reporter: Reporter,
 ) -> Reparam:
     """Calibrate λ for the formats of ``layers`` and write the record to ``path``; an earlier run of the same ``inputs``
-    that was interrupted is continued.
-
-    Raises:
-        UsageError: a sequence longer than the model's context, or none in which a page is read.
-        UnsupportedModel: the model's keys or their rotation cannot be observed.
-        NonFiniteActivations: NaN or infinity, naming layer and sample.
-    """
+    that was interrupted is continued."""
     searched = {layer.geometry.index: layer for layer in layers if takes_rescale(layer)}
     check_taps(loaded.model, loaded.geometry)
     pairs = rotary_pairs(loaded.model, loaded.geometry, searched)

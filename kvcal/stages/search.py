@@ -107,11 +107,7 @@ def choose_plan(
     serve: str,
     reporter: Reporter,
 ) -> SearchReport:
-    """Measure ``plans`` by name, and choose one. ``left_out``: why other systems have no plan here, by name.
-
-    Raises:
-        NonFiniteActivations: through the cache of a plan, or at 16 bits.
-    """
+    """Measure ``plans`` by name, and choose one. ``left_out``: why other systems have no plan here, by name."""
     of_select = measured(loaded, plans, select, reporter, "search: select")
     ranked = sorted(plans, key=lambda name: float(of_select[name].mean()))
     finalists = {name: plans[name] for name in ranked[:FINALISTS]}

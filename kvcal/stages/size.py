@@ -55,11 +55,7 @@ class SizeRow:
 
 def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, devices: int = 1) -> Iterator[SizeRow]:
     """A row for each of ``RECIPES``, on each of ``devices`` alike. ``memory``: bytes of one device, which needs
-    ``sizes.weight_bytes``.
-
-    Raises:
-        UsageError: heads that cannot be shared out evenly, or a memory without known weights.
-    """
+    ``sizes.weight_bytes``."""
     if memory is not None and sizes.weight_bytes is None:
         raise UsageError(
             f"{sizes.id}: its weights are not here, neither their safetensors files nor an index",

@@ -39,11 +39,7 @@ Scores = Mapping[int, Tensor]
 @torch.no_grad()
 def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter: Reporter) -> Scores:
     """{layer index: [pages, N, D] fp64 on the CPU} for every layer of ``plan`` whose keys are boosted, over all
-    sequences of ``data``.
-
-    Raises:
-        UsageError: no sequence fills a page.
-    """
+    sequences of ``data``."""
     boosted = {layer.geometry.index: layer for layer in plan.layers if layer.is_paged and layer.k[0].boost is not None}
     pages: dict[int, list[Tensor]] = {index: [] for index in boosted}
 

@@ -96,13 +96,7 @@ def tune(
     reporter: Reporter,
 ) -> Tuning:
     """Run, or go on with, the study in ``folder`` until it has ``search.num_trials`` finished trials. ``inputs`` (flat
-    JSON) must name everything but the thresholds that outcomes depend on: model, recipe, task.
-
-    Raises:
-        ArtifactError: the folder holds a study with other inputs (names the field), or one that is broken, or cannot
-            be written to.
-        Whatever ``evaluate`` raises; the trials before it are kept.
-    """
+    JSON) must name everything but the thresholds that outcomes depend on: model, recipe, task."""
     import optuna
 
     ranges = {name: list(limits) for name, limits in search.thresholds.items()}
@@ -164,12 +158,7 @@ def load_tuning(folder: Path) -> Tuning:
 
 
 def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None = None) -> Trial:
-    """The best accuracy among the trials within both caps (None: no cap).
-
-    Raises:
-        UsageError: no trial is finished.
-        InfeasibleBudget: no trial fits; says the smallest.
-    """
+    """The best accuracy among the trials within both caps (None: no cap)."""
     if not tuning.trials:
         raise UsageError("no trial is finished, there is nothing to choose from")
     bits = math.inf if max_bits is None else max_bits

@@ -113,11 +113,7 @@ class Padding:
         self.rows: Rows | None = None
 
     def resolve(self, batch: int) -> Rows:
-        """Rows for ``batch``; a mask of fewer rows is repeated as ``generate`` repeats its inputs for beams.
-
-        Raises:
-            UsageError: the mask's rows do not divide the batch.
-        """
+        """Rows for ``batch``; a mask of fewer rows is repeated as ``generate`` repeats its inputs for beams."""
         if self.rows is None:
             rows = self.prompt or Rows.dense(batch)
             if batch % rows.batch:

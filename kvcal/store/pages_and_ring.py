@@ -139,11 +139,7 @@ class PagedTensor:
 
     def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
-        pool has room; returns the pages packed.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity in a page, where torch packs it.
-        """
+        pool has room; returns the pages packed."""
         total, x = num_tokens + x.shape[2], self._entered(x)
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
         self.sinks[rows, :, num_tokens : num_tokens + sinks] = x[:, :, :sinks]

@@ -149,11 +149,7 @@ class PhasedPages:
     of a side of a layer, (layer, side)."""
 
     def __init__(self, control: Control) -> None:
-        """On the device of ``control``, whose batch is known.
-
-        Raises:
-            UsageError: on CUDA, more rows than a launch takes.
-        """
+        """On the device of ``control``, whose batch is known."""
         if control.lengths.is_cuda:
             require_rows(control.batch)
         self._control = control

@@ -169,12 +169,7 @@ class StepState:
         return self.shared.padding.resolve(self.batch)
 
     def allocate(self, batch: int, device: torch.device) -> None:
-        """The control tensors, for ``batch`` rows.
-
-        Raises:
-            UsageError: the padding's rows do not divide the batch, or the plan's schedule is for fewer sequences or
-                tokens.
-        """
+        """The control tensors, for ``batch`` rows."""
         self.shared.require_scheduled(batch, self.max_tokens)
         rows = self.shared.padding.resolve(batch)
         self.batch = batch
@@ -267,12 +262,7 @@ class StepState:
             self.phases.reset()
 
     def check(self) -> None:
-        """Wait for the device, and raise what its kernels found.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity in a page, or a range that its parameters cannot hold.
-            UsageError: more tokens than were allocated.
-        """
+        """Wait for the device, and raise what its kernels found."""
         found = int(self.error) if self.is_allocated else 0
         if not found:
             return

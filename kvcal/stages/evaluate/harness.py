@@ -65,13 +65,7 @@ def _task_manager(include_path: str) -> Any:
 def measure_harness(loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter) -> tuple[TaskResult, ...]:
     """Accuracy of ``plan`` on the first ``spec.num_problems`` problems of each of the harness's tasks (or groups) in
     ``spec``; those of a folder of the user's are found in ``spec.include_path``. A task is NAME, or NAME:METRIC;
-    without a metric, the task's first of which more is better.
-
-    Raises:
-        UsageError: see require_tasks; the harness cannot get a task's data, or cannot pose it to this model; the task
-            has no such metric, or one that is no share.
-        NonFiniteActivations, ArtifactError: see measure_tasks.
-    """
+    without a metric, the task's first of which more is better."""
     if not spec.harness_tasks:
         return ()
     require_tasks(spec)

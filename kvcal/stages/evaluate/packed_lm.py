@@ -46,13 +46,7 @@ class PackedCacheLM(HFLM):
         **settings: Any,
     ) -> None:
         """``pretrained``: a loaded model, or what ``kvcal --model`` takes; ``plan``: a plan, or its file; ``settings``:
-        others of HFLM, such as ``max_length`` and ``add_bos_token``.
-
-        Raises:
-            UsageError: the model cannot be found or read, or has no tokenizer.
-            ArtifactError: the plan cannot be read, or is another model's.
-            UnsupportedModel: see ``load``.
-        """
+        others of HFLM, such as ``max_length`` and ``add_bos_token``."""
         self.plan = load_plan(plan) if isinstance(plan, str) else plan
         loaded = load(pretrained, dtype=dtype, device=device) if isinstance(pretrained, str) else pretrained
         require_same_model(self.plan, loaded)

@@ -260,14 +260,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure every (name, plan) that ``path`` does not hold yet, saving after each.
 
-    ``inputs`` must name everything but the plans that the numbers depend on; fields of the model begin with "model.".
-
-    Raises:
-        ArtifactError: ``path`` is corrupt, another model's, or cannot be written; a plan is another model's; a cache
-            whose bytes are not the predicted ones.
-        NonFiniteActivations, UsageError: see measure_text and measure_tasks.
-        UsageError: a plan was made from a sequence of ``data``.
-    """
+    ``inputs`` must name everything but the plans that the numbers depend on; fields of the model begin with
+    "model."."""
     path = Path(path)
     for _, plan in plans:
         require_same_model(plan, loaded)

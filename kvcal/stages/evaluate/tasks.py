@@ -82,14 +82,7 @@ def measure_tasks(
     loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
 ) -> tuple[TaskResult, ...]:
     """Accuracy of ``plan`` on ``spec.num_problems`` problems of each embedded task of ``spec``, in their order;
-    ``purpose``: of which pool.
-
-    Raises:
-        UsageError: no tokenizer, or a prompt that fills the model's context.
-        NonFiniteActivations: NaN in the logits, or NaN or infinity in a page to be quantized.
-        ArtifactError: the plan is not this model's, the cache's bytes are not the predicted ones, or what was read
-            back is not what the packed cache holds.
-    """
+    ``purpose``: of which pool."""
     if not spec.embedded_tasks:
         return ()
     sequences = _sequences(loaded, spec, purpose)
@@ -103,12 +96,7 @@ def measure_tasks(
 
 @torch.inference_mode()
 def read_answers(loaded: LoadedModel, plan: Plan, texts: tuple[Reading, ...], batch: int) -> list[list[bool]]:
-    """Of every text, which answers greedy decoding gives. Texts have one length; ``batch`` are fed at once.
-
-    Raises:
-        UsageError: texts beyond the model's context, or beyond the schedule of pages that shrink.
-        NonFiniteActivations: NaN in the logits, or NaN or infinity in a page to be quantized.
-    """
+    """Of every text, which answers greedy decoding gives. Texts have one length; ``batch`` are fed at once."""
     length = texts[0].tokens_T.numel()
     _require_room(loaded, plan, length, "a text", "name shorter tasks")
     found = []

@@ -104,12 +104,7 @@ def measure_text(
     kept: Sequence[Tensor] = (),
 ) -> TextQuality:
     """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once. ``kept``: what
-    ``reference_logits`` gives of the same model, data and batch.
-
-    Raises:
-        NonFiniteActivations: NaN or infinity in the logits, or in a page to be quantized.
-        ArtifactError: the plan is not this model's, or the cache's bytes are not the predicted ones.
-    """
+    ``reference_logits`` gives of the same model, data and batch."""
     sums = torch.zeros(len(data.sequences), 3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
     done = 0
     for number, text in enumerate(text_batches(data, batch, loaded.model.device)):

@@ -210,12 +210,7 @@ class PageReader:
 
     def read(self, batch: Batch, receive: Receive, start: Start | None = None) -> Start | None:
         """The forward of a batch, from ``start`` on, of a reader whose ``first`` is no 0. Returns where a later one can
-        begin; None where none was asked for, or layers cannot be begun at.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity in keys or values.
-            UnsupportedModel: a layer's keys before RoPE are not known.
-        """
+        begin; None where none was asked for, or layers cannot be begun at."""
         reading, is_whole = _Reading(self, batch, receive, start), self.first == 0 and self.kept is None
         with (
             torch.no_grad(),

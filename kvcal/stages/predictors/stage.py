@@ -155,14 +155,7 @@ def run_fit_predictors(
     """Fit, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
 
     ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay for.
-    ``room``: the budget that they must fit; None without one.
-
-    Raises:
-        UsageError: too few sequences of a page or more, or too few tokens for the number of inputs.
-        UnsupportedModel: keys before RoPE are not known.
-        NonFiniteActivations: NaN or infinity, naming layer and sequence.
-        ArtifactError: a file cannot be written.
-    """
+    ``room``: the budget that they must fit; None without one."""
     if loaded.geometry.has_latents:
         reporter.say(f"predictors: {LATENTS}")
     fitting = _Fitting(loaded, layers, tensors, data, spec, workload, inputs, path, reporter, room)
