@@ -124,8 +124,7 @@ def attention_calls(layers: Sequence[PagedLayer]) -> Calls:
     q = torch.randn(ring.shape[0], heads.num_query_heads, heads.k_head_dim, dtype=ring.dtype, device=ring.device)
 
     def attend(layer: PagedLayer) -> Tensor:
-        assert layer.store.step is not None
-        return layer.store.step.decode(q, None, heads.k_head_dim**-0.5, 0.0)
+        return layer.store.step.attend(q, layer.store.place, heads.k_head_dim**-0.5, 0.0, None)
 
     return [partial(attend, layer) for layer in layers]
 

@@ -25,13 +25,12 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvcal.cache.paged_layer import PagedLayer, require_shapes
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels import ops
-from kvcal.kernels.operands import Memory, PageTransform, Place
-from kvcal.kernels.variants import window_variant
+from kvcal.kernels.operands import Memory, Place
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.padding import Block, Padding, Rows
 from kvcal.store.pool import fixed
+from kvcal.store.step import WindowedStep
 
 
 class StaticWindow(PagedLayer):
@@ -45,17 +44,13 @@ class StaticWindow(PagedLayer):
         assert static is not None and geometry.window is not None
         num_heads, dim, dtype = geometry.num_kv_heads, geometry.k_head_dim, CACHE_DTYPES[cache_dtype]
         self.ring_tokens = min(static.max_tokens, geometry.window - 1)
-        variant = window_variant(geometry, self.ring_tokens, cache_dtype)
-        shape, record = (static.batch, num_heads, self.ring_tokens, dim), variant.layout("k").record_bytes
+        shape = (static.batch, num_heads, self.ring_tokens, dim)
         self.ring = {side: fixed(torch.zeros(shape, dtype=dtype, device=device)) for side in SIDES}
-        no_pages = torch.empty(0, num_heads, record, dtype=torch.uint8, device=device)
-        no_table, none = torch.empty(static.batch, 0, dtype=torch.int32, device=device), static.in_order
-        self._memory = [
-            Memory(static.evicted(side, num_heads, dim, dtype), self.ring[side], no_pages) for side in SIDES
-        ]
+        no_pages = torch.empty(0, num_heads, 0, dtype=torch.uint8, device=device)
+        no_table, none = torch.empty(static.batch, 0, dtype=torch.int32, device=device), static.scratch.none
+        k, v = (Memory(static.evicted(side, num_heads, dim, dtype), self.ring[side], no_pages) for side in SIDES)
         self._place = Place(static.lengths, no_table, none, none, none)
-        self._number = variant.number  # ready for torch.compile
-        self._workspace = static.workspace(num_heads, variant.group_heads, dim)
+        self._windowed = WindowedStep.of(geometry, cache_dtype, k, v, static.scratch)
         self.is_initialized = True
 
     @property
@@ -65,17 +60,8 @@ class StaticWindow(PagedLayer):
     def _step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        static, (k, v) = self.static, self._memory
-        assert static is not None
-        ops.append_window(
-            k_new, v_new, k.sinks, k.ring, v.sinks, v.ring, static.lengths, static.error, static.max_tokens
-        )
-        nothing = static.nothing
-        attended: Tensor = ops.decode(
-            q, list(k), list(v), list(self._place), list(PageTransform(*[nothing] * 6)),
-            nothing if s_aux is None else s_aux, self._workspace, scale, softcap, [self._number], nothing, [],
-        )  # fmt: skip
-        return attended
+        self._windowed.append(q, k_new, v_new, self._place)
+        return self._windowed.attend(q, self._place, scale, softcap, s_aux)
 
     def past_columns(self, columns: int) -> int:
         window = self.plan.attention.window

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvcal.engines.prefill import TILE_TOKENS, Flash, torch_flash
 from kvcal.geometry import AttentionGeometry
-from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory
-from kvcal.plan.page_format import Format, Side
+from kvcal.plan.page_format import Side
+from kvcal.store.step import StepScratch
 
 # Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
 FLOATS_OF_A_VALUE = 4
@@ -95,19 +95,13 @@ class Tail(NamedTuple):
     values: Tensor
 
 
-class Scratch:
-    """Scratch that all layers of a rank share, of at most ``max_rows`` sequences a decode, of at most ``max_tokens``
-    each; counted by no plan. ``flash``: what attends to parts of a prompt on CUDA, in 16 bits. ``error`` int32 [1]:
-    bits that are set when a page cannot be stored (kvcal.kernels.ops)."""
+class Scratch(StepScratch):
+    """Scratch that all layers of a rank share. ``flash``: what attends to parts of a prompt on CUDA, in 16 bits."""
 
     def __init__(self, max_rows: int, max_tokens: int, device: torch.device, flash: Flash = torch_flash) -> None:
-        self.max_rows, self.max_tokens, self.device, self.flash = max_rows, max_tokens, device, flash
-        self.error = torch.zeros(1, dtype=torch.int32, device=device)
-        self.nothing = torch.empty(0, device=device)
-        self.none = torch.empty(0, dtype=torch.int32, device=device)
-        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        super().__init__(max_rows, max_tokens, device)
+        self.flash = flash
         self._past: dict[tuple[Side, int, int, torch.dtype], Tensor] = {}
-        self._read_at: dict[Format, Tensor] = {}
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._reported = 0
 
@@ -120,21 +114,6 @@ class Scratch:
         if found & ~self._reported:
             self._reported |= found
             logger.error("keys or values cannot be quantized: a page holds NaN, infinity, or has no room (%d)", found)
-
-    def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
-        """uint8: scratch of ``decode`` for heads of this shape; the reference needs none."""
-        shape = (num_kv_heads, group_heads, head_dim)
-        if shape not in self._workspaces:
-            needed = workspace_bytes(self.max_rows, *shape, self.device) if self.device.type == "cuda" else 0
-            self._workspaces[shape] = torch.zeros(needed, dtype=torch.uint8, device=self.device)
-        return self._workspaces[shape]
-
-    def read_at(self, fmt: Format) -> Tensor:
-        """int32: ``Format.read_at``, for all sequences."""
-        if fmt not in self._read_at:
-            starts = fmt.read_at(self.max_tokens)
-            self._read_at[fmt] = torch.tensor(starts, dtype=torch.int32, device=self.device)
-        return self._read_at[fmt]
 
     def warm_up(self, geometry: AttentionGeometry, num_tokens: int) -> None:
         """Allocate for a moment what attention of a chunk of so many tokens takes besides its result."""

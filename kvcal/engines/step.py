@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,43 +35,14 @@ from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk
 from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
 from kvcal.engines.shard import BlockLayout, HeadShard
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels import ops
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import variant_of
-from kvcal.pages.basis import Basis, reading_queries
+from kvcal.pages.basis import Basis
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
-
-
-@dataclass(frozen=True)
-class _LayerMemory:
-    """A layer in an engine's memory."""
-
-    transform: PageTransform
-    k: Memory
-    v: Memory
-    read_at: tuple[Tensor, Tensor]  # of keys and values: ``Place.k_read_at``, ``v_read_at``
-    numbers: tuple[int, ...]  # of the variants that take 1, 2, ... tokens of a sequence in one call
-
-    def memory(self, side: Side) -> Memory:
-        return self.k if side == "k" else self.v
-
-    def of_side(self, side: Side) -> list[Tensor]:
-        return list(self.transform if side == "k" else self.transform.of_values)
-
-    def calls(self, decodes: Decodes, *new: Tensor) -> Iterator[tuple[list[Tensor], list[int], tuple[Tensor, ...]]]:
-        """Calls of an operator for new tokens [B, n, D], or S of each sequence, [B, S, n, D]: the place, the variant's
-        number, and the tokens of each call."""
-        place = Place(decodes.lengths, decodes.table, *self.read_at, decodes.rings)
-        tokens = new[0].shape[1] if new[0].dim() == 4 else 1
-        if new[0].dim() == 3 or 1 < tokens <= len(self.numbers):
-            yield list(place), [self.numbers[tokens - 1]], new
-            return
-        for number in range(tokens):
-            later = place._replace(lengths=place.lengths + number)
-            yield list(later), [self.numbers[0]], tuple(x[:, number] for x in new)
+from kvcal.store.step import KernelCodec, LayerStep
 
 
 class PagedStep:
@@ -90,9 +60,8 @@ class PagedStep:
         self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
         self._first_head = shard.heads(index).start
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
-        self._bases = [Basis.of(self._tensors, side) for side in SIDES]
-        self._memory: _LayerMemory | None = None
-        self._statistic = QueryStatistic(scratch.nothing, scratch.none)
+        self._k_basis, self._v_basis = (Basis.of(self._tensors, side) for side in SIDES)
+        self._step: LayerStep | None = None
         geometry = self.layout.layer.attention
         queries = geometry.group_heads * (1 + self.layout.lookahead)
         # Now, so that an engine's measurement of free memory counts it.
@@ -102,26 +71,34 @@ class PagedStep:
         """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
         more], bytes side by side, with strides between them of multiples of 16."""
         layer = self.layout.layer
-        if self.layout.needs_queries:
-            self._statistic = self.layout.statistic(rings)
         variant = variant_of(layer, self.layout.cache_dtype)
         drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
         variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
         if variant.k.boost is not None and variant.k.boost.score == "random":  # numbered as in the whole layer
             variant = dataclasses.replace(variant, first_head=self._first_head)
         k, v = (Memory(*self.layout.unquantized(rings, side), self.layout.pages(blocks, side)) for side in SIDES)
-        self._memory = _LayerMemory(
-            PageTransform.of_variant(variant, self._tensors, self.scratch.nothing),
+        scratch, transform = self.scratch, PageTransform.of_variant(variant, self._tensors, self.scratch.nothing)
+        self._step = LayerStep(
+            scratch,
             k,
             v,
-            (self.scratch.read_at(variant.k), self.scratch.read_at(variant.v)),
-            tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
+            self.layout.statistic(rings) if self.layout.needs_queries else scratch.no_statistic,
+            transform,
+            (self._k_basis, self._v_basis),
+            self._workspace,
+            tuple((dataclasses.replace(variant, query_tokens=1 + n).number,) for n in range(1 + drafts)),
+            scratch.nothing,
         )
+        self._codecs = {side: KernelCodec(side, transform, scratch.error, {(): variant}) for side in SIDES}
+        self._read_at = scratch.read_at(variant.k), scratch.read_at(variant.v)
 
     @property
-    def _held(self) -> _LayerMemory:
-        assert self._memory is not None, "bind() before the first step"
-        return self._memory
+    def _held(self) -> LayerStep:
+        assert self._step is not None, "bind() before the first step"
+        return self._step
+
+    def _place(self, decodes: Decodes) -> Place:
+        return Place(decodes.lengths, decodes.table, *self._read_at, decodes.rings)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
@@ -133,38 +110,21 @@ class PagedStep:
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
         """The first half of :meth:`decode`."""
-        held, none, queries = self._held, self.scratch.nothing, self.scratch.nothing
-        k, v = self._entered(k, v)
         if self.layout.needs_queries:
             self._begin_sums(decodes)
-            queries = q
-        for place, number, (keys, values) in held.calls(decodes, k, v):
-            ops.append(
-                keys, values, queries, list(held.k), list(held.v), list(self._statistic), place, list(held.transform),
-                self.scratch.error, number, none, [],
-            )  # fmt: skip
+        self._held.append(q, k, v, self._place(decodes))
 
     def _begin_sums(self, decodes: Decodes) -> None:
         """Of sequences at the end of a page: one that begins after shared blocks has another one's in its ring."""
         rings, lengths = decodes.rings.long(), decodes.lengths.unsqueeze(1)
         is_new = lengths % PAGE_TOKENS == 0
-        sums, since = (part[rings] for part in self._statistic)
-        self._statistic.sum[rings] = sums.masked_fill(is_new.unsqueeze(2), 0.0)
-        self._statistic.since[rings] = torch.where(is_new, lengths, since)
+        sums, since = (part[rings] for part in self._held.statistic)
+        self._held.statistic.sum[rings] = sums.masked_fill(is_new.unsqueeze(2), 0.0)
+        self._held.statistic.since[rings] = torch.where(is_new, lengths, since)
 
     def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """The second half of :meth:`decode`."""
-        held, none, (scale, softcap, s_aux) = self._held, self.scratch.nothing, logits
-        k_basis, v_basis = self._bases
-        parts = [
-            ops.decode(
-                queries, list(held.k), list(held.v), place, list(held.transform), none if s_aux is None else s_aux,
-                self._workspace, scale, softcap, number, none, [],
-            )
-            for place, number, (queries,) in held.calls(decodes, reading_queries(q, k_basis, v_basis))
-        ]  # fmt: skip
-        attended: Tensor = parts[0] if len(parts) == 1 else torch.stack(parts, dim=1)
-        return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
+        return self._held.attend(q, self._place(decodes), *logits)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
@@ -176,7 +136,7 @@ class PagedStep:
         first = PAGE_TOKENS * min(self.layout.layer.format(side).pages_read(chunk.num_past) for side in SIDES)
         tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
-        k, v = self._entered(k, v)
+        k, v = self._held.entered(k, v)
         self._store("k", k, chunk, query_mean)
         self._store("v", v, chunk)
         return tail
@@ -185,7 +145,7 @@ class PagedStep:
         """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D]. A page
         that the chunk fills begins the sums anew, after the whole chunk."""
         geometry, ring = self.layout.layer.attention, chunk.ring.long()
-        statistic = QueryStatistic(*(part[ring] for part in self._statistic))
+        statistic = QueryStatistic(*(part[ring] for part in self._held.statistic))
         if chunk.num_past % PAGE_TOKENS == 0:
             statistic.begin(slice(0, 1), chunk.num_past)
         are_real = torch.ones(1, len(q), dtype=torch.bool, device=q.device)
@@ -194,22 +154,17 @@ class PagedStep:
         mean = statistic.mean(slice(0, 1), total, geometry.group_heads)
         if total // PAGE_TOKENS > chunk.num_past // PAGE_TOKENS:
             statistic.begin(slice(0, 1), total)
-        for part, own in zip(self._statistic, statistic, strict=True):
+        for part, own in zip(self._held.statistic, statistic, strict=True):
             part[ring] = own
         return mean
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
         """The second half of :meth:`extend`, of what :meth:`store` returned."""
-        k_basis, v_basis = self._bases
-        keys, values = (new.to(self.dtype).to(q.dtype) for new in self._entered(k, v))
+        k_basis, v_basis = self._k_basis, self._v_basis
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in self._held.entered(k, v))
         queries = q if k_basis is None else k_basis.turned_queries(q).to(q.dtype)
         attended = attend_chunk(queries, keys, values, self._past(chunk, tail, q.dtype), logits, self.scratch.flash)
         return attended if v_basis is None else v_basis.outputs(attended).to(q.dtype)
-
-    def _entered(self, *sides: Tensor) -> list[Tensor]:
-        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends."""
-        pairs = zip(sides, self._bases, strict=True)
-        return [x if basis is None else basis.enter(x.to(self.dtype)) for x, basis in pairs]
 
     def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes besides its result, for an
@@ -246,31 +201,25 @@ class PagedStep:
 
     def _unpack(self, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
         """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has them."""
-        held, begin = self._held, first // PAGE_TOKENS
-        memory = held.memory(side)
+        memory, begin = self._held.memory(side), first // PAGE_TOKENS
         if out.shape[1]:
             slots = chunk.table[begin : begin + out.shape[1] // PAGE_TOKENS].unsqueeze(0)
-            ops.unpack(memory.pages, slots, out.unsqueeze(0), held.of_side(side), SIDES.index(side), held.numbers[0])
+            self._codecs[side].unpack(memory.pages, slots, out.unsqueeze(0))
         sinks = memory.sinks[:, :, first : first + out.shape[1]]
         if sinks.shape[2]:
             out[:, : sinks.shape[2]] = sinks.index_select(0, chunk.ring)[0]
 
     def _store(self, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
         """Pack the pages that new [T, N, D] fill, and put the tokens into the ring that it goes on to hold."""
-        held, fmt, new = self._held, self.layout.layer.format(side), new.to(self.dtype)
-        memory = held.memory(side)
+        memory, fmt, new = self._held.memory(side), self.layout.layer.format(side), new.to(self.dtype)
         past, total = chunk.num_past, chunk.num_past + len(new)
         first, stop = past // PAGE_TOKENS, total // PAGE_TOKENS
         if first < stop:
             tokens = new[: PAGE_TOKENS * stop - past].transpose(0, 1)
             if past % PAGE_TOKENS:
                 tokens = torch.cat([chunk.newest(memory, PAGE_TOKENS * first), tokens], dim=1)
-            mean = self.scratch.nothing if query_mean is None else query_mean
-            ops.pack(
-                without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0), memory.pages,
-                chunk.table[first:stop].unsqueeze(0), first, mean, held.of_side(side), self.scratch.error,
-                SIDES.index(side), held.numbers[0],
-            )  # fmt: skip
+            tokens = without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0)
+            self._codecs[side].pack(tokens, memory.pages, chunk.table[first:stop].unsqueeze(0), first, query_mean)
         if past < fmt.num_sink_tokens:
             sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
             memory.sinks[chunk.ring.long(), :, past : past + sinks.shape[1]] = sinks

@@ -19,12 +19,11 @@ from torch import Tensor
 from kvcal.engines.prefill import Logits, attend_window
 from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
-from kvcal.kernels import ops
-from kvcal.kernels.operands import Memory, PageTransform, Place
-from kvcal.kernels.variants import window_variant
+from kvcal.kernels.operands import Memory, Place
 from kvcal.pages.record_layout import aligned_size
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.store.step import WindowedStep
 
 
 @dataclass(frozen=True)
@@ -69,32 +68,27 @@ class WindowStep:
         self.layout, self.scratch = layout, scratch
         self.dtype = CACHE_DTYPES[layout.cache_dtype]
         geometry = layout.layer.attention
-        self._variant = window_variant(geometry, layout.ring_tokens, layout.cache_dtype).number
-        self._workspace = scratch.workspace(geometry.num_kv_heads, geometry.group_heads, geometry.k_head_dim)
-        self._memory: dict[Side, Memory] = {}
+        # Now, so that an engine's measurement of free memory counts it.
+        scratch.workspace(geometry.num_kv_heads, geometry.group_heads, geometry.k_head_dim)
 
     def bind(self, rings: Tensor) -> None:
         """The layer's memory: rings, uint8 [rings, ring_bytes or more], bytes side by side, with strides between them
         of multiples of 16."""
-        self._memory = {side: self.layout.memory(rings, side) for side in SIDES}
+        k, v = (self.layout.memory(rings, side) for side in SIDES)
+        self._memory: dict[Side, Memory] = {"k": k, "v": v}
+        self._step = WindowedStep.of(self.layout.layer.attention, self.layout.cache_dtype, k, v, self.scratch)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
         """Store k, v [B, N, D], one token a sequence."""
-        keys, values = self._memory["k"], self._memory["v"]
-        ops.append_window(
-            k, v, keys.sinks, keys.ring, values.sinks, values.ring, decodes.lengths, self.scratch.error,
-            self.scratch.max_tokens, decodes.rings,
-        )  # fmt: skip
+        self._step.append(q, k, v, self._place(decodes))
 
     def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """From q [B, H, D] to the window that each sequence's token ends: [B, H, D]."""
-        nothing, none, (scale, softcap, s_aux) = self.scratch.nothing, self.scratch.none, logits
-        place = Place(decodes.lengths, decodes.table[:, :0], none, none, decodes.rings)
-        attended: Tensor = ops.decode(
-            q, list(self._memory["k"]), list(self._memory["v"]), list(place), list(PageTransform(*[nothing] * 6)),
-            nothing if s_aux is None else s_aux, self._workspace, scale, softcap, [self._variant], nothing, [],
-        )  # fmt: skip
-        return attended
+        return self._step.attend(q, self._place(decodes), *logits)
+
+    def _place(self, decodes: Decodes) -> Place:
+        none = self.scratch.none
+        return Place(decodes.lengths, decodes.table[:, :0], none, none, decodes.rings)
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """Store k, v [T, N, D]. Returns what attention reads of the past."""

@@ -9,17 +9,16 @@ that it may be captured in a CUDA graph. Nothing here knows of transformers or o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcal.geometry import CACHE_DTYPES, CacheDtype
-from kvcal.kernels import ops
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.geometry import CacheDtype
+from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
 from kvcal.kernels.variants import Variant, stored_form, variant_of
-from kvcal.pages.basis import Basis, reading_queries
+from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
@@ -27,54 +26,13 @@ from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.dequantize import Prediction, StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
-from kvcal.store.pages_and_ring import KernelCodec, PagedTensor
+from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.store.pool import Pool, RegionPool, TablePool, fixed
 from kvcal.store.state import PlanState, StepState
+from kvcal.store.step import KernelCodec, LayerStep
 
 # Columns that a decoded copy grows by: each growth copies it.
 GROWTH = 256
-
-
-@dataclass(frozen=True)
-class LayerStep:
-    """A layer's calls of the operators. ``variants``: one, or where pages shrink, one for each pair of bits that keys
-    and values come to have; ``regions``: where those pages lie, else empty. ``with_drafts``: the variants of steps of
-    2, 3, ... tokens."""
-
-    state: StepState
-    k: Memory
-    v: Memory
-    statistic: QueryStatistic
-    place: Place
-    transform: PageTransform
-    workspace: Tensor
-    variants: tuple[int, ...]
-    with_drafts: tuple[int, ...]
-    present: Tensor
-    regions: tuple[int, ...]
-    needs_queries: bool
-
-    def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
-        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D]; or S tokens, [B, S, N, D] and
-        [B, S, N G, D]."""
-        ops.append(
-            k_new, v_new, q if self.needs_queries else self.state.nothing, list(self.k), list(self.v),
-            list(self.statistic), list(self.place), list(self.transform), self.state.error, self._variants(k_new),
-            self.present, list(self.regions),
-        )  # fmt: skip
-
-    def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
-        """Attention [B, N G, D] of q [B, N G, D] and s_aux [N G]; of S tokens [B, S, N G, D] both."""
-        sinks = self.state.nothing if s_aux is None else s_aux
-        attended: Tensor = ops.decode(
-            q, list(self.k), list(self.v), list(self.place), list(self.transform), sinks,
-            self.workspace, scale, softcap, self._variants(q), self.present, list(self.regions),
-        )  # fmt: skip
-        return attended
-
-    def _variants(self, x: Tensor) -> list[int]:
-        """Of a step of x [B, .., D], or of x [B, S, .., D]."""
-        return list(self.variants) if x.dim() == 3 else [self.with_drafts[x.shape[1] - 2]]
 
 
 class NewTokens(NamedTuple):
@@ -91,8 +49,8 @@ class NewTokens(NamedTuple):
 
 
 class LayerStore:
-    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache; ``bases`` of keys and
-    of values, None where a side has none."""
+    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache, whose steps are
+    ``step``, at ``place``."""
 
     def __init__(
         self, plan: LayerPlan, state: PlanState, static: StepState | None, batch: int, device: torch.device
@@ -108,10 +66,9 @@ class LayerStore:
             pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
             self.sides[side] = PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
         self.prediction.attach(self.sides)
-        index = plan.geometry.index
-        self.bases = [Basis.of(tensors, f"layers.{index}.{side}") if plan.basis(side) else None for side in SIDES]
         self.forms: list[StepForm] = [] if static is None else step_forms(plan, static, self.sides)
-        self.step = None if static is None else self._layer_step(static)
+        if static is not None:
+            self.step, self.place = self._layer_step(static), static.place(self._variants[0].k, self._variants[0].v)
 
     @property
     def parts(self) -> list[PagedTensor]:
@@ -188,16 +145,10 @@ class LayerStore:
     ) -> Tensor:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
         Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
-        assert self.step is not None
-        (k_basis, v_basis), dtype = self.bases, CACHE_DTYPES[self.cache_dtype]
-        if k_basis is not None:
-            k_new = k_basis.enter(k_new.to(dtype))
-        v_new = v_new if v_basis is None else v_basis.enter(v_new.to(dtype))
-        self.step.append(k_new, v_new, q)
+        self.step.append(q, k_new, v_new, self.place)
         if self.forms:
             self._reconstruct()
-        attended = self.step.decode(reading_queries(q, k_basis, v_basis), s_aux, scale, softcap)
-        return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
+        return self.step.attend(q, self.place, scale, softcap, s_aux)
 
     @torch.compiler.disable
     def _reconstruct(self) -> None:
@@ -241,32 +192,31 @@ class LayerStore:
         """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
         if self.static is None or stored_form(self.plan, codec.side) is not None:
             return None
-        transform = self._transform(self.static)
         by_bits = {tuple(v.num_bits(side) for side in SIDES) if self._regions else (): v for v in self._variants}
-        return KernelCodec(
-            by_bits, self._regions, transform if codec.side == "k" else transform.of_values, self.static.error
-        )
+        return KernelCodec(codec.side, self._transform(self.static), self.static.error, by_bits, self._regions)
 
     def _transform(self, static: StepState) -> PageTransform:
         tensors = layer_transforms(static.tensors, self.plan.geometry.index)
-        return PageTransform.of_variant(variant_of(self.plan, self.cache_dtype), tensors, static.nothing)
+        return PageTransform.of_variant(variant_of(self.plan, self.cache_dtype), tensors, static.scratch.nothing)
 
     def _layer_step(self, static: StepState) -> LayerStep:
-        lookahead, geometry, keys = static.shared.lookahead, self.plan.attention, self.sides["k"]
-        first = self._variants[0]
+        geometry, keys, first, scratch = self.plan.attention, self.sides["k"], self._variants[0], static.scratch
+        drafts, index = range(static.shared.lookahead), self.plan.geometry.index
+        k_basis, v_basis = (
+            Basis.of(static.tensors, f"layers.{index}.{side}") if self.plan.basis(side) else None for side in SIDES
+        )
+        with_drafts = ((replace(first, query_tokens=2 + number).number,) for number in drafts)
         return LayerStep(
-            static,
+            scratch,
             self._memory("k", static),
             self._memory("v", static),
             QueryStatistic(keys.query_sum, keys.query_since),
-            static.place(first.k, first.v),
             self._transform(static),
-            static.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + lookahead), first.head_dim),
-            tuple(variant.number for variant in self._variants),
-            tuple(replace(first, query_tokens=2 + drafts).number for drafts in range(lookahead)),
-            static.nothing if static.phases is None else static.phases.present,
+            (k_basis, v_basis),
+            scratch.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + len(drafts)), first.head_dim),
+            (tuple(variant.number for variant in self._variants), *with_drafts),
+            scratch.nothing if static.phases is None else static.phases.present,
             tuple(region.number for region in self._regions),
-            first.k.needs_queries,
         )
 
     def _memory(self, side: Side, static: StepState) -> Memory:

@@ -13,41 +13,23 @@ Where the plan has pages shrink, all of them are converted at once (``set_bits``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels import ops
-from kvcal.kernels.operands import PageTransform, QueryStatistic
-from kvcal.kernels.variants import Variant
+from kvcal.kernels.operands import QueryStatistic
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
-from kvcal.plan.page_format import SIDES, num_pages
-from kvcal.store.pool import GrowingPool, Pool, RegionPool, Span, fixed, ordinals_of
+from kvcal.plan.page_format import num_pages
+from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
+from kvcal.store.step import KernelCodec
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
 # Pages that one launch of the kernels takes.
 LAUNCHED_PAGES = 2**15
-
-
-@dataclass(frozen=True)
-class KernelCodec:
-    """The kernels that pack and unpack the pages of a static cache instead of torch: of the one variant, or where pages
-    shrink, of the one for the bits that they have in ``pools``, of keys and of values. NaN and infinity set a bit of
-    ``error``."""
-
-    variants: Mapping[tuple[int, ...], Variant]
-    pools: Sequence[RegionPool]
-    transform: PageTransform
-    error: Tensor
-
-    @property
-    def variant(self) -> Variant:
-        return self.variants[tuple(pool.num_bits for pool in self.pools)]
 
 
 class PagedTensor:
@@ -118,7 +100,7 @@ class PagedTensor:
         for start in range(0, len(slots), pages_at_once):
             part = slice(start, start + pages_at_once)
             if self.kernels is not None:
-                self._unpack(slots[part], out[part])
+                self.kernels.unpack(self.pool.records, slots[part].int().unsqueeze(1), out[part])
             else:
                 decoded = codec.decode(self.pool.records[slots[part]], self.num_bits)
                 out[part] = codec.restore(decoded, ordinals[part], self.num_bits)
@@ -258,7 +240,7 @@ class PagedTensor:
             tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
             part = slice(pages.start - first, pages.stop - first)
             if self.kernels is not None:
-                self._pack_by_kernel(tokens, slots[:, part], pages.start, query_mean)
+                self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), pages.start, query_mean)
                 continue
             predicted = None
             if prediction is not None:
@@ -268,17 +250,3 @@ class PagedTensor:
             x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
             records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
             self.pool.records[slots[:, part].flatten()] = records
-
-    def _pack_by_kernel(self, tokens: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None) -> None:
-        assert self.kernels is not None
-        mean = tokens.new_empty(0, dtype=torch.float32) if query_mean is None else query_mean
-        ops.pack(
-            tokens, self.pool.records, slots.int(), first_page, mean, list(self.kernels.transform), self.kernels.error,
-            SIDES.index(self.codec.side), self.kernels.variant.number,
-        )  # fmt: skip
-
-    def _unpack(self, slots: Tensor, out: Tensor) -> None:
-        """slots [M] -> out [M, n, 128, D]."""
-        assert self.kernels is not None
-        variant, side = self.kernels.variant, SIDES.index(self.codec.side)
-        ops.unpack(self.pool.records, slots.int().unsqueeze(1), out, list(self.kernels.transform), side, variant.number)

@@ -131,7 +131,9 @@ class Control(Protocol):
     batch: int
     lengths: Tensor
     columns: Tensor
-    error: Tensor
+
+    @property
+    def error(self) -> Tensor: ...
 
     @property
     def plan(self) -> Plan: ...

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import AttentionGeometry
-from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Place
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.plan.layer import LayerPlan
@@ -29,6 +28,7 @@ from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.pool import PhasedPages, Span, fixed
+from kvcal.store.step import StepScratch
 from kvcal.store.workspace import form_bytes, raw_record_bytes, step_workspace
 
 
@@ -116,8 +116,8 @@ class FormWorkspace:
 
 class StepState:
     """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
-    included; ``table`` int32 [B, pages], the slot of every page; ``error`` int32 [1] (see kvcal.kernels.ops);
-    ``forms``, the scratch of stored forms. ``shared`` is the plan's state; ``phases`` holds the pages of a plan that
+    included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps, and ``forms``, that
+    of stored forms. ``shared`` is the plan's state; ``phases`` holds the pages of a plan that
     has them shrink; ``in_prompt``: a prompt with padding is to come, or has not ended."""
 
     def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
@@ -128,10 +128,9 @@ class StepState:
         self.longest = 0
         self.serving: Serving | None = None
         self.phases: PhasedPages | None = None
-        self.lengths = self.columns = self.error = self.table = self.nothing = self.in_order = torch.empty(0)
+        self.lengths = self.columns = self.table = torch.empty(0)
         self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
-        self._read_at: dict[Format, Tensor] = {}
-        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        self.scratch = StepScratch(0, max_tokens, torch.device("cpu"))
         self._evicted: dict[tuple[Side, int, int], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -149,6 +148,11 @@ class StepState:
     @property
     def is_allocated(self) -> bool:
         return self.batch > 0
+
+    @property
+    def error(self) -> Tensor:
+        """int32 [1], of the operators."""
+        return self.scratch.error
 
     @property
     def plan(self) -> Plan:
@@ -176,8 +180,7 @@ class StepState:
         self.in_prompt = rows.width > 0
         self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
         self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
-        self.error = fixed(torch.zeros(1, dtype=torch.int32, device=device))
-        self.nothing, self.in_order = torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
+        self.scratch = StepScratch(batch, self.max_tokens, device)
         self.forms = FormWorkspace(self.shared.plan, batch, self.max_tokens, device)
         pages = num_pages(self.max_tokens)
         slots = torch.arange(batch * pages, dtype=torch.int32, device=device)
@@ -186,24 +189,8 @@ class StepState:
 
     def place(self, k: Format, v: Format) -> Place:
         """As the operators are given it, for pages of these formats."""
-        return Place(self.lengths, self.table, self.read_at(k), self.read_at(v), self.in_order)
-
-    def read_at(self, fmt: Format) -> Tensor:
-        """int32: tokens from which page i of a sequence is read, and one beyond all; empty without a window rule."""
-        if fmt not in self._read_at:
-            starts = torch.tensor(fmt.read_at(self.max_tokens), dtype=torch.int32, device=self.lengths.device)
-            self._read_at[fmt] = fixed(starts)
-        return self._read_at[fmt]
-
-    def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
-        """uint8: scratch of ``decode`` for heads of this shape; the reference needs none. It ends with
-        counters that every launch leaves at zero, as many as there are heads, so each shape has its own."""
-        shape = (num_kv_heads, group_heads, head_dim)
-        if shape not in self._workspaces:
-            device = self.lengths.device
-            needed = workspace_bytes(self.batch, *shape, device) if device.type == "cuda" else 0
-            self._workspaces[shape] = fixed(torch.zeros(needed, dtype=torch.uint8, device=device))
-        return self._workspaces[shape]
+        scratch = self.scratch
+        return Place(self.lengths, self.table, scratch.read_at(k), scratch.read_at(v), scratch.none)
 
     def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
         """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops). Scratch of
@@ -217,11 +204,9 @@ class StepState:
     @property
     def nbytes(self) -> int:
         """Bytes of the control state."""
-        tables = (*self._read_at.values(), *self._workspaces.values(), *self._evicted.values())
-        numbers: tuple[Tensor, ...] = (self.lengths, self.columns, self.error, self.table)
-        if self.phases is not None:
-            numbers = (*numbers, *self.phases.control_tensors)
-        return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in (*numbers, *tables))
+        held = [self.lengths, self.columns, self.table, *self.scratch.tensors, *self._evicted.values()]
+        held += [] if self.phases is None else self.phases.control_tensors
+        return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def is_step(self, tokens: int) -> bool:
         """Whether an update of so many columns is a step of the kernels: one token for every row, and drafts."""
@@ -263,7 +248,7 @@ class StepState:
 
     def check(self) -> None:
         """Wait for the device, and raise what its kernels found."""
-        found = int(self.error) if self.is_allocated else 0
+        found = int(self.error)
         if not found:
             return
         self.error.zero_()

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvcal import PlanCache, attached
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import num_pages
-from kvcal.store.layer_store import LayerStep
 from kvcal.store.pages_and_ring import PagedTensor
+from kvcal.store.step import LayerStep
 
 DRAFTS = 7
 NAMES = ("kitty", "random", "different sinks", "clamped window", "16 bits", "rotated")
@@ -137,13 +137,13 @@ def test_layers_that_cannot_take_drafts_back() -> None:
 @torch.inference_mode()
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """``generate``, through steps with drafts, some of which are rejected."""
-    model, plan, widths, decode = tiny_llama(2, 2), plan_for("uniform", num_layers=2), set[int](), LayerStep.decode
+    model, plan, widths, decode = tiny_llama(2, 2), plan_for("uniform", num_layers=2), set[int](), LayerStep.attend
 
     def counted(self: LayerStep, q: Tensor, *args: object) -> Tensor:
         widths.add(1 if q.dim() == 3 else q.shape[1])
         return decode(self, q, *args)
 
-    monkeypatch.setattr(LayerStep, "decode", counted)
+    monkeypatch.setattr(LayerStep, "attend", counted)
     ids, found = random_ids(1, 20).repeat(1, 6)[:, :110], []
     for lookahead in (0, 7):
         cache = PlanCache(plan, model.config, max_tokens=256, lookahead=lookahead)

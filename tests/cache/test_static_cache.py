@@ -56,8 +56,8 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
 def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
     cache = static_cache(plan_for(name), 700)
     cache.allocate(2, "cpu")
-    step, layer = cache.paged_layers[0].store.step, cache.plan.layers[0]
-    for side, table in zip(SIDES, (step.place.k_read_at, step.place.v_read_at), strict=True):
+    place, layer = cache.paged_layers[0].store.place, cache.plan.layers[0]
+    for side, table in zip(SIDES, (place.k_read_at, place.v_read_at), strict=True):
         (fmt,) = layer.formats(side)
         assert [int((table <= n).sum()) for n in range(701)] == [fmt.pages_read(n) for n in range(701)]
         assert fmt.pages_read(700) > 2
@@ -299,16 +299,17 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)
     served(cache, random_ids(2, 140))
-    step, error = cache.layers[0].store.step, cache.static.error
+    store, scratch = cache.layers[0].store, cache.static.scratch
+    step, error = store.step, scratch.error
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
-    queries = q if step.needs_queries else cache.static.nothing
-    place, transform, variants = list(step.place), list(step.transform), list(step.variants)
+    queries = q if step.needs_queries else scratch.nothing
+    place, transform, variants = list(store.place), list(step.transform), list(step.variants[0])
     held, present = (list(step.k), list(step.v)), (variants, step.present, list(step.regions))
-    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), step.place.table
+    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), store.place.table
     packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
     calls = {
         "append": (k, v, queries, *held, list(step.statistic), place, transform, error, *present),
-        "decode": (q, *held, place, transform, cache.static.nothing, step.workspace, 0.5, 0.0, *present),
+        "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, *present),
         "pack": (x, step.k.pages, slots, 0, mean, transform, error, 0, *variants),
         "unpack": (*packed, transform, 0, *variants),
     }

@@ -246,19 +246,20 @@ def test_the_operators_declare_what_they_do() -> None:
     static, _ = caches(transformed(staged_plan((140,), (140, 150))), 300)
     with attached(tiny_llama(2, 1)):
         feed(tiny_llama(2, 1), static, random_ids(2, 140), (139,))
-    phases, step = static.static.phases, static.layers[0].store.step
+    phases, store, scratch = static.static.phases, static.layers[0].store, static.static.scratch
+    step = store.step
     state, checks = static.static, ("test_schema", "test_faketensor")
     number, members = phases._shrinking[0]
     stages = (phases.stage, phases._start_columns, phases._layout, state.columns)
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
-    held, place, transform = (list(step.k), list(step.v)), list(step.place), list(step.transform)
-    present = list(step.variants), step.present, list(step.regions)
-    assert len(step.variants) > 1 and len(step.regions) == 2
+    held, place, transform = (list(step.k), list(step.v)), list(store.place), list(step.transform)
+    present = list(step.variants[0]), step.present, list(step.regions)
+    assert len(step.variants[0]) > 1 and len(step.regions) == 2
     calls = {
-        "shrink": (phases.pages, list(stages), members, state.lengths, phases._transforms, state.error, number),
+        "shrink": (phases.pages, list(stages), members, state.lengths, phases._transforms, scratch.error, number),
         "slide": (phases.pages, *stages, phases.present, phases._tickets, 2, phases._largest),
-        "append": (k, v, state.nothing, *held, list(step.statistic), place, transform, state.error, *present),
-        "decode": (q, *held, place, transform, state.nothing, step.workspace, 0.5, 0.0, *present),
+        "append": (k, v, scratch.nothing, *held, list(step.statistic), place, transform, scratch.error, *present),
+        "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, *present),
     }
     for op, args in calls.items():
         torch.library.opcheck(getattr(torch.ops.kvcal, op).default, args, test_utils=checks)

@@ -91,7 +91,7 @@ class Steps:
         at = int(self.cache.static.columns)
         self.cache.static.phases.advance()
         q, k, v = (table[at] for table in self.tables)
-        self.layer.store.step.append(k, v, q)
+        self.layer.store.step.append(q, k, v, self.layer.store.place)
         self.cache.static.advance_step(1)
 
     def capture(self) -> torch.cuda.CUDAGraph:
