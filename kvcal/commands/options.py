@@ -266,7 +266,10 @@ class BudgetOptions(WorkloadOptions):
 
     engine: Annotated[
         Literal["vllm", "sglang"] | None,
-        typer.Option("--for-engine", help="Count bytes as this serving engine does: blocks, rings and padding."),
+        typer.Option(
+            "--for-engine",
+            help="For this serving engine with prefix caching: without what a cached prefix lacks; bytes as it counts.",
+        ),
     ] = None
     drafts: Annotated[
         int | None, typer.Option(help="Draft tokens with each token, with --for-engine vllm.", min=0, max=7)
@@ -280,6 +283,17 @@ class BudgetOptions(WorkloadOptions):
         """The knobs of [allocate] that were given, by dotted name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
+
+    def whole_plan(self) -> dict[str, Any]:
+        """The same for a plan from the start: one for an engine keeps no more tokens at 16 bits than the engine has
+        after a cached prefix."""
+        from kvcal.engines.support import shares_sinks
+
+        if self.engine is None:
+            return self.knobs()
+        lost = ["k_recent_window", "v_recent_window"]
+        lost += [] if shares_sinks(self.engine, self.drafts or 0) else ["num_sink_tokens"]
+        return self.knobs() | {f"cache.{name}": 0 for name in lost}
 
 
 def command_line(*words: object) -> str:

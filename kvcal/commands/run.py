@@ -78,7 +78,7 @@ def plan(
             "no budget given; expected one of --budget, --kv-budget and --bits",
             hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
         )
-    chosen = given.change(base, budgets.knobs())
+    chosen = given.change(base, budgets.whole_plan())
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
     if out is not None:
@@ -87,7 +87,7 @@ def plan(
         loaded = given.load(model, chosen.data, reporter)
         if recipe is None and not search and loaded.geometry.has_latents:
             reporter.say("plan: latent attention takes no basis: recipe default")
-            chosen = given.change(recipe_files.load_recipe("default"), budgets.knobs())
+            chosen = given.change(recipe_files.load_recipe("default"), budgets.whole_plan())
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
@@ -175,7 +175,7 @@ def run(
             "chooses its formats",
             hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
         )
-    chosen = given.change(base, {} if is_fixed else budgets.knobs())
+    chosen = given.change(base, {} if is_fixed else budgets.whole_plan())
     workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
@@ -218,7 +218,7 @@ def search(
     base = recipe_files.load_recipe(recipe)
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
-    base = given.change(base, budgets.knobs())
+    base = given.change(base, budgets.whole_plan())
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcal.engines.shard import HeadShard
+from kvcal.engines.support import unquantized_copies
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -60,7 +61,7 @@ def capacity(
     pages = [shard.block_bytes(index) for index in shard.blocks]
     fixed = ring_blocks = 0
     if engine == "vllm":
-        block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
+        block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes, shared_sinks(shard))
         needed += ring_blocks
     else:
         block_bytes = -(-sum(pages) // PAGE_TOKENS) * PAGE_TOKENS
@@ -89,19 +90,28 @@ def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0)
     if engine == "sglang":
         token_bytes = -(-sum(pages) // PAGE_TOKENS)
         return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + (batch + 1) * sum(rings))
-    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
+    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes, shared_sinks(shard))
     return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
 
 
-def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:
-    """vLLM's packing: bytes of a block of the pool, and the blocks that the rings of a request take. ``pages``: bytes
-    of every layer's block of 128 tokens, 0 of a sliding window; ``ring``: bytes of a layer's ring."""
-    count = len(pages)
-    groups = -(-count // max(max(sum(pages), ring) // ring, 1))
-    sizes = Counter(size for size in pages if size)
+def shared_sinks(shard: HeadShard) -> int:
+    """Bytes of a layer's sinks next to a first page in vLLM; 0 where it serves the plan without caching prefixes."""
+    is_shared = not unquantized_copies(shard.plan, "vllm", shard.lookahead)
+    return shard.largest_sink_bytes if is_shared else 0
+
+
+def vllm_blocks(pages: Sequence[int], ring: int, sinks: int = 0) -> tuple[int, int]:
+    """vLLM's packing: bytes of a block of the pool, and the blocks that the rings and sinks of a request take.
+    ``pages``: bytes of every layer's block of 128 tokens, 0 of a sliding window; ``ring``, ``sinks``: bytes of a
+    layer's ring, and of its shared sinks, which are fewer."""
+    count, sizes = len(pages), Counter(size for size in pages if size)
+    copies = [size for size in (ring, sinks) if size]
+    groups = [-(-count // max(max(sum(pages), ring) // size, 1)) for size in copies]
     if len(sizes) > 1 and len(set(sizes.values())) == 1:  # pages that vLLM takes for a repeating pattern of layers
-        # The number to whose multiples both are padded least; the largest of several.
+        # The number to whose multiples all are padded least; the largest of several.
         pattern = next(iter(sizes.values()))
         numbers = range(count, pattern - 1, -1)
-        groups = max(groups, -(-count // min(numbers, key=lambda number: -pattern % number + -count % number)))
-    return max(sum(pages), -(-count // groups) * ring), groups
+        padded = min(numbers, key=lambda number: -pattern % number + len(copies) * (-count % number))
+        groups = [max(found, -(-count // padded)) for found in groups]
+    widest = max(-(-count // found) * size for found, size in zip(groups, copies, strict=True))
+    return max(sum(pages), widest), sum(groups)

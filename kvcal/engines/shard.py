@@ -59,6 +59,15 @@ class BlockLayout:
         return aligned_size(self._unquantized_bytes + (self._query_sum_bytes + since if self.needs_queries else 0))
 
     @functools.cached_property
+    def sink_bytes(self) -> int:
+        """Bytes of the sinks of one request, keys and values: a multiple of 16."""
+        return aligned_size(sum(self.sinks_at(side)[1] for side in SIDES))
+
+    def sinks_at(self, side: Side) -> tuple[int, int]:
+        """The first byte of a ring that holds sinks, and their bytes."""
+        return (sum(self._tokens("k")) if side == "v" else 0), self._tokens(side)[0]
+
+    @functools.cached_property
     def needs_queries(self) -> bool:
         """Whether channels are chosen by queries."""
         return self.layer.format("k").needs_queries
@@ -186,6 +195,11 @@ class HeadShard:
     def largest_ring_bytes(self) -> int:
         """Bytes of a request's largest ring, equal on all ranks: vLLM packs rings best that are equal in all layers."""
         return max(map(self.ring_bytes, self.blocks))
+
+    @functools.cached_property
+    def largest_sink_bytes(self) -> int:
+        """Bytes of a layer's sinks of one request, of the layer with most; equal on all ranks."""
+        return max(block.sink_bytes if isinstance(block, BlockLayout) else 0 for block in self.blocks.values())
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The transforms of a layer's heads of this rank, [n, ...] each, by the last part of their names."""

@@ -11,6 +11,8 @@ import pytest
 from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.commands.options import BudgetOptions, RecipeOptions
+from kvcal.engines.support import NO_PREFIXES, unquantized_copies
 from kvcal.folder import Folder
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan.layer import bare_layers
@@ -68,6 +70,23 @@ def test_another_budget_leaves_the_first_and_uses_its_profile(made: Path, tmp_pa
         "allocate: allocation.safetensors is current" in again.err
         and "compile: plan.safetensors is current" in again.err
     )
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_plan_for_an_engine_that_caches_prefixes(engine: str, made: Path, tmp_path: Path) -> None:
+    """Of the default recipe, with a basis: no windows, and sinks where the engine shares them; --set counts more."""
+    line = ("plan", made / "model", "--bits", 12, *SIZES, "--samples", 1, "--seq-len", 256, "--allow-damage")
+    ran_well(*line, "--for-engine", engine, "-o", tmp_path / "plan.safetensors", "--out", tmp_path / "plans")
+    plan = load_plan(tmp_path / "plan.safetensors")
+    assert plan.tensors and not unquantized_copies(plan, engine)
+    sinks = {fmt.num_sink_tokens for layer in plan.layers for fmt in layer.k}
+    assert sinks == ({8} if engine == "vllm" else {0})
+    done = run_kvcal("serve-args", tmp_path / "plan.safetensors", "--engine", engine)
+    assert done.code == 0 and NO_PREFIXES[engine] not in done.out
+    kept = RecipeOptions(sets=["cache.k_recent_window=32"]).recipe(
+        "basis", BudgetOptions(bits=3.0, engine=engine).whole_plan()
+    )
+    assert (kept.cache.k_recent_window, kept.cache.v_recent_window) == (32, 0)
 
 
 def test_a_searched_plan(made: Path, tmp_path: Path) -> None:

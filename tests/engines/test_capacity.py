@@ -258,8 +258,8 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
 def test_serve_args_turn_prefix_caching_off_for_tokens_beside_the_pages(
     engine: str, option: str, plan_path: Path, tmp_path: Path
 ) -> None:
-    layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4),), (Format(4),))
-    path = tmp_path / "sinks.safetensors"
+    layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4, 64),), (Format(4),))
+    path = tmp_path / "window.safetensors"
     save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
     assert shlex.split(run_kvcal("serve-args", path, "--engine", engine).out)[-1] == option
     assert option not in run_kvcal("serve-args", plan_path, "--engine", engine).out

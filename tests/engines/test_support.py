@@ -43,7 +43,6 @@ def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str)
 
 
 BESIDE_PAGES = {
-    "sinks": (replace(K, num_sink_tokens=4), V, "k keeps 4 sink tokens"),
     "window": (K, replace(V, recent_window=128), "v keeps a window of 128 tokens"),
     "window rule": (K, replace(V, window_rule=WindowRule("clamped", 0.2, 64)), "v keeps a window of 64 tokens"),
 }
@@ -61,6 +60,14 @@ def test_tokens_beside_the_pages_are_refused_behind_cached_prefixes(name: str, e
         require_no_prefixes(plan, engine)
     assert option in str(refused.value)
     require_no_prefixes(llama_plan(K, V), engine)
+
+
+def test_sinks_are_shared_by_vllm_without_drafts() -> None:
+    plan = llama_plan(replace(K, num_sink_tokens=4), V)
+    require_no_prefixes(plan, "vllm")
+    for engine, lookahead in (("vllm", 2), ("sglang", 0)):
+        with pytest.raises(UnsupportedModel, match="k keeps 4 sink tokens at 16 bits, which a request after"):
+            require_no_prefixes(plan, engine, lookahead)
 
 
 @pytest.mark.parametrize("name", TAKEN | UNSHARED)

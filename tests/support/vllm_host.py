@@ -20,6 +20,8 @@ import logging
 import sys
 import traceback
 
+from vllm_recorder import record
+
 
 class Lines(logging.Handler):
     """What kvcal logs."""
@@ -34,36 +36,10 @@ class Lines(logging.Handler):
 
 def serve(scenario: dict) -> dict:
     from vllm import LLM, SamplingParams
-    from vllm.v1.core.sched.scheduler import Scheduler
 
     lines = Lines()
-    steps, seen, by_output = [], {}, {}
-    schedule, update = Scheduler.schedule, Scheduler.update_from_output
-
-    def recorded(self: Scheduler, *args: object, **kwargs: object) -> object:
-        found = schedule(self, *args, **kwargs)
-        new = {request.req_id: request.num_computed_tokens for request in found.scheduled_new_reqs}
-        cached = found.scheduled_cached_reqs
-        starts = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        drafts = {name: len(ids) for name, ids in found.scheduled_spec_decode_tokens.items()}
-        steps.append(
-            [
-                [name, starts[name], count, pages_of(self, name), drafts.get(name, 0), count]
-                for name, count in found.num_scheduled_tokens.items()
-            ]
-        )
-        by_output[id(found)] = found, steps[-1]
-        seen.update({name: self.requests[name] for name in found.num_scheduled_tokens})
-        return found
-
-    def answered(self: Scheduler, scheduled: object, output: object) -> object:
-        for entry in by_output.pop(id(scheduled))[1]:
-            name, _, count, _, drafts, _ = entry
-            if drafts:  # of the request's new tokens, one is the model's own
-                entry[-1] = count - drafts - 1 + len(output.sampled_token_ids[output.req_id_to_index[name]])
-        return update(self, scheduled, output)
-
-    Scheduler.schedule, Scheduler.update_from_output = recorded, answered
+    steps: list = []
+    seen = record(steps.append)
     engine = LLM(**scenario["llm"]).llm_engine
     logging.getLogger("vllm.kvcal").addHandler(lines)  # vLLM sets up logging while it starts
     waiting, outputs, step = dict(enumerate(scenario["requests"])), {}, 0
@@ -90,20 +66,8 @@ def serve(scenario: dict) -> dict:
                 if sample.finish_reason is not None:
                     outputs[name] = _tokens_of(sample)
         step += 1
-    # vLLM adds a random ending to a request's name.
-    steps = [[[name.rsplit("-", 1)[0], *numbers] for name, *numbers in one] for one in steps]
-    requests = {n.rsplit("-", 1)[0]: [list(r.prompt_token_ids), list(r.output_token_ids)] for n, r in seen.items()}
+    requests = {name: [list(r.prompt_token_ids), list(r.output_token_ids)] for name, r in seen.items()}
     return {"steps": steps, "requests": requests, "outputs": outputs, "log": lines.lines}
-
-
-def pages_of(scheduler: object, name: str) -> list[int]:
-    """The blocks of a request's pages; those of its rings are in other groups."""
-    from vllm.v1.kv_cache_interface import CircularBufferSpec
-
-    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-    firsts = [next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec for spec in specs]
-    (number,) = [n for n, spec in enumerate(firsts) if not isinstance(spec, CircularBufferSpec)]
-    return list(scheduler.kv_cache_manager.get_block_ids(name)[number])
 
 
 def _tokens_of(sample: object) -> list:

@@ -2,7 +2,8 @@
 
 plugin.py     the entry point, of every process of vLLM, and the methods of its attention layer that are wrapped
 serving.py    the plan of a process: what is checked at start, and this rank's share
-backend.py    the attention backend: from vLLM's metadata to the core's step; and the rings of requests
+backend.py    the attention backend: from vLLM's metadata to the core's step
+rings.py      the rings of requests, and the sinks that they share
 """
 
 BACKEND = "KVCAL"  # its name in vLLM

@@ -7,9 +7,8 @@ blocks that another one fills in the same step.
 A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to step lies
 in tensors of fixed addresses, which are written while the metadata is built, outside of the graph.
 
-Rings are blocks of 16-bit tokens, one a request for its life. vLLM allocates such blocks for models that compress keys
-in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request. Each full-attention layer of a
-plan has a layer with rings next to it; one with a sliding window has a ring and nothing else.
+Each full-attention layer of a plan has a layer with rings next to it (rings.py), and one with shared sinks where
+prefixes are cached; a layer with a sliding window has a ring and nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -38,12 +36,11 @@ from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decoded, Decodes
 from kvcal.engines.step import PagedStep
 from kvcal.engines.vllm import BACKEND
+from kvcal.engines.vllm.rings import RingLayer, RingMetadata, SinkLayer, SinkMetadata, as_bytes, rings_of
 from kvcal.engines.vllm.serving import Serving, logger
 from kvcal.engines.window import WindowLayout, WindowStep
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
-
-SUFFIX = ".kvcal_ring"
 
 
 class PlanLayer:
@@ -68,11 +65,14 @@ class PlanLayer:
         self.block_bytes = serving.shard.block_bytes(index)
         self.step: PagedStep | WindowStep
         self.ring: RingLayer | None = None  # of a layer with blocks; one with a sliding window is its own
+        self.sinks: SinkLayer | None = None  # where prefixes are cached
         if isinstance(layout, WindowLayout):
             self.step = WindowStep(layout, serving.scratch)
         else:
             self.step = PagedStep(serving.shard, index, serving.scratch)
             self.ring = RingLayer(attention.layer_name, serving.shard.largest_ring_bytes, config)
+            if serving.sink_bytes:
+                self.sinks = SinkLayer(attention.layer_name, serving.sink_bytes, config, layout, self.ring)
         self._bound: tuple[Tensor, Tensor] | None = None
 
     def bind(self, memory: Tensor) -> None:
@@ -81,10 +81,10 @@ class PlanLayer:
         if self._bound is None or self._bound[0] is not memory or self._bound[1] is not rings:
             self._bound = memory, rings
             if isinstance(self.step, WindowStep):
-                self.step.bind(_as_bytes(rings))
+                self.step.bind(as_bytes(rings))
             else:
-                self.step.bind(_as_bytes(memory), _as_bytes(rings))
-            self.serving.bound(self.index, _as_bytes(memory))
+                self.step.bind(as_bytes(memory), as_bytes(rings))
+            self.serving.bound(self.index, as_bytes(memory))
 
     def rings(self, metadata: PlanMetadata) -> Tensor:
         """int32 [B]: the ring of every request of the batch."""
@@ -94,10 +94,12 @@ class PlanLayer:
         found: RingMetadata = by_layer[self.ring.name]
         return found.rings
 
-
-def _as_bytes(cache: Tensor) -> Tensor:
-    """vLLM's view of a layer's memory, [blocks, 1, 1, bytes]: uint8 [blocks, bytes]."""
-    return cache.view(torch.uint8).flatten(1)
+    def share_sinks(self, rings: Tensor) -> None:
+        """After a step has stored all tokens: sinks of first pages to their blocks, and to requests after them."""
+        if self.sinks is not None:
+            by_layer: Any = get_forward_context().attn_metadata
+            found: SinkMetadata = by_layer[self.sinks.name]
+            found.copy(self.sinks.copies, rings)
 
 
 class NewTokens(NamedTuple):
@@ -227,6 +229,8 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         for row, tokens, num_past in attn_metadata.chunks:
             chunk = Chunk(num_past, table[row], rings[row : row + 1])
             stored.append((tokens, chunk, step.store(query[tokens], key[tokens], value[tokens], chunk)))
+        if stored:
+            plan.share_sinks(rings)
         if count:
             decoded.to_rows(step.attend(queries, decodes, self.logits), output)
         for tokens, chunk, tail in stored:
@@ -263,84 +267,4 @@ class PlanBackend(AttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Blocks of layers of unequal bytes lie side by side."""
-        return (KVCacheLayout.BLHNC,)
-
-
-def ring_spec(ring_bytes: int) -> CircularBufferSpec:
-    """One ring of so many bytes for each request."""
-    return CircularBufferSpec(
-        block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
-        tokens_per_state=PAGE_TOKENS, state_content_bytes=ring_bytes,
-    )  # fmt: skip
-
-
-class RingLayer(nn.Module, AttentionLayerBase):
-    """The rings of the attention layer ``prefix``, of ``ring_bytes`` each. ``kv_cache``: vLLM's memory of them, once
-    allocated, uint8 [rings, ..., ring_bytes]."""
-
-    def __init__(self, prefix: str, ring_bytes: int, config: VllmConfig) -> None:
-        super().__init__()
-        self.name, self.ring_bytes = prefix + SUFFIX, ring_bytes
-        self.kv_cache = torch.tensor([])
-        config.compilation_config.static_forward_context[self.name] = self
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return RingBackend
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
-        return ring_spec(self.ring_bytes)
-
-
-@dataclass
-class RingMetadata(AttentionMetadata):
-    """``rings`` int32 [B]: the ring of every request of the batch, 0 (nobody's) for padding."""
-
-    rings: Tensor
-
-
-def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
-    """``RingMetadata.rings`` of a batch, written to ``fixed``, int32 of one dimension."""
-    rings = fixed[: given.num_reqs]
-    rings.copy_(given.block_table_tensor[: given.num_reqs, 0])
-    return rings.mul_(given.seq_lens[: given.num_reqs] > 0)
-
-
-class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
-    """Rings lie in a tensor of a fixed address, for CUDA graphs."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        most = vllm_config.scheduler_config.max_num_seqs
-        self._rings = torch.zeros(most, dtype=torch.int32, device=device)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> RingMetadata:
-        return RingMetadata(rings_of(common_attn_metadata, self._rings))
-
-
-class RingBackend(AttentionBackend):
-    """A layer with a cache, as vLLM asks for it; it computes nothing."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "KVCAL_RING"
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        raise NotImplementedError("rings are read and written by the layer next to them")
-
-    @staticmethod
-    def get_builder_cls() -> type[RingMetadataBuilder]:
-        return RingMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [PAGE_TOKENS]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.BLHNC,)

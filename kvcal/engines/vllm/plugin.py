@@ -88,9 +88,9 @@ def _with_block(original: Any) -> Any:
         if self.kvcal_layer is None:
             return spec
         if self.kvcal_layer.ring is None:
-            from kvcal.engines.vllm.backend import ring_spec
+            from kvcal.engines.vllm.rings import RingSpec, spec_of
 
-            return ring_spec(self.kvcal_layer.serving.shard.largest_ring_bytes)
+            return spec_of(RingSpec, self.kvcal_layer.serving.shard.largest_ring_bytes)
         # One head slot of one state: the block is bytes to vLLM.
         return dataclasses.replace(
             spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,

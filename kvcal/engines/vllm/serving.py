@@ -53,8 +53,9 @@ class Serving:
         for reason in _refused_options(config):
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
-        if config.cache_config.enable_prefix_caching:
-            require_no_prefixes(plan, "vllm")
+        has_prefixes = config.cache_config.enable_prefix_caching
+        if has_prefixes:
+            require_no_prefixes(plan, "vllm", lookahead)
         if config.cache_config.block_size != PAGE_TOKENS:
             raise UsageError(
                 f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
@@ -64,6 +65,7 @@ class Serving:
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size, lookahead)
+        self.sink_bytes = self.shard.largest_sink_bytes if has_prefixes else 0
         flash = flash_attention() if self.device.type == "cuda" else torch_flash
         most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self.scratch = Scratch(*most, self.device, flash)
@@ -79,7 +81,7 @@ class Serving:
             shard = self.shard
             indices = list(shard.blocks)
             predicted = sum(map(shard.block_bytes, indices))
-            rings = len(indices) * shard.largest_ring_bytes
+            rings = len(indices) * (shard.largest_ring_bytes + self.sink_bytes)
             logger.info(
                 "%d blocks of %d tokens: the plan takes %d bytes a block and %d a request, vLLM allocated %d a block",
                 len(blocks), PAGE_TOKENS, predicted, rings, self._allocated,

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from kvcal.engines.capacity import engine_bytes
 from kvcal.engines.support import require_served
 from kvcal.errors import UnsupportedModel
@@ -19,6 +21,7 @@ from kvcal.geometry import ModelIdentity
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.plan import Plan, Workload
+from kvcal.plan.tensors import needed_tensors
 from kvcal.recipe import AllocateSpec
 from kvcal.stages.allocate.budget import infeasible, resolve_budget, workload_of
 from kvcal.stages.allocate.record import (
@@ -90,7 +93,11 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
     if spec.engine is None:
         return 0
     layers, workload = problem.layers_of(choice), Workload(spec.batch, spec.context)
-    plan = Plan(model, problem.geometry.cache_dtype, layers, workload, {})
+    cache_dtype = problem.geometry.cache_dtype
+    # An engine's bytes do not depend on what the transforms hold.
+    needed = needed_tensors(layers, cache_dtype).items()
+    tensors = {name: torch.ones(spec.extents, dtype=getattr(torch, spec.dtype)) for name, spec in needed}
+    plan = Plan(model, cache_dtype, layers, workload, {}, tensors)
     require_served(plan, is_cuda=False, engine=spec.engine, lookahead=spec.drafts)
     return engine_bytes(spec.engine, plan, spec.tp, spec.drafts) - problem.nbytes(choice)
 

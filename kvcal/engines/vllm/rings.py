@@ -1,0 +1,286 @@
+"""What vLLM keeps for a request besides its pages, each as a layer of its own next to an attention layer.
+
+    rings   16-bit tokens, one block for the life of a request. vLLM allocates such blocks for models that compress keys
+            in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request
+    sinks   where prefixes are cached: those of the first page of a prompt. One block a request, too, but it is hashed
+            with that page. So vLLM hands it to each request that begins after the page, and evicts it like a page. A
+            prompt whose sinks are gone is computed anew, as one whose first page is gone
+
+Groups of layers come in the order in which their layers were made: pages, rings, sinks. When the metadata of sinks is
+built, that of rings is there. Copies between them are made there, outside of a CUDA graph; and once more by attention,
+in a step that also computes parts of prompts: a request may begin after a page that another one fills in that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, FullAttentionManager
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvcal.engines.shard import BlockLayout
+from kvcal.engines.sinks import SharedSinks
+from kvcal.pages.record_layout import PAGE_TOKENS
+
+RINGS, SINKS = ".kvcal_ring", ".kvcal_sinks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(CircularBufferSpec):
+    """A request's ring."""
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        return all(type(spec) is type(self) for spec in kv_cache_specs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkSpec(RingSpec):
+    """The sinks of a prompt's first page."""
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickled one: vLLM's scheduler is another process than its workers."""
+        register_sinks()
+        self.__dict__.update(state)
+
+
+def spec_of(kind: type[RingSpec], nbytes: int) -> RingSpec:
+    """One block of so many bytes for each request."""
+    if kind is SinkSpec:
+        register_sinks()
+    return kind(
+        block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
+        tokens_per_state=PAGE_TOKENS, state_content_bytes=nbytes,
+    )  # fmt: skip
+
+
+def register_sinks() -> None:
+    """Tell vLLM who hands out blocks of sinks. Its own managers come first: it registers them where there are none."""
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+    KVCacheSpecRegistry.register(SinkSpec, SinkManager, uniform_type_base_spec=SinkSpec)
+
+
+class SinkManager(CircularBufferManager):
+    """Hands out a block of sinks for each request: that of its first page, where a request before it has filled one."""
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> int:
+        if self.req_to_blocks.get(request_id):
+            return 0
+        return self._get_num_evictable_blocks(new_computed_blocks) if new_computed_blocks else 1
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
+        *args: Any, **kwargs: Any,
+    ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
+        """All of a prefix that has the sinks of its first page, or nothing."""
+        if max_length >= PAGE_TOKENS:
+            first = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)[0]
+            if found := block_pool.get_cached_block(first, kv_cache_group_ids):
+                return tuple([block] for block in found), max_length
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        self.block_pool.touch(new_computed_blocks)
+        self.req_to_blocks[request_id].extend(new_computed_blocks)
+        self.num_cached_block[request_id] = len(new_computed_blocks)
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        FullAttentionManager.cache_blocks(self, request, min(num_tokens, PAGE_TOKENS), *args, **kwargs)
+
+
+class RingLayer(nn.Module, AttentionLayerBase):
+    """The rings of the attention layer ``prefix``, of ``nbytes`` each. ``kv_cache``: vLLM's memory of them, once
+    allocated, uint8 [rings, ..., nbytes]."""
+
+    suffix: ClassVar[str] = RINGS
+    kind: ClassVar[type[RingSpec]] = RingSpec
+
+    def __init__(self, prefix: str, nbytes: int, config: VllmConfig) -> None:
+        super().__init__()
+        self.name, self.nbytes = prefix + self.suffix, nbytes
+        self.kv_cache = torch.tensor([])
+        config.compilation_config.static_forward_context[self.name] = self
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return RingBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> RingSpec:
+        return spec_of(self.kind, self.nbytes)
+
+    @property
+    def memory(self) -> Tensor:
+        """``kv_cache`` as uint8 [rings, nbytes]."""
+        return as_bytes(self.kv_cache)
+
+
+class SinkLayer(RingLayer):
+    """The blocks of sinks of an attention layer, whose rings are ``ring``."""
+
+    suffix, kind = SINKS, SinkSpec
+
+    def __init__(self, prefix: str, nbytes: int, config: VllmConfig, layout: BlockLayout, ring: RingLayer) -> None:
+        super().__init__(prefix, nbytes, config)
+        self.layout, self.ring = layout, ring
+        self._bound: tuple[Tensor, Tensor, SharedSinks] | None = None
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return SinkBackend
+
+    @property
+    def copies(self) -> SharedSinks:
+        """Of vLLM's memory, as it is now."""
+        if self._bound is None or self._bound[0] is not self.kv_cache or self._bound[1] is not self.ring.kv_cache:
+            found = SharedSinks(self.layout, self.ring.memory, self.memory)
+            self._bound = self.kv_cache, self.ring.kv_cache, found
+        return self._bound[2]
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """vLLM's view of a layer's memory, [blocks, 1, 1, bytes]: uint8 [blocks, bytes]."""
+    return cache.view(torch.uint8).flatten(1)
+
+
+@dataclass
+class RingMetadata(AttentionMetadata):
+    """``rings`` int32 [B]: the ring of every request of the batch, 0 (nobody's) for padding."""
+
+    rings: Tensor
+
+
+@dataclass
+class SinkMetadata(RingMetadata):
+    """``rings``: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose first page ends
+    with this step; ``at_ends``, that may begin after pages of others."""
+
+    begun: Tensor
+    at_ends: Tensor
+
+    def copy(self, copies: SharedSinks, rings: Tensor) -> None:
+        """Sinks of first pages from rings, int32 [B], to their blocks; then back, of requests at the end of a page."""
+        rings, blocks = rings.long(), self.rings.long()
+        if len(self.begun):
+            copies.save(rings[self.begun], blocks[self.begun])
+        if len(self.at_ends):
+            copies.restore(rings[self.at_ends], blocks[self.at_ends])
+
+
+def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
+    """``RingMetadata.rings`` of a batch, written to ``fixed``, int32 of one dimension."""
+    rings = fixed[: given.num_reqs]
+    rings.copy_(given.block_table_tensor[: given.num_reqs, 0])
+    return rings.mul_(given.seq_lens[: given.num_reqs] > 0)
+
+
+class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
+    """Rings lie in a tensor of a fixed address, for CUDA graphs. ``latest``, by layer: the lengths of the step whose
+    metadata was built last, and its rings."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    latest: ClassVar[dict[str, tuple[Tensor, Tensor]]] = {}
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._rings = torch.zeros(most, dtype=torch.int32, device=device)
+        self._layers: list[Any] = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> RingMetadata:
+        rings = rings_of(common_attn_metadata, self._rings)
+        self.latest.update({layer.name: (common_attn_metadata.seq_lens, rings) for layer in self._layers})
+        return RingMetadata(rings)
+
+
+class SinkMetadataBuilder(RingMetadataBuilder):
+    """Copies sinks before a step, from and to the rings that the step has."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SinkMetadata:
+        given = common_attn_metadata
+        blocks = rings_of(given, self._rings)
+        assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives exact lengths where there are no drafts"
+        starts = given.query_start_loc_cpu[: given.num_reqs + 1]
+        counts = starts[1:] - starts[:-1]
+        totals = given.seq_lens_cpu_upper_bound[: given.num_reqs]
+        past = totals - counts
+        begun, at_ends = (
+            which.nonzero().flatten().to(blocks.device, non_blocking=True)
+            for which in (
+                (counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS),
+                (counts > 0) & (past >= PAGE_TOKENS) & (past % PAGE_TOKENS == 0),
+            )
+        )
+        found = SinkMetadata(blocks, begun, at_ends)
+        if len(begun) or len(at_ends):
+            for layer in self._layers:
+                lengths, rings = self.latest[layer.ring.name]
+                assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
+                found.copy(layer.copies, rings)
+        return found
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SinkMetadata:
+        """Of requests without a past: nothing is copied."""
+        none = torch.empty(0, dtype=torch.int64, device=self._rings.device)
+        return SinkMetadata(rings_of(common_attn_metadata, self._rings), none, none)
+
+
+class RingBackend(AttentionBackend):
+    """A layer with a cache, as vLLM asks for it; it computes nothing."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "KVCAL_RING"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("rings are read and written by the layer next to them")
+
+    @staticmethod
+    def get_builder_cls() -> type[RingMetadataBuilder]:
+        return RingMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [PAGE_TOKENS]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)
+
+
+class SinkBackend(RingBackend):
+    """The same, whose metadata copies sinks."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "KVCAL_SINKS"
+
+    @staticmethod
+    def get_builder_cls() -> type[SinkMetadataBuilder]:
+        return SinkMetadataBuilder

@@ -1,0 +1,78 @@
+"""What vLLM schedules, step by step: a plug-in of the tests, which writes a line of JSON for every step to the file
+that the environment names (sglang_recorder.py does so in SGLang)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "KVCAL_TEST_STEPS"
+
+
+def register() -> None:
+    """In each process of vLLM; one of them schedules."""
+    if VARIABLE not in os.environ:
+        return
+
+    def write(step: list[list[Any]]) -> None:
+        with open(os.environ[VARIABLE], "a") as file:
+            file.write(json.dumps(step) + "\n")
+
+    record(write)
+
+
+def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
+    """Hand over every step once its tokens are known: of each request its name, first token, count, the block of each
+    page, drafts, and tokens that the engine took for right. Returns vLLM's requests by name, as they come."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    seen: dict[str, Any] = {}
+    if hasattr(Scheduler, "kvcal_recorded"):
+        return seen
+    Scheduler.kvcal_recorded = True
+    by_output: dict[int, Any] = {}
+    schedule, update = Scheduler.schedule, Scheduler.update_from_output
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = schedule(self, *args, **kwargs)
+        new = {request.req_id: request.num_computed_tokens for request in found.scheduled_new_reqs}
+        cached = found.scheduled_cached_reqs
+        starts = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        drafts = {name: len(ids) for name, ids in found.scheduled_spec_decode_tokens.items()}
+        step = [
+            [_without_ending(name), starts[name], count, _pages_of(self, name), drafts.get(name, 0), count]
+            for name, count in found.num_scheduled_tokens.items()
+        ]
+        by_output[id(found)] = found, step
+        seen.update({_without_ending(name): self.requests[name] for name in found.num_scheduled_tokens})
+        return found
+
+    def answered(self: Any, scheduled: Any, output: Any) -> Any:
+        _, step = by_output.pop(id(scheduled))
+        for name, entry in zip(scheduled.num_scheduled_tokens, step, strict=True):
+            if entry[4]:  # drafts: of the request's new tokens, one is the model's own
+                sampled = output.sampled_token_ids[output.req_id_to_index[name]]
+                entry[5] = entry[2] - entry[4] - 1 + len(sampled)
+        if step:
+            write(step)
+        return update(self, scheduled, output)
+
+    Scheduler.schedule, Scheduler.update_from_output = recorded, answered
+    return seen
+
+
+def _without_ending(name: str) -> str:
+    """vLLM adds a random ending to a request's name."""
+    return name.rsplit("-", 1)[0]
+
+
+def _pages_of(scheduler: Any, name: str) -> list[int]:
+    """The blocks of a request's pages; those of its rings and sinks are in other groups."""
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    firsts = [next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec for spec in specs]
+    (number,) = [n for n, spec in enumerate(firsts) if not isinstance(spec, CircularBufferSpec)]
+    return list(scheduler.kv_cache_manager.get_block_ids(name)[number])
