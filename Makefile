@@ -21,7 +21,7 @@ MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   the_plan_that_ships_is_the_plan_that_was_measured)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test once old-cpu newest oldest ends ends-oldest ends-newest gpu engines real bench first-user docs clean
+.PHONY: help setup demo check format lint types test once old-cpu newest oldest ends ends-oldest ends-newest gpu engines real serve-real bench first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -35,6 +35,7 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make real    measure all systems on a pretrained model (MODEL=, OPTIONS=--quick on a CPU)"
+	@echo "make serve-real  serve a pretrained model in each engine, and compare its answers with generate (MODEL=, OPTIONS=)"
 	@echo "make bench   measure time and memory (experiments)"
 	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
@@ -112,6 +113,11 @@ engines: $(READY)
 MODEL ?= smollm2
 real: $(READY)
 	$(BIN)/python experiments/real.py --model $(MODEL) $(OPTIONS)
+
+# A plan, the engines' own servers, and the answers over HTTP: make serve-real MODEL=folder OPTIONS="--engines vllm". On a
+# CPU some ten minutes an engine, besides the plan; the environment of each engine is made at the first run.
+serve-real: $(READY)
+	$(BIN)/python experiments/serve_real.py --model $(MODEL) $(OPTIONS)
 
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s

@@ -29,6 +29,7 @@ with lazy_imports():
     from kvcal import recipe as recipe_keys
     from kvcal import recipe_files, tables
     from kvcal.data import sequences as data_sequences
+    from kvcal.engines import support
     from kvcal.models import files as model_files
     from kvcal.models import load as model_load
     from kvcal.models import residence
@@ -287,12 +288,10 @@ class BudgetOptions(WorkloadOptions):
     def whole_plan(self) -> dict[str, Any]:
         """The same for a plan from the start: one for an engine keeps no more tokens at 16 bits than the engine has
         after a cached prefix."""
-        from kvcal.engines.support import shares_sinks
-
         if self.engine is None:
             return self.knobs()
         lost = ["k_recent_window", "v_recent_window"]
-        lost += [] if shares_sinks(self.engine, self.drafts or 0) else ["num_sink_tokens"]
+        lost += [] if support.shares_sinks(self.engine, self.drafts or 0) else ["num_sink_tokens"]
         return self.knobs() | {f"cache.{name}": 0 for name in lost}
 
 

@@ -27,6 +27,7 @@ class Replay:
     """``steps``, ``requests``: as vllm_host records them. ``alone``: new tokens of a request, at most, that the engine
     serves as it serves a token and its drafts. ``cached``: tokens of every request that came from blocks of others;
     ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens;
+    ``ties``: requests and places of tokens that are not the most likely ones;
     ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft that was rejected."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1) -> None:
@@ -36,6 +37,7 @@ class Replay:
         self.cached: dict[str, int] = {}
         self.restarts = 0
         self.distances: list[float] = []
+        self.ties: set[tuple[str, int]] = set()
         self.accepted = self.rejected = self.split = 0
 
     @torch.no_grad()
@@ -107,7 +109,10 @@ def assert_replayed(
         assert len(results[name]) >= len(output), name
         distances = []
         for position, (token, chance, row) in enumerate(zip(output, chances, results[name], strict=False)):
-            assert not is_greedy or float(row.max() - row[token]) <= 2 * MOST, (name, position)
+            behind = float(row.max() - row[token])
+            assert not is_greedy or behind <= 2 * MOST, (name, position)
+            if behind > 0:
+                replay.ties.add((name, position))
             distances.append(0.0 if chance is None else abs(float(row[token]) - chance))
         replay.distances += distances
         assert max(distances, default=0) <= MOST and statistics.median([0.0, *distances]) <= MEDIAN, (name, distances)

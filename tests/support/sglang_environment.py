@@ -7,30 +7,32 @@ import functools
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_recorder import VARIABLE
 from vllm_environment import CHECKOUT, environment, installed_checkout, run
 
-# What a model without images, tools or a server makes SGLang import.
+# What SGLang and its server import for a model without images or tools.
 NEEDED = (
-    "aiohttp", "einops", "fastapi", "gguf", "ipython", "loguru", "msgspec", "openai", "opentelemetry-api",
-    "opentelemetry-exporter-otlp", "opentelemetry-sdk", "orjson", "partial-json-parser", "psutil", "pybase64", "pyzmq",
-    "requests", "sentencepiece", "setproctitle", "uvicorn", "uvloop",
+    "aiohttp", "einops", "fastapi", "gguf", "ipython", "jsonschema", "loguru", "msgspec", "openai", "opentelemetry-api",
+    "opentelemetry-exporter-otlp", "opentelemetry-sdk", "orjson", "partial-json-parser", "prometheus-client", "psutil",
+    "pybase64", "python-multipart", "pyzmq", "requests", "sentencepiece", "setproctitle", "soundfile", "uvicorn",
+    "uvloop", "watchfiles",
 )  # fmt: skip
+STAND_INS = str(CHECKOUT / "tests" / "support" / "sglang_stand_ins")
 ALONE = ("compressed-tensors", "xgrammar", "apache-tvm-ffi", "triton")
 
 
 @functools.cache
 def python_with_sglang(wanted: str) -> Path:
     """The interpreter of an environment with this version of SGLang. Unavailable where it cannot be made."""
-    return environment("sglang", wanted, _fill)
+    return environment("sglang", wanted, _fill, NEEDED)
 
 
 def _fill(pip: list[str], folder: Path, wanted: str) -> None:
     run([*pip, "install", "--no-deps", f"sglang=={wanted}", *ALONE])
-    run([*pip, "install", *NEEDED])
 
 
 def run_sglang(
@@ -39,9 +41,18 @@ def run_sglang(
     """What a program of tests/support answers on a CPU, None where SGLang did not start, and what was logged."""
     # SGLang wants cores for each rank, where there are more ranks than memories.
     cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
-    stand_ins = [str(CHECKOUT / "tests" / "support" / "sglang_stand_ins")]
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": cores} | ({} if plan is None else {"KVCAL_PLAN": plan})
-    return answer_of_sglang(python_with_sglang(wanted), folder, given, stand_ins, variables, program=program)
+    return answer_of_sglang(python_with_sglang(wanted), folder, given, [STAND_INS], variables, program=program)
+
+
+def variables_in_sglang(folder: Path, paths: Sequence[str] = (STAND_INS,)) -> dict[str, str]:
+    """Of a process that finds this checkout's plug-in, and modules in ``paths``; ``folder`` has the files of its
+    installation."""
+    # The radix tree's compiled core is built for one torch.
+    return {
+        "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+    }  # fmt: skip
 
 
 def answer_of_sglang(
@@ -49,11 +60,7 @@ def answer_of_sglang(
     program: str = "sglang_host.py",
 ) -> tuple[Any, str]:  # fmt: skip
     """What a program of tests/support answers with this interpreter, and what was logged, as in ``folder`` / log."""
-    # The radix tree's compiled core is built for one torch.
-    shared = {
-        "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
-        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "HF_HUB_OFFLINE": "1", VARIABLE: str(folder / "steps"),
-    }  # fmt: skip
+    shared = variables_in_sglang(folder, paths) | {"HF_HUB_OFFLINE": "1", VARIABLE: str(folder / "steps")}
     (folder / "steps").unlink(missing_ok=True)
     with open(folder / "log", "w") as log:
         done = subprocess.run(
@@ -72,13 +79,13 @@ def recorded(found: Any, rounds: list[list[list[int]]]) -> dict[str, Any]:
         for place, (prompt, one) in enumerate(zip(prompts, answers, strict=True))
     }
     return {
-        "steps": _without_discarded(found["steps"]),
+        "steps": without_discarded(found["steps"]),
         "requests": {name: [prompt, output] for name, (prompt, output, _) in served.items()},
         "outputs": {name: [output, chances] for name, (_, output, chances) in served.items()},
     }
 
 
-def _without_discarded(steps: list[list[list[Any]]]) -> list[list[list[Any]]]:
+def without_discarded(steps: list[list[list[Any]]]) -> list[list[list[Any]]]:
     """Steps without those whose token SGLang dropped: it takes a request's pages back while a step computes its next
     token, and computes that token again, after the tokens that it knows."""
     places: dict[str, list[tuple[int, int]]] = {}  # of each request, by step: its first token and the one after

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -28,11 +28,12 @@ from typing import Any
 ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcal-tests"
 CHECKOUT = Path(__file__).parents[2]
 BUILD = ("setuptools>=77,<81", "setuptools-scm>=8", "setuptools-rust>=1.9", "wheel", "packaging", "jinja2")
-# What a model without images, tools or a server makes vLLM import.
+# What vLLM and its server import for a model without images or tools.
 NEEDED = (
-    "aiohttp", "blake3", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi", "llguidance", "loguru",
-    "mistral_common", "msgspec", "openai", "openai-harmony", "partial-json-parser", "prometheus-client", "psutil",
-    "py-cpuinfo", "pybase64", "python-json-logger", "pyzmq", "setproctitle", "tiktoken", "uvloop",
+    "aiohttp", "blake3", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi", "ijson", "llguidance", "loguru",
+    "mistral_common", "model-hosting-container-standards", "msgspec", "openai", "openai-harmony", "orjson",
+    "partial-json-parser", "prometheus-client", "prometheus-fastapi-instrumentator", "psutil", "py-cpuinfo", "pybase64",
+    "python-json-logger", "python-multipart", "pyzmq", "setproctitle", "tiktoken", "uvicorn", "uvloop", "watchfiles",
 )  # fmt: skip
 # Without their own needs: torch and transformers are there, in whatever version.
 ALONE = ("compressed-tensors", "xgrammar", "apache-tvm-ffi")
@@ -47,28 +48,29 @@ class Unavailable(Exception):
 Fill = Callable[[list[str], Path, str], None]
 
 
-def environment(engine: str, wanted: str, fill: Fill) -> Path:
-    """The interpreter of an environment with this version of an engine. Unavailable where it cannot be made."""
+def environment(engine: str, wanted: str, fill: Fill, needed: Sequence[str]) -> Path:
+    """The interpreter of an environment with this version of an engine, and what it needs besides; those that were made
+    with less get the rest. Unavailable where it cannot be made."""
     name = (
         f"{engine}-{wanted}-py{sys.version_info.major}.{sys.version_info.minor}-torch{version('torch').split('+')[0]}"
     )
     made = ENVIRONMENTS / name
+    pip = [str(made / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    ready, has_needed = made / "ready", "\n".join(needed)
     try:
         ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
         with open(ENVIRONMENTS / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (made / "ready").exists():
+            if not ready.exists():
                 shutil.rmtree(made, ignore_errors=True)
                 run([sys.executable, "-m", "venv", str(made)])
                 paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
                 site = next(made.glob("lib/python*/site-packages"))
                 (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
-                fill(
-                    [str(made / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"],
-                    made,
-                    wanted,
-                )
-                (made / "ready").touch()
+                fill(pip, made, wanted)
+            if not ready.exists() or ready.read_text() != has_needed:
+                run([*pip, "install", *needed])
+                ready.write_text(has_needed)
     except OSError as error:
         raise Unavailable(f"no environment with {engine} {wanted}: {error}") from error
     return made / "bin" / "python"
@@ -77,7 +79,7 @@ def environment(engine: str, wanted: str, fill: Fill) -> Path:
 @functools.cache
 def python_with_vllm(wanted: str) -> Path:
     """The interpreter of an environment with this version of vLLM. Unavailable where it cannot be made."""
-    return environment("vllm", wanted, _fill)
+    return environment("vllm", wanted, _fill, NEEDED)
 
 
 def _fill(pip: list[str], folder: Path, wanted: str) -> None:
@@ -90,7 +92,6 @@ def _fill(pip: list[str], folder: Path, wanted: str) -> None:
     on_cpu = empty | {"VLLM_VERSION_OVERRIDE": f"{wanted}+cpu"}
     run([*pip, "wheel", *alone, str(source), "--wheel-dir", str(folder / "wheel")], on_cpu)
     run([*pip, "install", "--no-deps", *map(str, (folder / "wheel").iterdir()), *ALONE])
-    run([*pip, "install", *NEEDED])
 
 
 def run(command: list[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -111,7 +112,8 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
     the tests' own operators. numba is a stand-in."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     own = {"sglang.srt.plugins": {"recorder": "sglang_recorder:register"}}
-    own |= {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}} if has_stubs else {}
+    own["vllm.general_plugins"] = {"recorder": "vllm_recorder:register"}
+    own["vllm.general_plugins"] |= {"stubs": "vllm_stubs:register"} if has_stubs else {}
     for name, groups in ((project["name"], project["entry-points"]), ("kvcal-test-stubs", own)):
         about = folder / f"{name.replace('-', '_')}-{project['version']}.dist-info"
         about.mkdir(parents=True, exist_ok=True)
