@@ -30,14 +30,15 @@ import torch
 from shared import arguments, print_table
 
 from kvcal.console import TerminalReporter
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.lattice import GRIDS, gaussian_grid, nearest_point
-from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers, fixed_layers
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import EvaluateSpec, PredictorSpec, fixed_layers
+from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.evaluate.text import measure_text

@@ -19,15 +19,15 @@ from shared import arguments, print_table, ratio_and_error
 from torch import Tensor
 
 from kvcal.console import TerminalReporter
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import Score
 from kvcal.pages.tiered import MAX_SLOTS, TieredLayout
-from kvcal.plan.layer import bare_layers
+from kvcal.plan.layer import FormatsSpec, bare_layers, fixed_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import EvaluateSpec, FormatsSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks

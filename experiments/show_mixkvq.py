@@ -26,13 +26,14 @@ from shared import arguments, mean_and_error, print_table
 from torch import Tensor
 
 from kvcal.console import TerminalReporter
+from kvcal.data.reading import TuneSpec
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.scores import Score
-from kvcal.plan.layer import bare_layers
+from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import Recipe, TuneSpec, fixed_layers
+from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.report import Point, Series, draw_quality
 from kvcal.stages.divergence import deviations, unquantized_plan

@@ -23,13 +23,14 @@ from shared import arguments, print_table
 from torch import Tensor
 
 from kvcal.console import TerminalReporter
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.geometry import Geometry
 from kvcal.models.load import load
-from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers, fixed_layers
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import CacheSpec, EvaluateSpec, fixed_layers
+from kvcal.recipe import CacheSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.divergence import Deviations, deviations, kl_texts, padded_texts, unquantized_plan

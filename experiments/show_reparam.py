@@ -32,8 +32,8 @@ from torch import Tensor
 from kvcal import PlanCache
 from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.models.load import LoadedModel, load
-from kvcal.models.rereading import rereading
 from kvcal.models.rope import rotary_maps
+from kvcal.models.taps import rereading
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import ReparamSpec

@@ -15,17 +15,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
-from kvcal.data.reading import MIN_TOKENS, READINGS, is_reading
+from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
-from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
 from kvcal.pages.predictor import Kind, require_sizes
-from kvcal.pages.record_layout import AXES, PAGE_TOKENS
-from kvcal.plan.layer import in_formats
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
-from kvcal.plan.plan import RAW, Format, LayerPlan, Side
-from kvcal.quantities import MAX_BATCH, MAX_SEED, parse_bytes
-from kvcal.strict import MAX_COUNT, STRICT, Seed, Share, Size, SizeOrNone, Tokens, dump, knob
+from kvcal.plan.plan import RAW, Format, Side
+from kvcal.quantities import MAX_BATCH, parse_bytes
+from kvcal.strict import STRICT, Bits, Seed, Share, Size, SizeOrNone, Tokens, dump, knob
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
@@ -33,58 +32,14 @@ CandidateBits = Literal[1, 2, 3, 4, 8]
 GroupSize = Literal[32, 64, 128]
 # Left out of JSON where there is one.
 Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
-# Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
-Bits = Annotated[float, Field(gt=0, le=4096)]
 TextTokens = Annotated[Tokens, Field(ge=2)]
 DEFAULT_KL_BITS = (2, 3, 4)
-LM_EVAL = "lm-eval:"
 BUDGET_KINDS = {
     "budget": "of the whole device, such as 24GB",
     "kv_budget": "of the cache alone, such as 2GiB",
     "bits": "per cached value, such as 2.5",
     "same_bytes_as": "a recipe, such as kivi-2",
 }
-
-
-@dataclass(frozen=True, config=STRICT)
-class FormatsSpec:
-    """[formats]: fixed formats for every layer; the first one may differ (AQUA-KV)."""
-
-    k: Format = Field(description="Format of the keys.")
-    v: Format = Field(description="Format of the values.")
-    first_k: Format | None = knob(None, "Format of the first layer's keys, if it differs.")
-    first_v: Format | None = knob(None, "Format of the first layer's values, if it differs.")
-    k_pages: Literal["post", "pre"] = knob("post", "Pages hold keys after or before RoPE.")
-    rotary: Annotated[Format | None, Field(exclude_if=lambda fmt: fmt is None)] = knob(
-        None, "Format of latent attention's rotary keys; default: 16 bits. Its latents are stored as keys are."
-    )
-
-    def __post_init__(self) -> None:
-        sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
-            ("k", (self.k, self.first_k)),
-            ("v", (self.v, self.first_v, self.rotary)),
-        )
-        for side, formats in sides:
-            for fmt in formats:
-                if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
-                    raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
-                if fmt is not None and fmt.num_sink_tokens + fmt.max_window > MAX_COUNT:
-                    raise ValueError(
-                        f"{side}: num_sink_tokens = {fmt.num_sink_tokens} and a window of {fmt.max_window}; allowed: "
-                        f"up to {MAX_COUNT} together"
-                    )
-
-
-def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-    """The given layers with every paged one in the recipe's formats. UnsupportedModel as ``in_formats``."""
-    first = next((layer.geometry.index for layer in layers if layer.is_paged), None)
-    fixed = []
-    for layer in layers:
-        k, v = formats.k, formats.v
-        if layer.geometry.index == first:
-            k, v = formats.first_k or k, formats.first_v or v
-        fixed.append(in_formats(layer, k, v, formats.rotary or RAW, formats.k_pages) if layer.is_paged else layer)
-    return tuple(fixed)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -328,92 +283,6 @@ def require_sides(sides: tuple[Side, ...]) -> None:
 
 
 @dataclass(frozen=True, config=STRICT)
-class TuneSpec:
-    """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy under
-    ``max_bits`` is chosen."""
-
-    tasks: tuple[str, ...] = knob(
-        ("ledger", "chain", "times"), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]."
-    )
-    num_problems: Size = knob(16, "Problems of each task.")
-    num_trials: Size = knob(30, "Trials in all; a larger number continues the study.")
-    low: Annotated[float, Field(gt=0)] = knob(0.1, "Lowest threshold.")
-    high: float = knob(2.0, "Highest threshold.")
-    fit_range: bool = knob(False, "Instead of high: the score that 1 % of the channels exceed.")
-    max_bits: Bits | None = knob(None, "Cap on all-in bits per cached value.")
-    fit_capacity: bool = knob(True, "A tier's capacity is what pages need, not the recipe's share.")
-    page_share: Annotated[Share, Field(gt=0)] = knob(0.95, "Share of the pages whose need a capacity covers.")
-    seed: Annotated[Seed, Field(lt=MAX_SEED)] = knob(0, "Seed of the search and of its problems.")
-
-    def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ValueError(f"expected low = {self.low} < high = {self.high}")
-        if not self.tasks:
-            raise ValueError(f"no tasks, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
-        _require_tasks(self.tasks)
-
-
-def is_own_task(name: str) -> bool:
-    """Whether a task is generated here, and not lm-eval's."""
-    return name in TASKS or is_reading(name)
-
-
-def _require_tasks(tasks: tuple[str, ...]) -> None:
-    """ValueError for a task that is not there, or named twice; lm-eval's are looked up when they run."""
-    unknown = sorted(
-        name for name in tasks if not is_own_task(name) and not name.startswith(LM_EVAL) or name == LM_EVAL
-    )
-    if unknown:
-        own = [*sorted(TASKS), *(f"{name}:TOKENS (at least {MIN_TOKENS})" for name in READINGS)]
-        raise ValueError(f"tasks {unknown} unknown, expected some of {own}, or {LM_EVAL}NAME of lm-eval")
-    if len(set(tasks)) < len(tasks):
-        raise ValueError(f"tasks = {list(tasks)}, expected each one once")
-
-
-@dataclass(frozen=True, config=STRICT)
-class EvaluateSpec:
-    """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
-
-    data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
-    tasks: tuple[str, ...] = knob(
-        tuple(TASKS), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]; [] for none."
-    )
-    num_problems: Size = knob(16, "Problems of each task.")
-    max_steps: int = knob(70, "Transfers in a ledger at most.")
-    max_size: int = knob(160, "Words in a chain's table at most.")
-    max_hops: int = knob(40, "Hops along a chain at most.")
-    max_digits: int = knob(7, "Digits of a factor at most.")
-    max_new_tokens: Tokens = knob(2048, "Tokens generated for a problem at most.")
-    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
-    seed: Seed = knob(1, "Seed of the problems.")
-    against: tuple[str, ...] = knob((), "Recipes with [formats] to measure next to the plan.")
-    include_path: Annotated[str, Field(exclude_if=lambda folder: not folder)] = knob(
-        "", "Folder with task files (YAML) of lm-eval, next to its own."
-    )
-
-    def __post_init__(self) -> None:
-        _require_tasks(self.tasks)
-        try:
-            require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
-        except UsageError as refused:
-            raise ValueError(f"{refused.message}: {refused.hint}") from None
-
-    @property
-    def embedded_tasks(self) -> tuple[str, ...]:
-        return tuple(name for name in self.tasks if name in TASKS)
-
-    @property
-    def harness_tasks(self) -> tuple[str, ...]:
-        """Tasks of the lm-evaluation-harness, NAME or NAME:METRIC."""
-        return tuple(name.removeprefix(LM_EVAL) for name in self.tasks if not is_own_task(name))
-
-    @property
-    def reading_tasks(self) -> tuple[str, ...]:
-        """retrieval:TOKENS and completion:TOKENS."""
-        return tuple(filter(is_reading, self.tasks))
-
-
-@dataclass(frozen=True, config=STRICT)
 class Recipe:
     """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of ``allocate``) chooses
     the formats; ``progressive``, ``reparam``, ``predictors`` and ``feedback`` then work on what was chosen. ``tune``
@@ -443,41 +312,27 @@ class Recipe:
         allocate, basis, quantizers = self.allocate, self.chooses_in_a_basis, list(self.profile.quantizers)
         shrinks, only = self.progressive is not None, "expected one of [formats], [importance], [allocate]"
         systems = "expected [allocate], whose budget it takes, and nothing else: each system has its own formats"
-        refused = [
-            (
-                bool(self.search) and given != ["allocate"],
-                f"[search] and {[x for x in given if x != 'allocate']}: {systems}",
-            ),
-            (len(chosen) != 1, f"{' and '.join(chosen) or 'nothing'} given; {only}"),
-            (
-                self.tune is not None and not self.is_formats_alone,
-                "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and [feedback]",
-            ),
-            (shrinks and self.predictors is not None, "[progressive] and [predictors]: predictions would shrink, too"),
-            (shrinks and self.feedback is not None, "[progressive] and [feedback]: shrinking rounds codes again"),
-            (
-                basis and quantizers != ["rotated"],
-                f"[feedback] basis is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']",
-            ),
-        ]
+        wrong: dict[str, object] = {
+            f"[search] and {[x for x in given if x != 'allocate']}: {systems}": self.search and given != ["allocate"],
+            f"{' and '.join(chosen) or 'nothing'} given; {only}": len(chosen) != 1,
+            "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and [feedback]": self.tune
+            and not self.is_formats_alone,
+            "[progressive] and [predictors]: predictions would shrink, too": shrinks and self.predictors,
+            "[progressive] and [feedback]: shrinking rounds codes again": shrinks and self.feedback,
+            f"[feedback] basis is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']": basis
+            and quantizers != ["rotated"],
+        }
         if allocate is not None:
             others = [name for name in ("search", "progressive", "predictors") if getattr(self, name) is not None]
-            refused += [
-                (
-                    self.search is not None and allocate.tp > 1,
-                    f"allocate.tp = {allocate.tp}: [search] does not give ranks equal bytes; expected 1",
-                ),
-                (
-                    allocate.engine is not None and bool(others),
-                    f"allocate.engine = {allocate.engine!r} and [{', '.join(others)}]: engines serve no such plans",
-                ),
-                (
-                    allocate.objective != "kl" and not self.profile.gradients,
-                    f"allocate.objective = {allocate.objective!r} and profile.gradients = false: nothing measures it; "
-                    "expected 'kl'",
-                ),
-            ]
-        for is_wrong, reason in refused:
+            wrong |= {
+                f"allocate.tp = {allocate.tp}: [search] does not give ranks equal bytes; expected 1": self.search
+                and allocate.tp > 1,
+                f"allocate.engine = {allocate.engine!r} and [{', '.join(others)}]: engines serve no such plans": others
+                and allocate.engine,
+                f"allocate.objective = {allocate.objective!r} and profile.gradients = false: nothing measures it; "
+                "expected 'kl'": allocate.objective != "kl" and not self.profile.gradients,
+            }
+        for reason, is_wrong in wrong.items():
             if is_wrong:
                 raise ValueError(reason)
         self._require_pages()

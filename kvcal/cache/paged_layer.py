@@ -199,6 +199,22 @@ class PagedLayer(CacheLayerMixin):
         whole[:, :, columns:] = new
         return whole
 
+    def verify_decoded(self, rows: Rows) -> None:
+        """As ``PlanCache.verify_decoded``."""
+        if self.decoded is None or not self.decoded.dense:  # or nothing was read since a crop
+            return
+        for side, dense in self.decoded.dense.items():
+            fresh = self.store.read(side, rows, self.columns, 0, dense.dtype)
+            difference = self.decoded.difference(self.sides[side], side, rows, fresh)
+            # Products with a basis round by the number of tokens that are read at once.
+            allowed = 1e-6 * float(fresh.abs().max()) if self.plan.basis(side) else 0.0
+            if not difference <= allowed:
+                raise ArtifactError(
+                    f"layer {self.plan.geometry.index}: the decoded {side} differ from the packed cache by "
+                    f"{difference:g}, expected {allowed:g}",
+                    hint="the packed cache changed under the evaluation: please report this",
+                )
+
     @torch.compiler.disable
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Store the tokens of the last update that waits for its attention, whose queries these are."""

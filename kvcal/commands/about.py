@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from kvcal.commands import options
 from kvcal.errors import WITHOUT_CALIBRATION, KernelError, UsageError
-from kvcal.lazy_imports import lazy_imports
+from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():

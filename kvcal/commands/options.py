@@ -20,7 +20,7 @@ import typer
 from kvcal import console, distributed
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
-from kvcal.lazy_imports import lazy_imports
+from kvcal.lazy_torch import lazy_imports
 from kvcal.progress import Reporter
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 
@@ -28,6 +28,7 @@ with lazy_imports():
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import recipe_files, tables
+    from kvcal.data import reading
     from kvcal.data import sequences as data_sequences
     from kvcal.engines import support
     from kvcal.models import files as model_files
@@ -234,8 +235,8 @@ class TaskOptions:
         names = None
         if self.tasks is not None:
             given = [name.strip() for name in self.tasks.split(",") if name.strip()]
-            prefix = recipe_keys.LM_EVAL
-            names = [name if recipe_keys.is_own_task(name) else prefix + name.removeprefix(prefix) for name in given]
+            prefix = reading.LM_EVAL
+            names = [name if reading.is_own_task(name) else prefix + name.removeprefix(prefix) for name in given]
         values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
         return {f"evaluate.{key}": value for key, value in values.items()}
 

@@ -15,7 +15,7 @@ import typer
 from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
-from kvcal.lazy_imports import lazy_imports
+from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
 with lazy_imports():

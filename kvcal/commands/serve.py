@@ -12,7 +12,7 @@ import typer
 
 from kvcal.commands import options
 from kvcal.errors import ArtifactError, KernelError, UsageError
-from kvcal.lazy_imports import lazy_imports
+from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
 
 with lazy_imports():

@@ -13,7 +13,7 @@ import typer
 
 from kvcal.commands import options
 from kvcal.errors import UsageError
-from kvcal.lazy_imports import lazy_imports
+from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import parse_bytes
 
 with lazy_imports():

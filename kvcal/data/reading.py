@@ -7,8 +7,8 @@ completion:TOKENS  a file of an installed package or of the standard library: ``
 
 An answer counts when every token of it is the most likely one after the true tokens before it. That is the exact match
 of greedy decoding, which has written the same up to its first wrong token. So a problem needs no generation, and one
-text holds several. The same seed gives the same problems; those of two purposes share no text. Left out: RULER's other
-needles.
+text holds several. The same seed gives the same problems; those of two purposes share no text. [evaluate] and [tune] of
+a recipe name tasks, these and others. Left out: RULER's other needles.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as record
 
 from kvcal.data.pools import Purpose
+from kvcal.data.sequences import DataSpec
 from kvcal.data.sources import Piece, Source, read_source
+from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
+from kvcal.quantities import MAX_BATCH, MAX_SEED
+from kvcal.strict import STRICT, Bits, Seed, Share, Size, Tokens, knob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+LM_EVAL = "lm-eval:"  # opens the names of its tasks
 NUM_KEYS, ASKED, LINES = 8, 4, 8
 MIN_TOKENS, MIN_LINE = 512, 10
 # fmt: off
@@ -172,3 +180,89 @@ def _event(rng: random.Random, who: str, thing: str, count: int) -> tuple[str, s
         said = f"On {day} {friend} brings {n} boxes with {m} {thing} each."
         return said, f"{n} * {m} = {n * m}, and {count} + {n * m} = {count + n * m} {thing}.", count + n * m
     return f"On {day} {who} finds {n} more.", f"{count} + {n} = {count + n} {thing}.", count + n
+
+
+def is_own_task(name: str) -> bool:
+    """Whether a task is generated here, and not lm-eval's."""
+    return name in TASKS or is_reading(name)
+
+
+def _require_tasks(tasks: tuple[str, ...]) -> None:
+    """ValueError for a task that is not there, or named twice; lm-eval's are looked up when they run."""
+    unknown = sorted(
+        name for name in tasks if not is_own_task(name) and not name.startswith(LM_EVAL) or name == LM_EVAL
+    )
+    if unknown:
+        own = [*sorted(TASKS), *(f"{name}:TOKENS (at least {MIN_TOKENS})" for name in READINGS)]
+        raise ValueError(f"tasks {unknown} unknown, expected some of {own}, or {LM_EVAL}NAME of lm-eval")
+    if len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks = {list(tasks)}, expected each one once")
+
+
+@record(frozen=True, config=STRICT)
+class EvaluateSpec:
+    """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
+
+    data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
+    tasks: tuple[str, ...] = knob(
+        tuple(TASKS), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]; [] for none."
+    )
+    num_problems: Size = knob(16, "Problems of each task.")
+    max_steps: int = knob(70, "Transfers in a ledger at most.")
+    max_size: int = knob(160, "Words in a chain's table at most.")
+    max_hops: int = knob(40, "Hops along a chain at most.")
+    max_digits: int = knob(7, "Digits of a factor at most.")
+    max_new_tokens: Tokens = knob(2048, "Tokens generated for a problem at most.")
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
+    seed: Seed = knob(1, "Seed of the problems.")
+    against: tuple[str, ...] = knob((), "Recipes with [formats] to measure next to the plan.")
+    include_path: Annotated[str, Field(exclude_if=lambda folder: not folder)] = knob(
+        "", "Folder with task files (YAML) of lm-eval, next to its own."
+    )
+
+    def __post_init__(self) -> None:
+        _require_tasks(self.tasks)
+        try:
+            require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
+        except UsageError as refused:
+            raise ValueError(f"{refused.message}: {refused.hint}") from None
+
+    @property
+    def embedded_tasks(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tasks if name in TASKS)
+
+    @property
+    def harness_tasks(self) -> tuple[str, ...]:
+        """Tasks of the lm-evaluation-harness, NAME or NAME:METRIC."""
+        return tuple(name.removeprefix(LM_EVAL) for name in self.tasks if not is_own_task(name))
+
+    @property
+    def reading_tasks(self) -> tuple[str, ...]:
+        """retrieval:TOKENS and completion:TOKENS."""
+        return tuple(filter(is_reading, self.tasks))
+
+
+@record(frozen=True, config=STRICT)
+class TuneSpec:
+    """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy under
+    ``max_bits`` is chosen."""
+
+    tasks: tuple[str, ...] = knob(
+        ("ledger", "chain", "times"), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]."
+    )
+    num_problems: Size = knob(16, "Problems of each task.")
+    num_trials: Size = knob(30, "Trials in all; a larger number continues the study.")
+    low: Annotated[float, Field(gt=0)] = knob(0.1, "Lowest threshold.")
+    high: float = knob(2.0, "Highest threshold.")
+    fit_range: bool = knob(False, "Instead of high: the score that 1 % of the channels exceed.")
+    max_bits: Bits | None = knob(None, "Cap on all-in bits per cached value.")
+    fit_capacity: bool = knob(True, "A tier's capacity is what pages need, not the recipe's share.")
+    page_share: Annotated[Share, Field(gt=0)] = knob(0.95, "Share of the pages whose need a capacity covers.")
+    seed: Annotated[Seed, Field(lt=MAX_SEED)] = knob(0, "Seed of the search and of its problems.")
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"expected low = {self.low} < high = {self.high}")
+        if not self.tasks:
+            raise ValueError(f"no tasks, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
+        _require_tasks(self.tasks)

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal.engines.window import WindowLayout
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
-from kvcal.kernels.operands import QueryStatistic
+from kvcal.kernels.operands import Memory, QueryStatistic
 from kvcal.pages.record_layout import aligned_size
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
@@ -125,6 +124,47 @@ class BlockLayout:
         fmt, token = self.layer.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
         heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens + self.lookahead
         return heads * fmt.num_sink_tokens * token, heads * newest * token
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """Of a layer with a sliding window of W tokens, as this rank has it: 16 bits, in the ring of a request, no blocks.
+
+        ring    keys [N, 1, D], keys [N, W - 1, D], values alike, in the cache's dtype: the last W - 1 of the past,
+                token t at t modulo their number. The one before them is scratch of a step: the token that attention
+                reads for the last time (kvcal.kernels.ops, ``append_window``)
+
+    So a request takes the same bytes however long it is, and one that begins after blocks of another would not have
+    its window."""
+
+    layer: LayerPlan
+    cache_dtype: CacheDtype
+    block_bytes: int = 0
+
+    @property
+    def ring_tokens(self) -> int:
+        """W - 1."""
+        assert self.layer.attention.window is not None
+        return self.layer.attention.window - 1
+
+    @functools.cached_property
+    def ring_bytes(self) -> int:
+        """Bytes of a request's ring: a multiple of 16."""
+        return aligned_size(sum(self._bytes(side) for side in SIDES))
+
+    def memory(self, rings: Tensor, side: Side) -> Memory:
+        """The keys, or values, in rings, uint8 [rings, ring_bytes or more]: views [rings, N, 1, D] and
+        [rings, N, W - 1, D] in the cache's dtype, and no pages."""
+        heads, dim = self.layer.attention.num_kv_heads, self.layer.head_dim(side)
+        first = self._bytes("k") if side == "v" else 0
+        held = rings[:, first : first + self._bytes(side)].view(CACHE_DTYPES[self.cache_dtype])
+        leaving, window = held[:, : heads * dim], held[:, heads * dim :]
+        no_pages = torch.empty(0, heads, 0, dtype=torch.uint8, device=rings.device)
+        return Memory(leaving.unflatten(1, (heads, 1, dim)), window.unflatten(1, (heads, -1, dim)), no_pages)
+
+    def _bytes(self, side: Side) -> int:
+        token = self.layer.attention.num_kv_heads * self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
+        return (1 + self.ring_tokens) * token
 
 
 def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:

@@ -8,6 +8,11 @@ both observe here.
 
 A context belongs to a model, and serves every thread that calls it. So it keeps nothing of a request.
 
+``repeatable_attention`` makes attention's backward give the same bits each time, on every GPU of a kind. Backwards of
+``scaled_dot_product_attention`` add up gradients by atomics. Under ``torch.use_deterministic_algorithms``
+FlashAttention's and the memory-efficient one take an order instead; cuDNN's has none, and is not chosen. The setting is
+made for these nodes of the graph alone: elsewhere it would refuse operations that have no other way.
+
 Left out: implementations other than sdpa and eager, whose masks have other forms, and models that bypass
 AttentionInterface (Falcon, GPT-J, Bloom, MPT): both are errors.
 """
@@ -16,13 +21,16 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
@@ -195,3 +203,65 @@ def with_cache(module: nn.Module, cache: object) -> dict[str, Any]:
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
     """The cache among a forward's arguments; None where there is none."""
     return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+
+
+# The beginning of the names of its nodes in a graph.
+ATTENTION = "ScaledDotProduct"
+# Nodes that are looked at, from a block's output on: the output projection, gates and reshapes come before attention's.
+MAX_NODES = 64
+
+
+@contextmanager
+def repeatable_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, graphs of the model's forwards have attention with a repeatable backward, which must be run
+    within it, too. Settings of torch are restored on exit, also after an error. UnsupportedModel: as
+    ``attention_modules``."""
+    with ExitStack() as restore:
+        restore.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        settings = _Settings()
+        restore.callback(settings.restore)
+        for module in attention_modules(model):
+            restore.callback(module.register_forward_hook(settings.watch).remove)
+        yield
+
+
+class _Settings:
+    """torch's setting of deterministic algorithms, as it was and for the backward of attention."""
+
+    def __init__(self) -> None:
+        self._mode = torch.get_deterministic_debug_mode()
+        self._fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+    def watch(self, module: nn.Module, args: object, output: object) -> None:
+        """After a block's forward."""
+        output_BTC = output[0] if isinstance(output, tuple) else output
+        node = _attention_node(output_BTC.grad_fn) if isinstance(output_BTC, Tensor) else None
+        if node is not None:
+            node.register_prehook(lambda _: self.demand())
+            node.register_hook(lambda *_: self.restore())
+
+    def demand(self) -> None:
+        """Deterministic algorithms or an error, without the filling of all new memory that comes with them."""
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.set_deterministic_debug_mode("error")
+
+    def restore(self) -> None:
+        """As it was."""
+        torch.set_deterministic_debug_mode(self._mode)
+        torch.utils.deterministic.fill_uninitialized_memory = self._fill  # type: ignore[attr-defined]
+
+
+def _attention_node(output: Node | None) -> Node | None:
+    """The nearest node of attention in the graph of a block's output; None for attention that is computed eagerly, by
+    operations that repeat their bits, or without a graph."""
+    waiting, seen = deque([output]), set[Node]()
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith(ATTENTION):
+            return node
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+    return None

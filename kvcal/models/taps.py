@@ -8,7 +8,12 @@ attention layer, once and in order, or it ends with UnsupportedModel; ``check_ta
 Latent attention hands its latent and its rotary key to the cache, and attends to what it makes of them. So its modules
 are called with a stand-in for a cache, which notes both and returns them.
 
-Left out: models that ``kvcal.models.attention`` leaves out.
+``rereading`` runs attention blocks again with other keys. A calibration forward has exact keys; in decoding, a query
+reads from pages what was packed before it. So the block's module is called again with the arguments of the forward, and
+its attention call gets other keys for some (query, token) pairs; all else is the model's own. Queries are taken in
+segments which read the same tokens from pages, so that all segments together cost one attention.
+
+Left out: models that ``kvcal.models.attention`` leaves out; of rereading, sliding-window layers and padding.
 """
 
 from __future__ import annotations
@@ -32,11 +37,13 @@ from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import (
     attention_modules,
+    base_attention,
     forward_of,
     given_cache,
     layer_index,
     listen,
     require_base,
+    substituted,
     with_cache,
 )
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
@@ -295,3 +302,86 @@ def _part_of(k_post_BNTD: Tensor, after_BNTR: Tensor) -> int | None:
         if torch.allclose(after_BNTR, part_BNTR, rtol=0, atol=0, equal_nan=True):
             return start
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Queries ``start`` .. ``stop`` - 1 read from pages the tokens where ``is_stored_NT`` (bool [N, T]) is True."""
+
+    start: int
+    stop: int
+    is_stored_NT: Tensor
+
+
+# k_read_BNTD, segments that cover all T queries -> the block's output [B, T, hidden].
+Reread = Callable[[Tensor, Sequence[Segment]], Tensor]
+OnBlock = Callable[[Captured, Reread], None]
+
+
+@contextmanager
+def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> Iterator[None]:
+    """Within the context, every ``model(..., use_cache=False)`` calls ``on_block`` once per attention layer, after the
+    layer's block has run, with what was captured and a function that runs the block again. No gradients.
+
+    Raises what ``tap`` raises; UnsupportedModel for a block that attends more than once.
+    """
+    base = model.config.get_text_config(decoder=True)._attn_implementation
+    captured: list[Captured] = []
+
+    def run_block(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        if len(captured) != 1:
+            raise UnsupportedModel(f"{type(module).__name__} attends {len(captured)} times in one forward")
+
+        def reread(k_read_BNTD: Tensor, segments: Sequence[Segment]) -> Tensor:
+            def attend(_: nn.Module, *inputs: Any, **more: Any) -> tuple[Tensor, None]:
+                return _attend_in_segments(base, module, k_read_BNTD, segments, *inputs, **more), None
+
+            with substituted(module, attend):
+                again = module.forward(*args, **kwargs)
+            return again[0] if isinstance(again, tuple) else again
+
+        on_block(captured.pop(), reread)
+
+    with ExitStack() as restore:
+        restore.enter_context(torch.no_grad())
+        restore.enter_context(tap(model, captured.append, geometry))
+        sharing = sharing_layers(model.config)
+        for module in attention_modules(model):
+            if layer_index(module) not in sharing:
+                restore.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
+        yield
+
+
+def _attend_in_segments(
+    base: str,
+    module: nn.Module,
+    k_read_BNTD: Tensor,
+    segments: Sequence[Segment],
+    q_BHTD: Tensor,
+    k_BNTD: Tensor,
+    v_BNTD: Tensor,
+    attention_mask: Tensor | None,
+    **more: Any,
+) -> Tensor:
+    """The attention's output, with keys from ``k_read_BNTD`` where the segments say so."""
+    parts = []
+    for segment in segments:
+        until = slice(0, segment.stop)
+        is_stored = segment.is_stored_NT[:, until, None].to(k_BNTD.device)
+        keys = torch.where(is_stored, k_read_BNTD[:, :, until], k_BNTD[:, :, until])
+        queries = q_BHTD[:, :, segment.start : segment.stop]
+        mask = _mask_rows(attention_mask, segment, queries, base)
+        parts.append(base_attention(base, module)(module, queries, keys, v_BNTD[:, :, until], mask, **more)[0])
+    return torch.cat(parts, dim=1)
+
+
+def _mask_rows(mask: Tensor | None, segment: Segment, queries: Tensor, base: str) -> Tensor:
+    """The rows of a mask [B, 1, T, T] for a segment's queries; None stands for plain causality."""
+    if mask is not None:
+        return mask[:, :, segment.start : segment.stop, : segment.stop]
+    tokens = torch.arange(segment.stop, device=queries.device)
+    allowed = tokens <= tokens[segment.start :, None]
+    if base == "sdpa":
+        return allowed[None, None]
+    blocked = torch.finfo(queries.dtype).min
+    return torch.where(allowed, 0.0, blocked).to(queries.dtype)[None, None]

@@ -15,7 +15,7 @@ from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.stored_tensor import ITEM_BYTES
-from kvcal.strict import STRICT
+from kvcal.strict import MAX_COUNT, STRICT, knob
 
 Pages = Literal["post", "pre"]
 LATENTS = "latents take no λ, offsets, predictors or error feedback, which are made for keys and values of heads"
@@ -202,3 +202,44 @@ def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:
         else LayerPlan(layer)
         for layer in geometry.layers
     )
+
+
+@dataclass(frozen=True, config=STRICT)
+class FormatsSpec:
+    """[formats]: fixed formats for every layer; the first one may differ (AQUA-KV)."""
+
+    k: Format = Field(description="Format of the keys.")
+    v: Format = Field(description="Format of the values.")
+    first_k: Format | None = knob(None, "Format of the first layer's keys, if it differs.")
+    first_v: Format | None = knob(None, "Format of the first layer's values, if it differs.")
+    k_pages: Literal["post", "pre"] = knob("post", "Pages hold keys after or before RoPE.")
+    rotary: Annotated[Format | None, Field(exclude_if=lambda fmt: fmt is None)] = knob(
+        None, "Format of latent attention's rotary keys; default: 16 bits. Its latents are stored as keys are."
+    )
+
+    def __post_init__(self) -> None:
+        sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
+            ("k", (self.k, self.first_k)),
+            ("v", (self.v, self.first_v, self.rotary)),
+        )
+        for side, formats in sides:
+            for fmt in formats:
+                if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
+                    raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+                if fmt is not None and fmt.num_sink_tokens + fmt.max_window > MAX_COUNT:
+                    raise ValueError(
+                        f"{side}: num_sink_tokens = {fmt.num_sink_tokens} and a window of {fmt.max_window}; allowed: "
+                        f"up to {MAX_COUNT} together"
+                    )
+
+
+def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+    """The given layers with every paged one in the recipe's formats. UnsupportedModel as ``in_formats``."""
+    first = next((layer.geometry.index for layer in layers if layer.is_paged), None)
+    fixed = []
+    for layer in layers:
+        k, v = formats.k, formats.v
+        if layer.geometry.index == first:
+            k, v = formats.first_k or k, formats.first_v or v
+        fixed.append(in_formats(layer, k, v, formats.rotary or RAW, formats.k_pages) if layer.is_paged else layer)
+    return tuple(fixed)

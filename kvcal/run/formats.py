@@ -17,6 +17,7 @@ import torch
 from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_file, sha256_json
 from kvcal.data.pools import calibration, data_inputs, with_calibration
+from kvcal.data.reading import TuneSpec
 from kvcal.folder import (
     Folder,
     Job,
@@ -35,7 +36,7 @@ from kvcal.plan.plan import RAW, Plan, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec, Recipe, TuneSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages.allocate import budget as allocation_budget
@@ -44,8 +45,7 @@ from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.centre import DATA, centring, takes_mean
-from kvcal.stages.checkpoint import Mean
-from kvcal.stages.estimate import Estimate
+from kvcal.stages.checkpoint import Estimate, Mean
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup

@@ -23,13 +23,13 @@ from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.folder import Folder, Job, compute_dtype, current_or, job_sequences, model_inputs, search_spec, sequences
 from kvcal.geometry import Geometry
 from kvcal.models.load import LoadedModel, weight_bytes
-from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers, fixed_layers
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, plan_bytes, save_plan
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
-from kvcal.recipe import BUDGET_KINDS, Recipe, fixed_layers
+from kvcal.recipe import BUDGET_KINDS, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import (
     allocate_recipe,
@@ -47,8 +47,8 @@ from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, compile_plan, resolve_budget, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
+from kvcal.stages.checkpoint import Estimate
 from kvcal.stages.divergence import KL_BATCH, kl_texts, lockstep_bytes, seconds_a_plan
-from kvcal.stages.estimate import Estimate
 from kvcal.stages.evaluate.stage import (
     Evaluation,
     evaluate,

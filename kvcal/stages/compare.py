@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as record
 
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import gather
 from kvcal.errors import KvcalError, RankFailed, UsageError
@@ -28,7 +29,7 @@ from kvcal.folder import Folder, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import SILENT, Reporter
-from kvcal.recipe import EvaluateSpec, Recipe
+from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.stage import (

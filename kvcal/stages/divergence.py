@@ -50,8 +50,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
-from kvcal.stages.checkpoint import require_smaller
-from kvcal.stages.estimate import parameter_bytes, seconds_of
+from kvcal.stages.checkpoint import parameter_bytes, require_smaller, seconds_of
 from kvcal.store.workspace import SCRATCH_BYTES
 from kvcal.stored_tensor import ITEM_BYTES
 

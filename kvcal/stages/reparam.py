@@ -38,9 +38,8 @@ from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError, naming
 from kvcal.geometry import Index
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import bias_findings
-from kvcal.models.rereading import Reread, rereading
 from kvcal.models.rope import rotary_pairs
-from kvcal.models.taps import Captured, check_taps
+from kvcal.models.taps import Captured, Reread, check_taps, rereading
 from kvcal.plan.layer import LATENTS, LayerPlan, bare_layers
 from kvcal.plan.tensors import lattice_tensors, offset_spec, rescale_spec
 from kvcal.progress import Reporter

@@ -32,9 +32,8 @@ from transformers import PreTrainedModel
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.models.rereading import Segment
 from kvcal.models.rope import inputs_at
-from kvcal.models.taps import Captured, tap
+from kvcal.models.taps import Captured, Segment, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, without_sinks
 from kvcal.plan.layer import LayerPlan

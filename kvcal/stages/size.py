@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
-from kvcal.plan.layer import bare_layers
+from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
-from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.store.workspace import logits_bytes, step_workspace
 

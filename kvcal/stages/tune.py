@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic.dataclasses import dataclass as record
 
 from kvcal.artifact import differing_input, require_file
+from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.distributed import gather
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
@@ -30,7 +31,6 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import MAX_SEED
-from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_reading, measure_tasks
 from kvcal.stages.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds

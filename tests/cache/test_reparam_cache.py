@@ -18,7 +18,7 @@ from kvcal.models.attention import attention_modules
 from kvcal.models.fold import fold
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
-from kvcal.models.rereading import rereading
+from kvcal.models.taps import rereading
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan

@@ -17,9 +17,9 @@ from transformers import FalconForCausalLM, PreTrainedTokenizerBase
 from kvcal.commands import about
 from kvcal.models.config import families, read_sizes
 from kvcal.models.load import load
-from kvcal.plan.layer import bare_layers
+from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.plan import Plan, Workload, load_plan
-from kvcal.recipe import AllocateSpec, fixed_layers
+from kvcal.recipe import AllocateSpec
 from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
 from kvcal.stages.allocate.budget import resolve_budget
 from kvcal.stages.size import RECIPES

@@ -14,12 +14,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvcal import PlanCache, save_plan
 from kvcal.cache.attached import attached_for
+from kvcal.data.reading import EvaluateSpec
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import SILENT
-from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.generate import prompt_tokens
 

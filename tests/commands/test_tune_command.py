@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tune_cases import DATA, LIMITS, PAIR, RECIPE, SPEC
 
 from kvcal.data.pools import Purpose
+from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, sequences
@@ -22,7 +23,7 @@ from kvcal.models.load import load
 from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
+from kvcal.recipe import AllocateSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
 from kvcal.stages import tune as tune_objective

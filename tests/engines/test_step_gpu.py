@@ -14,8 +14,8 @@ from torch import Tensor
 from kvcal import Plan
 from kvcal.engines.prefill import Logits, attend_part
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
-from kvcal.engines.shard import HeadShard
-from kvcal.engines.window import WindowLayout, WindowStep
+from kvcal.engines.shard import HeadShard, WindowLayout
+from kvcal.engines.step import WindowStep
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES

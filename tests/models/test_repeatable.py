@@ -7,7 +7,7 @@ import torch
 from tiny_models import TINY_MODELS
 from torch import nn
 
-from kvcal.models.repeatable import repeatable_attention
+from kvcal.models.attention import repeatable_attention
 
 
 def settings() -> tuple[bool, int, bool]:

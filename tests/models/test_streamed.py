@@ -23,9 +23,9 @@ from kvcal.models.streamed import _Streamer, stream
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages import divergence, estimate
+from kvcal.stages import checkpoint, divergence
+from kvcal.stages.checkpoint import host_bytes
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
-from kvcal.stages.estimate import host_bytes
 from kvcal.stages.profile import observers as profile_observers
 from kvcal.stages.profile import stage as profile_stage
 
@@ -186,8 +186,8 @@ def test_a_dry_run_times_batches_that_share_loads(saved, monkeypatch: pytest.Mon
 
 
 def test_ranks_share_the_memory_that_a_container_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "size_on_node", lambda: 2)
-    monkeypatch.setattr(estimate, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
+    monkeypatch.setattr(checkpoint, "size_on_node", lambda: 2)
+    monkeypatch.setattr(checkpoint, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
     (tmp_path / "limit").write_text("max\n")
     assert host_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     (tmp_path / "limit").write_text("1000\n")

@@ -11,10 +11,9 @@ import torch
 from tiny_models import measured
 
 from kvcal.errors import UsageError
-from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers, fixed_layers
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
-from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers, fixed_layers
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Workload
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.budget import resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes

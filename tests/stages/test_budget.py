@@ -10,20 +10,11 @@ from allocation_cases import IDENTITY, VOCABULARY, WEIGHTS, geometry, profile
 from form_cases import NAMES, form_plan, static_of, with_tensors
 
 from kvcal.errors import InfeasibleBudget
-from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.layer import FormatsSpec, LayerPlan, Predictor
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
-from kvcal.recipe import (
-    AllocateSpec,
-    CacheSpec,
-    FeedbackSpec,
-    FormatsSpec,
-    PredictorSpec,
-    ProfileSpec,
-    ProgressiveSpec,
-    ReparamSpec,
-)
+from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ProgressiveSpec, ReparamSpec
 from kvcal.stages.allocate.budget import compile_plan, require_budget, reserved_bytes, transform_bytes, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, fixed_allocation, made_progressive
 from kvcal.stages.allocate.stage import allocate

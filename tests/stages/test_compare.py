@@ -13,12 +13,13 @@ from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, by_name, write_recipe
 from evaluation_cases import Notes, make_plan, text, tiny
 from safetensors.torch import save_file
 
+from kvcal.data.reading import EvaluateSpec
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Folder
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.progress import Reporter
-from kvcal.recipe import AllocateSpec, EvaluateSpec, Recipe
+from kvcal.recipe import AllocateSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.compare import Build, Comparison, compare, comparison_columns, load_comparison, points_of
 from kvcal.strict import dump

@@ -9,10 +9,10 @@ import pytest
 from cache_cases import KIVI_2
 from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
 
+from kvcal.data.reading import EvaluateSpec
 from kvcal.errors import ArtifactError
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
-from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.stage import (
     Evaluation,
     MeasuredBits,

@@ -8,12 +8,11 @@ from evaluation_cases import COARSE, WORDY_CONTEXT, as_loaded, make_plan, wordy_
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.data.reading import Reading
+from kvcal.data.reading import EvaluateSpec, Reading
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.progress import SILENT
-from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.tasks import measure_reading, read_answers
 
 

@@ -41,8 +41,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import build_plan
-from kvcal.stages.checkpoint import Batch
-from kvcal.stages.estimate import host_bytes
+from kvcal.stages.checkpoint import Batch, host_bytes
 from kvcal.stages.predictors import reconstruct, stage
 from kvcal.stages.predictors.reconstruct import (
     FIT,

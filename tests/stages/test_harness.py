@@ -16,12 +16,12 @@ from cli_cases import ran_well, run_kvcal, save_llama
 from evaluation_cases import make_plan
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.tasks import problems
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.lm_eval import main
 from kvcal.models.load import load
 from kvcal.plan.plan import save_plan
-from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.harness import read_accuracy, require_tasks
 
 TASK = """

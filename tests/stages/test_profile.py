@@ -26,8 +26,8 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import divergence
 from kvcal.stages.allocate.stage import allocate
+from kvcal.stages.checkpoint import graph_bytes, parameter_bytes
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
-from kvcal.stages.estimate import graph_bytes, parameter_bytes
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass

@@ -27,6 +27,7 @@ from kvcal.pages.codec import PageCodec
 from kvcal.plan.plan import Format, Plan
 from kvcal.plan.tensors import needed_tensors
 from kvcal.stages import divergence
+from kvcal.stages.checkpoint import parameter_bytes
 from kvcal.stages.divergence import (
     LOCKSTEP,
     Room,
@@ -40,7 +41,6 @@ from kvcal.stages.divergence import (
     one_side_plan,
     unquantized_plan,
 )
-from kvcal.stages.estimate import parameter_bytes
 
 
 def plans_of(loaded) -> tuple[Plan, Plan]:

@@ -16,11 +16,11 @@ from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Folder, sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.layer import bare_layers
+from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, load_plan, plan_record
 from kvcal.progress import Silent
-from kvcal.recipe import Recipe, fixed_layers
+from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.run.pipeline import system_recipes

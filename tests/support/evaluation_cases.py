@@ -8,13 +8,13 @@ import torch
 from cache_cases import KIVI_2, VOCAB_SIZE, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
 from kvcal.progress import Silent
-from kvcal.recipe import EvaluateSpec
 
 RAW_PAIR = (RAW, RAW)
 WORDY_CONTEXT = 640  # tokens at most, of ``wordy_llama``

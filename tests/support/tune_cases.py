@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.plan.page_format import Boost, Format, Tier
-from kvcal.recipe import EvaluateSpec, TuneSpec
 
 TIERS = (Tier(16, 0.1, 1.0), Tier(4, 0.2, 0.5))
 K = Format(2, "channel", 32, boost=Boost("query_range", TIERS))

@@ -34,11 +34,11 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decoded, Decodes
-from kvcal.engines.step import PagedStep
+from kvcal.engines.shard import WindowLayout
+from kvcal.engines.step import PagedStep, WindowStep
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, RingMetadata, SinkLayer, SinkMetadata, as_bytes, rings_of
 from kvcal.engines.vllm.serving import Serving, logger
-from kvcal.engines.window import WindowLayout, WindowStep
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 

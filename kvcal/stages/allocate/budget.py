@@ -19,12 +19,12 @@ from kvcal.geometry import CacheDtype, Geometry
 from kvcal.pages.basis import basis_specs
 from kvcal.pages.feedback import factor_spec
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, fixed_layers
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec, fixed_layers
+from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.records import refusing
 from kvcal.stages.allocate.record import Allocation, Split, layer_bytes, layers_in, num_values

@@ -30,11 +30,11 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
-from kvcal.plan.layer import LayerPlan, Pages, bare_layers, in_formats
+from kvcal.plan.layer import FormatsSpec, LayerPlan, Pages, bare_layers, fixed_layers, in_formats
 from kvcal.plan.page_format import SIDES, Format, Side, WindowRule
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, needed_tensors
-from kvcal.recipe import FormatsSpec, ImportanceSpec, ProgressiveSpec, fixed_layers
+from kvcal.recipe import ImportanceSpec, ProgressiveSpec
 from kvcal.records import record_of, refusing, require_tensors
 from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.profile.record import Profile

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvcal.data.reading import LM_EVAL, EvaluateSpec
 from kvcal.data.tasks import TASKS
 from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.recipe import LM_EVAL, EvaluateSpec
 from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
+from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import gather, map_over_ranks
 from kvcal.errors import GateFailed, UsageError
@@ -39,7 +40,6 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
-from kvcal.recipe import EvaluateSpec
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_reading, measure_tasks

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.pools import Purpose
-from kvcal.data.reading import Reading, readings
+from kvcal.data.reading import EvaluateSpec, Reading, readings
 from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import Problem, extract_answer, problems
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -40,7 +40,6 @@ from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.recipe import EvaluateSpec
 from kvcal.stages.divergence import feed
 from kvcal.stages.generate import PLAIN_DECODING
 from kvcal.stages.verify import require_predicted_bytes

@@ -36,8 +36,7 @@ from kvcal.pages.transforms import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
-from kvcal.stages.checkpoint import Batch
-from kvcal.stages.estimate import host_bytes
+from kvcal.stages.checkpoint import Batch, host_bytes
 
 FIT, HELD_OUT = "fit", "held_out"
 STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's

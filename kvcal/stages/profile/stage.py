@@ -26,7 +26,20 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch, longest_first, summed
+from kvcal.stages.checkpoint import (
+    Batch,
+    Checkpoint,
+    Estimate,
+    Mean,
+    State,
+    for_each_batch,
+    graph_bytes,
+    host_bytes,
+    longest_first,
+    parameter_bytes,
+    seconds_of,
+    summed,
+)
 from kvcal.stages.divergence import (
     KL_BATCH,
     LOCKSTEP,
@@ -41,7 +54,6 @@ from kvcal.stages.divergence import (
     seconds_a_plan,
     unquantized_plan,
 )
-from kvcal.stages.estimate import Estimate, graph_bytes, host_bytes, parameter_bytes, seconds_of
 from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
