@@ -379,14 +379,14 @@ def measure_gsm8k(
         "task": "gsm8k-8", "dataset_path": "json", "dataset_kwargs": {"data_files": files},
         "output_type": "generate_until", "fewshot_split": "train", "test_split": "test", "num_fewshot": 8,
         "fewshot_config": {"sampler": "first_n"}, "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_target": "{{answer.split('#### ')[-1]}}",
+        "doc_to_target": "{{answer}}",  # examples reason; of the reference, what is before its number is cut below
         "generation_kwargs": {"until": ["Question:", "\n\n"], "do_sample": False, "max_gen_toks": 256},
         "filter_list": [{"name": "last", "filter": [
             {"function": "regex", "regex_pattern": r"(-?[0-9][0-9,]*)", "group_select": -1},
             {"function": "take_first"},
         ]}],
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True,
-                         "regexes_to_ignore": [","]}],
+                         "regexes_to_ignore": [",", "(?s).*#### "]}],
     }  # fmt: skip
     for name in (RAW, *maker.names):
         plan = None if "gsm8k" in measured.get(name, {}) else maker.plan(name, Workload(given.gsm8k, 2048))
