@@ -7,7 +7,18 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from test_vllm import DRAFTS, LENGTHS, SHORT, TOKENS, Served, assert_capacity, prompts, random_requests, serve
+from test_vllm import (
+    DRAFTS,
+    LENGTHS,
+    SHORT,
+    TOKENS,
+    Served,
+    assert_capacity,
+    prompts,
+    random_requests,
+    serve,
+    without_queries,
+)
 from test_vllm import served as served
 from test_vllm import version as version
 from vllm_environment import run_in
@@ -70,6 +81,7 @@ def test_sinks_on_two_ranks(version: str, tmp_path: Path, served: Served) -> Non
 
 
 def test_sinks_with_drafts_need_no_prefix_caching(version: str, tmp_path: Path, served: Served) -> None:
-    start = served.arguments(served.write("sinks", with_sinks(served.plan)), speculative_config=DRAFTS)
+    plan = without_queries(served, with_sinks(served.plan))
+    start = served.arguments(served.write("sinks", plan), speculative_config=DRAFTS)
     found = run_in(version, tmp_path, "vllm_host.py", {"starts": [start]})
     assert "--no-enable-prefix-caching" in found["starts"][0]["message"], found

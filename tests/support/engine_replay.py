@@ -27,7 +27,7 @@ class Replay:
     """``steps``, ``requests``: as vllm_host records them. ``alone``: new tokens of a request, at most, that the engine
     serves as it serves a token and its drafts. ``cached``: tokens of every request that came from blocks of others;
     ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens;
-    ``ties``: requests and places of tokens that are not the most likely ones;
+    ``ties``: of tokens that are not the most likely ones, by request and place: how much less likely they are;
     ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft that was rejected."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1) -> None:
@@ -37,7 +37,7 @@ class Replay:
         self.cached: dict[str, int] = {}
         self.restarts = 0
         self.distances: list[float] = []
-        self.ties: set[tuple[str, int]] = set()
+        self.ties: dict[tuple[str, int], float] = {}
         self.accepted = self.rejected = self.split = 0
 
     @torch.no_grad()
@@ -93,11 +93,16 @@ def begin_sums(cache: PlanCache, tokens: int) -> None:
 
 
 def assert_replayed(
-    found: dict[str, Any], model: PreTrainedModel, plan: Plan, is_greedy: bool = True, alone: int = 1
+    found: dict[str, Any],
+    model: PreTrainedModel,
+    plan: Plan,
+    is_greedy: bool = True,
+    alone: int = 1,
+    most: float = MOST,
 ) -> Replay:
     """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, or as likely as
-    far as single codes decide, and, but for requests that were aborted, of the same log-probability. ``alone``: see
-    ``Replay``."""
+    far as single codes decide, and, but for requests that were aborted, of the same log-probability, at most ``most``
+    apart. ``alone``: see ``Replay``."""
     replay = Replay(model, plan, alone)
     with attached_for(model, plan):
         results = replay.run(found)
@@ -110,12 +115,12 @@ def assert_replayed(
         distances = []
         for position, (token, chance, row) in enumerate(zip(output, chances, results[name], strict=False)):
             behind = float(row.max() - row[token])
-            assert not is_greedy or behind <= 2 * MOST, (name, position)
+            assert not is_greedy or behind <= 2 * most, (name, position)
             if behind > 0:
-                replay.ties.add((name, position))
+                replay.ties[name, position] = behind
             distances.append(0.0 if chance is None else abs(float(row[token]) - chance))
         replay.distances += distances
-        assert max(distances, default=0) <= MOST and statistics.median([0.0, *distances]) <= MEDIAN, (name, distances)
+        assert max(distances, default=0) <= most and statistics.median([0.0, *distances]) <= MEDIAN, (name, distances)
     unscheduled = [ids for name, (ids, _) in found["outputs"].items() if name not in found["requests"]]
     assert finished and not any(unscheduled)  # aborted while they waited
     return replay
