@@ -144,18 +144,3 @@ def test_a_prefix_whose_last_word_goes_on_is_refused(tmp_path: Path, tokenizer: 
     assert done.code == 2 and "does not begin with the" in done.err and "cannot join its last word" in done.err
 
 
-def test_a_prefix_of_another_plan_or_model_is_refused(
-    case: Case, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    arguments = ("--prompt", MANUAL, "--prefix", case.prefix_file)
-    layers = tuple(replace(layer, v=(replace(VALUES, num_bits=4),)) for layer in case.plan.layers)
-    save_plan(replace(case.plan, layers=layers), case.plan_file)
-    done = case.run("generate", *arguments)
-    assert done.code == 5 and "was packed with the plan" in done.err
-    case.model = save_llama(tmp_path / "other", tokenizer, seed=1)
-    identity = load(str(case.model), device="cpu").identity
-    done = case.run("generate", *arguments)
-    assert done.code == 5 and "weights_sha256" in done.err
-    save_plan(replace(case.plan, model=identity), case.plan_file)
-    done = case.run("generate", *arguments)
-    assert done.code == 5 and "was packed with the model" in done.err

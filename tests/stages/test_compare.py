@@ -116,7 +116,7 @@ def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: t
         run(tmp_path, small_recipes, [3], builder=refuse)
 
 
-def test_files_of_another_model_and_corrupt_ones_are_refused(
+def test_a_file_of_another_model_is_refused(
     tmp_path: Path, first: tuple[Path, Comparison], small_recipes: tuple[str, str]
 ) -> None:
     content = (first[0] / "compare.json").read_bytes()
@@ -126,15 +126,7 @@ def test_files_of_another_model_and_corrupt_ones_are_refused(
     foreign = replace(loaded, identity=replace(loaded.identity, weights_sha256="z" * 64))
     with pytest.raises(ArtifactError, match="made from another model: model.weights_sha256"):
         run(tmp_path, small_recipes, [3], loaded=foreign)
-    for wrong, message in (
-        (content.replace(b'"task_seed": 1', b'"task_seed": 2'), "is corrupt"),
-        (content[:-40], "truncated or not JSON"),
-        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 5"),
-    ):
-        path.write_bytes(wrong)
-        with pytest.raises(ArtifactError, match=message):
-            run(tmp_path, small_recipes, [3])
-        assert path.read_bytes() == wrong
+    assert path.read_bytes() == content
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import io
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,13 +146,3 @@ def ran_well(*arguments: object) -> Outcome:
     return done
 
 
-def kvcal_process(*arguments: object, hash_seed: int = 0) -> Outcome:
-    """Run the command in a process of its own: for what depends on one, since its imports take seconds."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcal", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
