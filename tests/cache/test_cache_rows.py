@@ -177,8 +177,7 @@ def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda cache: cache.crop(-100), lambda cache: cache.batch_select_indices(torch.tensor([1]))],
+    "change", [lambda cache: cache.crop(-100), lambda cache: cache.batch_select_indices(torch.tensor([1]))]
 )
 def test_a_decoded_copy_follows(change):
     """Pages that are decoded once, and again once rows or tokens have gone."""

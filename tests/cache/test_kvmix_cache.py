@@ -10,15 +10,7 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
-from cache_cases import (
-    VOCAB_SIZE,
-    assert_exact_bytes,
-    llama_plan,
-    padded,
-    random_ids,
-    random_states,
-    tiny_llama,
-)
+from cache_cases import VOCAB_SIZE, assert_exact_bytes, llama_plan, padded, random_ids, random_states, tiny_llama
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, artifact, load_plan, save_plan

@@ -51,8 +51,7 @@ def aqua_file(folder: Path) -> tuple[LoadedModel, Plan, Path]:
 
 
 @pytest.mark.parametrize(
-    "case, length",
-    [(aqua, 1), (aqua, 127), (aqua, 390), (hearing, 250), (windowed, 3), (windowed, 40)],
+    "case, length", [(aqua, 1), (aqua, 127), (aqua, 390), (hearing, 250), (windowed, 3), (windowed, 40)]
 )
 def test_what_follows_a_loaded_cache_is_what_follows_the_saved_one(case: Callable, length: int, tmp_path: Path) -> None:
     """Through new pages, by steps and chunks; at the end both hold the same bits, in the plan's bytes."""

@@ -11,15 +11,7 @@ from fractions import Fraction
 import oracles
 import pytest
 import torch
-from cache_cases import (
-    HEAD_DIM,
-    assert_exact_bytes,
-    attended,
-    llama_plan,
-    random_qkv,
-    random_states,
-    tiny_llama,
-)
+from cache_cases import HEAD_DIM, assert_exact_bytes, attended, llama_plan, random_qkv, random_states, tiny_llama
 from progressive_cases import CONTEXT, K_2, V_2, fixed, scheduled
 
 from kvcal import PlanCache

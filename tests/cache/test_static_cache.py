@@ -68,8 +68,7 @@ CUTS = [(1, 129), (50, 100, 150, 200, 250, 300), (265,)]
 
 
 @pytest.mark.parametrize(
-    ("name", "cuts"),
-    [*((name, (127, 128, 137, 161, 256, 289)) for name in ALL), *(("queries", cuts) for cuts in CUTS)],
+    ("name", "cuts"), [*((name, (127, 128, 137, 161, 256, 289)) for name in ALL), *(("queries", cuts) for cuts in CUTS)]
 )
 def test_prompts_in_chunks_are_those_of_the_dynamic_cache(name: str, cuts: tuple[int, ...]) -> None:
     plan, ids = plan_for(name), drifting_ids(2, 384)

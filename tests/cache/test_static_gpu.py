@@ -11,14 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cache_cases import KIVI_2, llama_plan, padded, random_states, tiny_llama
-from gpu_cases import (
-    PAIRS,
-    logits_of,
-    plan_for,
-    random_ids,
-    random_llama,
-    relative,
-)
+from gpu_cases import PAIRS, logits_of, plan_for, random_ids, random_llama, relative
 from static_cases import TRANSFORMED, assert_same_pages
 
 from kvcal import PlanCache, attached

@@ -86,12 +86,7 @@ def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "group", "cache_dtype"),
-    [
-        ("kitty", 8, "float16"),
-        ("kitty-pro", 4, "bfloat16"),
-        ("three tiers", 4, "bfloat16"),
-        ("base 4", 1, "float32"),
-    ],
+    [("kitty", 8, "float16"), ("kitty-pro", 4, "bfloat16"), ("three tiers", 4, "bfloat16"), ("base 4", 1, "float32")],
 )
 def test_predicted_bytes_are_allocated(name, group, cache_dtype):
     heads = GQA[group]

@@ -181,11 +181,7 @@ def test_the_commands_of_hints_exist() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "plan no-model --bits 3",
-        "compile no-folder",
-        "pack-prefix --plan no-plan --model no-model --prompt text",
-    ],
+    ["plan no-model --bits 3", "compile no-folder", "pack-prefix --plan no-plan --model no-model --prompt text"],
 )
 def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_path: Path, command: str) -> None:
     weights = tmp_path / "model.safetensors"

@@ -1,13 +1,17 @@
-"""A plan that destroys a model: it is measured, named, refused with exit code 7, and let through on demand."""
+"""A plan that destroys a model: it is measured, named, refused with exit code 7, and let through on demand.
+Limits of `kvcal eval`, with the same exit code, its 16-bit row, and errors as JSON."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_cases import ran_well, run_kvcal
+from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
+from transformers import PreTrainedTokenizerBase
 
+from kvcal.errors import GateFailed, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import (
@@ -16,6 +20,7 @@ from kvcal.plan.plan import (
     damage_path,
     is_destroyed,
     load_damage,
+    load_plan,
     require_undamaged,
     save_damage,
     save_plan,
@@ -25,6 +30,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import formats_plan
 from kvcal.stages.damage import measure_damage
 from kvcal.stages.divergence import unquantized_plan
+from kvcal.stages.evaluate.stage import Gates, read_accuracies
 
 MODEL = "reasoner-10m"
 COARSE = Format(1, "token", 64, 0)  # 1 bit for the keys of a token: outliers take the scale
@@ -88,3 +94,94 @@ def test_an_evaluation_refuses_it_after_its_table(destroyed: tuple[Path, int], t
     assert done.code == 7 and done.json["damage"]["worst"][0]["layer"] == index
     assert done.json["damage"]["worst"][0]["side"] == "k" and done.json["damage"]["kl"] > 0.5
     assert ran_well(*arguments, "--allow-damage").json["damage"] == done.json["damage"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A model, and a plan of 2 bits for it."""
+    folder = tmp_path_factory.mktemp("gates")
+    model = save_llama(folder / "model", tokenizer)
+    (folder / "small.toml").write_text(RECIPE)
+    ran_well("run", "uniform-2", "--model", model, "--out", folder / "run", "--set", "evaluate.tasks=[]",
+             "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
+    return folder
+
+
+def evaluated(made: Path, *arguments: object) -> Outcome:
+    """`kvcal eval` of the plan; what one call measured, the next one keeps."""
+    plan = made / "run" / "plan.safetensors"
+    return run_kvcal(
+        "eval", plan, "--model", made / "model", "--recipe", made / "small.toml", "--out", made / "eval",
+        "--set", "evaluate.against=[]", *arguments,
+    )  # fmt: skip
+
+
+def test_a_row_of_16_bits_is_always_there(made: Path) -> None:
+    done = evaluated(made, "--json")
+    assert done.code == 0, done.err
+    value = done.json
+    assert [row["name"] for row in value["rows"]] == ["16-bit", "plan"] and value["gates"] == []
+
+
+def test_gates_that_pass_and_gates_that_fail(made: Path) -> None:
+    row = json.loads(evaluated(made, "--json").out)["rows"][-1]
+    kl, nbytes = row["text"]["kl"], row["total_bytes"]
+    assert kl > 0 and nbytes == load_plan(made / "run" / "plan.safetensors").predicted_bytes
+    wide = ("--max-kl", 2 * kl, "--min-accuracy", "chain=0", "--min-accuracy", "0", "--max-bytes", nbytes)
+    done = evaluated(made, *wide, "--json")
+    assert done.code == 0, done.err
+    gates = done.json["gates"]
+    assert [one["gate"] for one in gates] == ["max_kl", "min_accuracy chain", "min_accuracy all", "max_bytes"]
+    assert all(one["passed"] for one in gates) and gates[0]["measured"] == kl
+    assert gates[0]["standard_error"] == row["text"]["kl_se"]
+
+    narrow = ("--max-kl", kl / 2, "--min-accuracy", "chain=0", "--max-bytes", nbytes - 1)
+    done = evaluated(made, *narrow, "--json")
+    assert done.code == 7
+    assert [one["passed"] for one in done.json["gates"]] == [False, True, False]
+    error = json.loads(done.err.splitlines()[-1])["error"]
+    assert error["kind"] == "GateFailed" and error["exit_code"] == 7
+    assert "plan.safetensors fails 2 of 3 gates: max_kl:" in error["message"] and "max_bytes:" in error["message"]
+
+    done = evaluated(made, *narrow)
+    assert done.code == 7 and "16-bit" in done.out and "FAILED" in done.out and "passed" in done.out
+    assert "error: plan.safetensors fails 2 of 3 gates" in done.err
+
+
+def test_limits_are_read_by_task() -> None:
+    assert read_accuracies(["chain=0.9", "0.5"]) == {"chain": 0.9, "all": 0.5}
+    with pytest.raises(UsageError):
+        Gates(max_kl=float("inf")).require_measured(("chain",))
+    assert GateFailed.exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "kind", "place", "says"),
+    [
+        (("inspect", "{tmp}/none"), 5, "ArtifactError", "{tmp}/none", "does not exist"),
+        (("run", "{tmp}/wrong.toml"), 2, "UsageError", "{tmp}/wrong.toml", "unknown key 'zap'"),
+        (("size", "reasoner-10m", "--context", "0"), 2, "UsageError", None, "--context"),
+        (("zap",), 2, "UsageError", None, "No such command"),
+    ],
+)
+def test_errors_are_json_where_results_are(
+    command: tuple[str, ...], code: int, kind: str, place: str | None, says: str, made: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "wrong.toml").write_text("zap = 1\n[allocate]\nbits = 3\n")
+    places = {"tmp": tmp_path, "made": made}
+    done = run_kvcal(*(word.format(**places) for word in command), "--json")
+    assert done.code == code and not done.out
+    (line,) = done.err.splitlines()
+    error = json.loads(line)["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, code) and says in error["message"]
+    assert error["place"] == (None if place is None else place.format(**places))
+    assert error["hint"] is None or isinstance(error["hint"], str)
+
+
+def test_an_infeasible_budget_tells_the_smallest_one(made: Path) -> None:
+    ran_well("profile", made / "model", "--out", made / "run", "--recipe", made / "small.toml")
+    done = run_kvcal("allocate", made / "run", "--kv-budget", "20KB", "--json")
+    error = json.loads(done.err.splitlines()[-1])["error"]
+    assert (done.code, error["kind"]) == (3, "InfeasibleBudget") and not done.out
+    smallest = error["smallest_bytes"]
+    ran_well("allocate", made / "run", "--kv-budget", smallest, "--json")

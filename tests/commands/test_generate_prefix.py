@@ -142,5 +142,3 @@ def test_a_prefix_whose_last_word_goes_on_is_refused(tmp_path: Path, tokenizer: 
     case = Case(tmp_path, tokenizer, prefix="3 + 4 Times")
     done = case.run("generate", "--prompt", "3 + 4 Timestep", "--prefix", case.prefix_file)
     assert done.code == 2 and "does not begin with the" in done.err and "cannot join its last word" in done.err
-
-

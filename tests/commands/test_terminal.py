@@ -97,11 +97,7 @@ def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("kvcal run aqua", "aqua-kv"),
-        ("kvcal verify plan --model rea", "reasoner-10m"),
-    ],
+    ("line", "expected"), [("kvcal run aqua", "aqua-kv"), ("kvcal verify plan --model rea", "reasoner-10m")]
 )
 def test_the_shell_is_given_the_names(line: str, expected: str) -> None:
     count = len(line.split()) - 1

@@ -28,10 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str, is_whole: bool = Tr
 
 @pytest.mark.parametrize(
     ("version", "is_whole", "reason"),
-    [
-        ("0.31.4", True, "version 0.31.4, expected 0.32.0 or newer"),
-        ("0.33.0", False, f"version 0.33.0 {LACKS}"),
-    ],
+    [("0.31.4", True, "version 0.31.4, expected 0.32.0 or newer"), ("0.33.0", False, f"version 0.33.0 {LACKS}")],
 )
 def test_what_cannot_serve_plans_is_refused(
     version: str, is_whole: bool, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 from engine_replay import assert_replayed
-from test_vllm import (
-    ALONE,
-    DRAFTS,
-    LENGTHS,
-    TOKENS,
-    Served,
-    prompts,
-    without_queries,
-)
+from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
 from vllm_environment import answer_of, installed_checkout
 
 pytestmark = [

@@ -95,11 +95,7 @@ def test_a_damaged_file_is_made_again(cache: Path, compiled: list[str], damage: 
     data = path.read_bytes()
     cubin_of_text(SOURCE, "tiny.cu", {"ADD": 2}, "sm_90")
     (other,) = set(cache.iterdir()) - {path}
-    bad = {
-        "flipped": data[:-1] + bytes([data[-1] ^ 1]),
-        "empty": b"",
-        "another's": other.read_bytes(),
-    }
+    bad = {"flipped": data[:-1] + bytes([data[-1] ^ 1]), "empty": b"", "another's": other.read_bytes()}
     path.write_bytes(bad[damage])
     compiled.clear()
     assert cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90") == good

@@ -38,15 +38,7 @@ SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_group_size=32, kl_num_
 CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
 # 12 bytes a token in a layer, 16 after the last: 1,600 a sequence, so that the least memory is 106,600.
 SHAPES = Shapes(
-    num_layers=10,
-    num_tokens=100,
-    fixed=5000,
-    layer=100_000,
-    activations=4,
-    scores=0,
-    hidden=2,
-    logits=0,
-    vocab_size=1,
+    num_layers=10, num_tokens=100, fixed=5000, layer=100_000, activations=4, scores=0, hidden=2, logits=0, vocab_size=1
 )
 
 
@@ -102,11 +94,7 @@ def with_places(folder: Path, num_kept: int, num_places: int) -> LoadedModel:
 
 
 def profile_bytes(
-    loaded: LoadedModel,
-    folder: Path,
-    reporter: object = None,
-    data: TokenDataset = DATA,
-    spec: ProfileSpec = SPEC,
+    loaded: LoadedModel, folder: Path, reporter: object = None, data: TokenDataset = DATA, spec: ProfileSpec = SPEC
 ) -> bytes:
     folder.mkdir(exist_ok=True)
     path = folder / "profile.safetensors"
@@ -125,10 +113,7 @@ def test_a_profile_is_the_same_bytes(family: str, saved, tmp_path: Path, monkeyp
         assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize(
-    ("family", "num_kept", "num_places"),
-    [("gemma3", 1, 2), ("qwen3_next", 0, 1)],
-)
+@pytest.mark.parametrize(("family", "num_kept", "num_places"), [("gemma3", 1, 2), ("qwen3_next", 0, 1)])
 def test_batches_share_the_loads_of_a_layer(
     family: str, num_kept: int, num_places: int, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,13 +29,7 @@ def layout_of(tiers, dim, num_bits=2, group_size=128, param_dtype="float16", cac
 
 def oracle_of(layout: TieredLayout, page, scores) -> OraclePage:
     return OraclePage(
-        page,
-        scores.tolist(),
-        layout.num_bits,
-        layout.tiers,
-        layout.group_size,
-        layout.param_dtype,
-        layout.cache_dtype,
+        page, scores.tolist(), layout.num_bits, layout.tiers, layout.group_size, layout.param_dtype, layout.cache_dtype
     )
 
 

@@ -18,18 +18,7 @@ from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.pages.record_layout import PARAM_DTYPES
-from kvcal.plan.plan import (
-    KIND,
-    SCHEMA,
-    Boost,
-    Format,
-    LayerPlan,
-    Plan,
-    Predictor,
-    Tier,
-    WindowRule,
-    Workload,
-)
+from kvcal.plan.plan import KIND, SCHEMA, Boost, Format, LayerPlan, Plan, Predictor, Tier, WindowRule, Workload
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 
@@ -49,8 +38,6 @@ def refusal(path: Path) -> ArtifactError:
         load_plan(path)
     assert caught.value.exit_code == 5
     return caught.value
-
-
 
 
 def at(body: dict, place: str):

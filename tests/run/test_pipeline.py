@@ -160,10 +160,7 @@ def test_the_error_of_a_mean_over_tasks() -> None:
     assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
 
 
-def test_a_generation_ends_with_the_models_context(
-    embedded: LoadedModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_generation_ends_with_the_models_context(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = tasks.problems("times", 1, 1, **SMALL)
     length = len(encode_problem(problem, embedded.tokenizer))
     monkeypatch.setattr(embedded.model.config, "max_position_embeddings", length + 7)

@@ -1,4 +1,5 @@
-"""The evaluation file: saved row by row, resumed, started anew, refused."""
+"""The evaluation file: saved row by row, resumed, started anew, refused; and tasks that are read: an answer is right
+where greedy decoding through the packed cache writes it."""
 
 from __future__ import annotations
 
@@ -6,13 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from cache_cases import KIVI_2
-from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
+from evaluation_cases import COARSE, RAW_PAIR, WORDY_CONTEXT, Notes, as_loaded, make_plan, text, tiny, wordy_llama
+from transformers import PreTrainedTokenizerBase
 
-from kvcal.data.reading import EvaluateSpec
-from kvcal.errors import ArtifactError
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.data.reading import EvaluateSpec, Reading
+from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
+from kvcal.models.attention import with_cache
+from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
-from kvcal.progress import Silent
+from kvcal.progress import SILENT, Silent
 from kvcal.stages.evaluate.stage import (
     Evaluation,
     MeasuredBits,
@@ -21,6 +27,7 @@ from kvcal.stages.evaluate.stage import (
     measured_bits,
     save_evaluation,
 )
+from kvcal.stages.evaluate.tasks import measure_reading, read_answers
 from kvcal.stages.evaluate.text import measure_text
 
 SPEC = EvaluateSpec(tasks=(), batch=2)
@@ -107,10 +114,7 @@ def test_other_inputs_start_anew(tmp_path: Path, whole: Evaluation) -> None:
     path, notes = tmp_path / "evaluation.json", Notes()
     save_evaluation(whole, path)
     evaluation = run(path, plans()[:1], notes, **{"data.fingerprint": "g"})
-    assert notes.messages == [
-        'evaluate: starts anew, data.fingerprint is "f", expected "g"',
-        "evaluate: raw (1 of 1)",
-    ]
+    assert notes.messages == ['evaluate: starts anew, data.fingerprint is "f", expected "g"', "evaluate: raw (1 of 1)"]
     assert load_evaluation(path) == evaluation
 
 
@@ -141,3 +145,50 @@ def test_truncated_and_missing_files_are_refused(tmp_path: Path, whole: Evaluati
     path.write_text("[]")
     with pytest.raises(ArtifactError, match="is not an evaluation"):
         load_evaluation(path)
+
+
+@pytest.fixture(scope="module")
+def wordy(tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    return as_loaded(wordy_llama(len(tokenizer)), tokenizer)
+
+
+@torch.inference_mode()
+def test_right_answers_are_those_that_greedy_decoding_writes(wordy: LoadedModel) -> None:
+    plan = make_plan(wordy, COARSE, 640)
+    tokens_T = torch.randint(5, wordy.vocab_size, (320,), generator=torch.Generator().manual_seed(0))
+    cache, dense_T = (
+        PlanCache(plan, wordy.model.config),
+        wordy.model(tokens_T[None], use_cache=False).logits[0].argmax(-1),
+    )
+    for place in range(320):
+        logits_V = wordy.model(tokens_T[place].view(1, 1), **with_cache(wordy.model, cache)).logits[0, -1]
+        if 299 <= place < 319:  # what it writes by itself
+            tokens_T[place + 1] = logits_V.argmax()
+    assert dense_T[299] != tokens_T[300]  # the pages tell
+    wrong_T = tokens_T.clone()
+    wrong_T[305] = (wrong_T[305] + 1) % wordy.vocab_size
+    texts = (Reading(tokens_T, ((300, 302), (302, 307), (307, 320))), Reading(wrong_T, ((300, 305), (302, 306))))
+    for batch in (1, 2):
+        assert read_answers(wordy, plan, texts, batch) == [[True, True, True], [True, False]]
+
+
+def test_tasks_give_results_in_their_order(wordy: LoadedModel) -> None:
+    spec = EvaluateSpec(tasks=("retrieval:512", "ledger", "completion:512"), num_problems=5)
+    assert (spec.embedded_tasks, spec.harness_tasks) == (("ledger",), ())
+    retrieval, completion = measure_reading(wordy, make_plan(wordy, COARSE, 640), spec, SILENT)
+    assert (retrieval.task, retrieval.num_problems, retrieval.lengths) == ("retrieval:512", 8, (512, 512))
+    assert (completion.task, completion.num_problems, completion.lengths) == ("completion:512", 8, (512,))
+    assert retrieval.num_correct is not None and retrieval.accuracy == retrieval.num_correct / 8
+
+
+def test_a_text_beyond_the_context_is_refused(wordy: LoadedModel) -> None:
+    text = Reading(torch.ones(WORDY_CONTEXT + 1, dtype=torch.int64), ((1, 2),))
+    with pytest.raises(UsageError, match=f"a text of {WORDY_CONTEXT + 1} tokens exceeds the model's context"):
+        read_answers(wordy, make_plan(wordy), (text,), 1)
+
+
+def test_nan_is_refused(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
+    monkeypatch.setattr(loaded.model.lm_head, "forward", lambda hidden: hidden @ torch.full((32, 9), torch.nan))
+    with pytest.raises(NonFiniteActivations, match="NaN after 0 tokens"):
+        read_answers(loaded, make_plan(loaded), (Reading(torch.ones(8, dtype=torch.int64), ((1, 2),)),), 1)

@@ -43,14 +43,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import build_plan
 from kvcal.stages.checkpoint import Batch, host_bytes
 from kvcal.stages.predictors import reconstruct, stage
-from kvcal.stages.predictors.reconstruct import (
-    FIT,
-    HELD_OUT,
-    PageReader,
-    Reconstruction,
-    Wanted,
-    split_sequences,
-)
+from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, PageReader, Reconstruction, Wanted, split_sequences
 from kvcal.stages.predictors.record import PredictorRecord, load
 from kvcal.stages.predictors.stage import run_fit_predictors
 

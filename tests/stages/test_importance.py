@@ -19,13 +19,7 @@ from kvcal.plan.page_format import Format, WindowRule
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate.record import (
-    importance_formats,
-    important_layers,
-    num_important,
-    random_layers,
-    window_rule,
-)
+from kvcal.stages.allocate.record import importance_formats, important_layers, num_important, random_layers, window_rule
 from kvcal.stages.profile.stage import run_profile
 
 NUM_LAYERS = 4
@@ -55,11 +49,7 @@ def autograd_scores(sequences: list[Tensor], masks: list[Tensor], shift: int = 1
         for (layer, side), total in scores.items():
             attention = model.model.layers[layer].self_attn
             weight = (attention.k_proj if side == "k" else attention.v_proj).weight
-            loss = model(
-                input_ids=tokens_T[None],
-                labels=labels_T[None],
-                use_cache=False,
-            ).loss
+            loss = model(input_ids=tokens_T[None], labels=labels_T[None], use_cache=False).loss
             (gradient,) = torch.autograd.grad(loss, [weight])
             norm = math.sqrt(math.fsum(float(value) ** 2 for value in gradient.flatten()))
             scores[layer, side] = total + norm / len(sequences)

@@ -26,14 +26,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
 from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import (
-    AllocateSpec,
-    CacheSpec,
-    FeedbackSpec,
-    PredictorSpec,
-    ProfileSpec,
-    ReparamSpec,
-)
+from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import reserved_bytes

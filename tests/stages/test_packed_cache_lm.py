@@ -24,10 +24,7 @@ from kvcal.stages.evaluate.packed_lm import PackedCacheLM  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness's own
 
-QUERY_PAIR = (
-    Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25, 0.01),))),
-    Format(2, "token", 32),
-)
+QUERY_PAIR = (Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25, 0.01),))), Format(2, "token", 32))
 WORDS = "ann pays bob 12, cid earns 7, dee halves, eva copies fay, gus 31+5=36, hal 9-4=5, ivy 88/2=44\n"
 
 

@@ -116,10 +116,7 @@ def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND:
         for head in range(q.shape[0]):
             kv = head // 2
             outputs = []
-            for keys in (
-                k[kv].double(),
-                torch.cat([k[kv, :1].double(), read[kv, 1:packed], k[kv, max(1, packed) :]]),
-            ):
+            for keys in (k[kv].double(), torch.cat([k[kv, :1].double(), read[kv, 1:packed], k[kv, max(1, packed) :]])):
                 logits = keys[: query + 1] @ q[head, query].double() / math.sqrt(16)
                 outputs.append(logits.softmax(0) @ v[kv, : query + 1].double())
             parts.append(outputs[1] - outputs[0])

@@ -42,17 +42,7 @@ from kvcal.stages.profile import record as profile_record
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
 
-KINDS = (
-    "plan",
-    "profile",
-    "allocation",
-    "search",
-    "predictors",
-    "reparam",
-    "feedback",
-    "comparison",
-    "evaluation",
-)
+KINDS = ("plan", "profile", "allocation", "search", "predictors", "reparam", "feedback", "comparison", "evaluation")
 
 
 @dataclass(frozen=True)

@@ -144,5 +144,3 @@ def ran_well(*arguments: object) -> Outcome:
     done = run_kvcal(*arguments)
     assert done.code == 0, done.err
     return done
-
-

@@ -6,15 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from cache_cases import (
-    HEAD_DIM,
-    KIVI_2,
-    SINKS_3,
-    llama_plan,
-    random_ids,
-    recipe_formats,
-    tiny_llama,
-)
+from cache_cases import HEAD_DIM, KIVI_2, SINKS_3, llama_plan, random_ids, recipe_formats, tiny_llama
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, PreTrainedModel
