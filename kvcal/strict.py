@@ -49,11 +49,7 @@ def knob(default: Record, doc: str) -> Record:
 
 
 def parse(
-    record: type[Record],
-    value: Mapping[str, Any],
-    place: str,
-    error: type[KvcalError],
-    hint: str | None = None,
+    record: type[Record], value: Mapping[str, Any], place: str, error: type[KvcalError], hint: str | None = None
 ) -> Record:
     """Build ``record`` from JSON-like data (lists for tuples).
 

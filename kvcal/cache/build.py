@@ -152,8 +152,7 @@ def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
     found, planned = config.get_text_config(decoder=True).num_attention_heads, plan.attention.num_query_heads
     if found != planned:
         raise ArtifactError(
-            f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}",
-            hint=ANOTHER_MODEL,
+            f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}", hint=ANOTHER_MODEL
         )
 
 

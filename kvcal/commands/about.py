@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, Any, Literal
 
 import typer
-from packaging.requirements import Requirement
 
 from kvcal.commands import options
 from kvcal.errors import WITHOUT_CALIBRATION, KernelError, UsageError
@@ -42,8 +41,7 @@ def size(
     ] = None,
     weights: options.Weights = None,
     tp: Annotated[
-        int,
-        typer.Option("--tp", help="Devices that share each layer's heads; all bytes are of one.", min=1, max=1024),
+        int, typer.Option("--tp", help="Devices that share each layer's heads; all bytes are of one.", min=1, max=1024)
     ] = 1,
 ) -> None:
     """Tell what a model's cache takes at 16, 8, 4, 3 and 2 bits, and what fits in a memory. Reads config.json and the
@@ -199,8 +197,7 @@ def doctor(
     given: options.OutputOptions,
     *,
     engine: Annotated[
-        str | None,
-        typer.Option(help="Also check that an engine can serve plans: vllm, sglang.", show_default=False),
+        str | None, typer.Option(help="Also check that an engine can serve plans: vllm, sglang.", show_default=False)
     ] = None,
 ) -> None:
     """Check this machine: versions, GPU, driver, compiler of the kernels, optional engines; what would be slow or
@@ -227,6 +224,8 @@ def doctor(
 
 def _packages() -> Iterator[Finding]:
     """The requirements of kvcal itself and of its extras."""
+    from packaging.requirements import Requirement
+
     for needed in map(Requirement, requires("kvcal") or ()):
         extras = ("", *EXTRAS)
         extra = next((e for e in extras if needed.marker is None or needed.marker.evaluate({"extra": e})), None)

@@ -30,8 +30,7 @@ RequestsOption = Annotated[
     int, typer.Option("--max-requests", help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
 ]
 DraftsOption = Annotated[
-    int,
-    typer.Option("--drafts", help="Draft tokens (n-grams) that vLLM verifies with a token, 0 to 7.", min=0, max=7),
+    int, typer.Option("--drafts", help="Draft tokens (n-grams) that vLLM verifies with a token, 0 to 7.", min=0, max=7)
 ]
 RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
 

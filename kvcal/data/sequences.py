@@ -102,10 +102,7 @@ class DataSpec:
 
 
 def load_sequences(
-    spec: DataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_context: int | None = None,
-    purpose: Purpose = "fit",
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None, purpose: Purpose = "fit"
 ) -> TokenDataset:
     """Read, tokenize and choose from what is dealt to ``purpose``. ``max_context``: the model's context in tokens, None
     if it has no limit.
@@ -146,11 +143,7 @@ def load_sequences(
 
 
 def _chosen(
-    source: Source,
-    count: int,
-    spec: DataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    purpose: Purpose,
+    source: Source, count: int, spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose
 ) -> list[TokensAndMask]:
     """``count`` sequences of one source with their masks."""
     is_drawn = source.name in TASK_SOURCES  # by the seed already

@@ -60,12 +60,7 @@ class Part(NamedTuple):
 
 
 def attend_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Iterable[tuple[Tensor, Tensor]],
-    logits: Logits,
-    flash: Flash = torch_flash,
+    q: Tensor, k: Tensor, v: Tensor, past: Iterable[tuple[Tensor, Tensor]], logits: Logits, flash: Flash = torch_flash
 ) -> Tensor:
     """Attention [T, H, D] in q's dtype of q [T, H, D], causal over k, v [T, N, D] and to all of ``past``: tiles of keys
     and values [N, S, D]."""

@@ -164,12 +164,7 @@ def logits_bytes(batch: int, vocab_size: int) -> int:
     return 2 * FLOAT_BYTES * batch * vocab_size
 
 
-def step_workspace(
-    layers: Sequence[LayerPlan],
-    cache_dtype: CacheDtype,
-    batch: int,
-    max_tokens: int,
-) -> StepWorkspace:
+def step_workspace(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> StepWorkspace:
     """Of ``batch`` rows of up to ``max_tokens`` tokens."""
     paged = [layer for layer in layers if layer.is_paged]
     slots, slot_of = kept_slots(paged, batch, max_tokens)

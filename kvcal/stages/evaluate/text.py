@@ -96,12 +96,7 @@ def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int) -> lis
 
 @torch.inference_mode()
 def measure_text(
-    loaded: LoadedModel,
-    plan: Plan,
-    data: TokenDataset,
-    batch: int,
-    reporter: Reporter,
-    kept: Sequence[Tensor] = (),
+    loaded: LoadedModel, plan: Plan, data: TokenDataset, batch: int, reporter: Reporter, kept: Sequence[Tensor] = ()
 ) -> TextQuality:
     """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once. ``kept``: what
     ``reference_logits`` gives of the same model, data and batch."""
