@@ -18,11 +18,11 @@ import dataclasses
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import kvmix_3bit  # the paper's words, which no plan has
 import torch
 from scipy.stats import spearmanr
 from shared import arguments, picked, print_table
@@ -44,9 +44,6 @@ from kvcal.stages.allocate.record import (
 from kvcal.stages.evaluate.text import measure_text
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.stage import run_profile
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-import kvmix_3bit  # noqa: E402  (the paper's words, which no plan has)
 
 Rows = list[dict[str, Any]]
 PARAM_DTYPE, BATCH = "float16", 8

@@ -2,8 +2,8 @@
 
 A recipe either fixes the formats ([formats]: the baselines) or lets a stage choose them ([allocate], [importance],
 [search]); what follows works on what was chosen. Where a paper has a value, it is the default. Unknown keys are errors.
-``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is a
-``DataSpec``, a layer's format a ``Format``.
+``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is a ``DataSpec``, [formats] a ``FormatsSpec``,
+[evaluate] an ``EvaluateSpec`` and [tune] a ``TuneSpec``, which stand in their rooms.
 """
 
 from __future__ import annotations

@@ -166,7 +166,6 @@ def test_a_conversation_goes_on_in_the_same_cache():
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 HYBRID = ("falcon_h1", "zamba2")
 FAMILIES = ("qwen2", "qwen3", "gemma3", "mistral_all_sliding", "gpt_oss", "qwen3_next", "gemma3n", *LATENT, *HYBRID)
-WITH_PAGES = tuple(name for name in FAMILIES if name != "mistral_all_sliding")
 SLIDING = ("gemma3", "mistral_all_sliding", "gpt_oss")
 # One of each kind of layers: pages, windows, states, shared pages, latents, pages with a state.
 KINDS = ("qwen2", "gemma3", "qwen3_next", "gemma3n", "deepseek_v3", "falcon_h1")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import transformers as hf
 from cache_cases import plan_of, recipe_formats
-from static_cases import FORMATS, TRANSFORMED, V, random_bases
+from static_cases import FORMATS, TRANSFORMED, V, with_transforms
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -19,8 +19,6 @@ from kvcal.cache.attached import attached_for
 from kvcal.data.tasks import chain
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
-from kvcal.pages.feedback import factor_spec
-from kvcal.plan.page_format import SIDES
 
 VOCABULARY = 512
 RECIPES = recipe_formats()
@@ -62,22 +60,7 @@ def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
     geometry = geometry_of(model, cache_dtype="bfloat16")
     if name not in TRANSFORMED:
         return plan_of(geometry, *PAIRS[name])
-    plan, generator = plan_of(geometry, *PAIRS[TRANSFORMED[name]]), torch.Generator().manual_seed(0)
-    tensors, has = dict(plan.tensors), name != "transformed"
-    for index, layer in enumerate(plan.layers):
-        shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
-        if name == "basis":
-            tensors |= random_bases(f"layers.{index}", *shape, generator)
-        else:
-            tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
-            tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
-        if has:
-            for side in SIDES:
-                factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.2
-                tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-    changes = dict.fromkeys(("k_basis", "v_basis") if name == "basis" else ("k_rescale", "k_offset"), True)
-    layers = [replace(layer, **changes, k_feedback=has, v_feedback=has) for layer in plan.layers]
-    return replace(plan, layers=tuple(layers), tensors=tensors)
+    return with_transforms(plan_of(geometry, *PAIRS[TRANSFORMED[name]]), name, 0.2)
 
 
 def mixed_plan(model: hf.PreTrainedModel) -> Plan:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from cache_cases import HEAD_DIM, KIVI_2, SINKS_3, llama_plan, random_ids, recipe_formats, tiny_llama
+from cache_cases import KIVI_2, SINKS_3, llama_plan, random_ids, recipe_formats, tiny_llama
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, PreTrainedModel
@@ -59,9 +59,14 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
     if name not in TRANSFORMED:
         return llama_plan(*FORMATS[name], num_kv_heads, cache_dtype, num_layers)
     plan = llama_plan(*FORMATS[TRANSFORMED[name]], num_kv_heads, cache_dtype, num_layers)
+    return with_transforms(plan, name, 0.3)
+
+
+def with_transforms(plan: Plan, name: str, feedback_scale: float) -> Plan:
+    """The plan with those of TRANSFORMED's ``name`` in all layers."""
     generator, tensors, has_feedback = torch.Generator().manual_seed(0), dict(plan.tensors), name != "transformed"
-    for index in range(num_layers):
-        shape = (num_kv_heads, HEAD_DIM)
+    for index, layer in enumerate(plan.layers):
+        shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
         if name == "basis":
             tensors |= random_bases(f"layers.{index}", *shape, generator)
         else:
@@ -69,7 +74,7 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
             tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
         if has_feedback:
             for side in SIDES:
-                factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.3
+                factor = torch.randn(factor_spec(*shape).extents, generator=generator) * feedback_scale
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
     changes = dict.fromkeys(("k_basis", "v_basis") if name == "basis" else ("k_rescale", "k_offset"), True)
     changes |= dict.fromkeys(("k_feedback", "v_feedback"), has_feedback)

@@ -24,8 +24,6 @@ from kvcal.pages import uniform
 CODES_PER_WORD = 11
 WORD_BITS = 32
 NUM_BITS = 3
-# Groups of the paper's public kernels: one word, one scale.
-GROUP_SIZE = 11
 _LAST_CODE = 3
 
 
@@ -81,18 +79,6 @@ def decode(packed: Packed, length: int, group_size: int) -> Tensor:
         codes.append(unpack(words, min(left, group_size)))
         left -= group_size
     return uniform.dequantize(torch.cat(codes, dim=-1), packed.scale, packed.zero, group_size, -1)
-
-
-def nbytes(length: int, group_size: int, param_dtype: torch.dtype) -> int:
-    """Bytes that ``length`` consecutive values take: words, scales and zeros."""
-    groups, rest = divmod(length, group_size)
-    words = groups * uniform.num_groups(group_size, CODES_PER_WORD) + uniform.num_groups(rest, CODES_PER_WORD)
-    return words * WORD_BITS // 8 + 2 * uniform.num_groups(length, group_size) * param_dtype.itemsize
-
-
-def bits_per_value(group_size: int, param_dtype: torch.dtype) -> float:
-    """All-in bits of a value in whole groups: codes, free slots, scale and zero. 5.8 for 11 with float16."""
-    return 8 * nbytes(group_size, group_size, param_dtype) / group_size
 
 
 def _shifts(device: torch.device) -> Tensor:
