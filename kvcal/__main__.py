@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,6 +20,10 @@ from kvcal.commands.options import for_ranks, needs_compile
 from kvcal.commands.serve import bench, capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
+from kvcal.lazy_torch import lazy_imports
+
+with lazy_imports():
+    from importlib import metadata
 
 # click's error of a command line, of which typer has a copy of its own since 0.16.
 WrongArguments: Any = typer.BadParameter.__mro__[2]
@@ -77,7 +80,7 @@ def _fail(error: KvcalError) -> NoReturn:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print_text(version("kvcal"))
+        print_text(metadata.version("kvcal"))
         raise typer.Exit
 
 

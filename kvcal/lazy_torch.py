@@ -67,11 +67,11 @@ class _LazyModule(ModuleType):
 
 @contextmanager
 def lazy_imports() -> Iterator[None]:
-    """Within the block, ``from package import module`` of packages of kvcal binds stand-ins."""
+    """Within the block, ``from package import module`` binds a stand-in of the module."""
     eager = builtins.__import__
 
     def lazy(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if name.partition(".")[0] != "kvcal":
+        if not fromlist:
             return eager(name, globals, locals, fromlist, level)
         return SimpleNamespace(**{module: _LazyModule(f"{name}.{module}") for module in fromlist})
 

@@ -6,7 +6,6 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, Any, Literal
 
 import typer
@@ -17,6 +16,10 @@ from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
+    from importlib import metadata
+
+    from packaging import requirements
+
     from kvcal import recipe as recipe_keys
     from kvcal import recipe_files, strict
     from kvcal.engines import support
@@ -208,7 +211,7 @@ def doctor(
 
     Example: `kvcal doctor --engine vllm`
     """
-    findings = [Finding("python", platform.python_version()), Finding("kvcal", version("kvcal"))]
+    findings = [Finding("python", platform.python_version()), Finding("kvcal", metadata.version("kvcal"))]
     findings += [*_packages(), *_gpu(), *map(_optional, OPTIONAL)]
     if engine is not None:
         findings.append(_served(engine))
@@ -224,9 +227,7 @@ def doctor(
 
 def _packages() -> Iterator[Finding]:
     """The requirements of kvcal itself and of its extras."""
-    from packaging.requirements import Requirement
-
-    for needed in map(Requirement, requires("kvcal") or ()):
+    for needed in map(requirements.Requirement, metadata.requires("kvcal") or ()):
         extras = ("", *EXTRAS)
         extra = next((e for e in extras if needed.marker is None or needed.marker.evaluate({"extra": e})), None)
         if extra is None:
@@ -242,8 +243,8 @@ def _packages() -> Iterator[Finding]:
 
 def _optional(name: str) -> Finding:
     try:
-        return Finding(name, version(name))
-    except PackageNotFoundError:
+        return Finding(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
         return Finding(name, "not installed", "absent")
 
 
@@ -285,7 +286,7 @@ def _gpu() -> Iterator[Finding]:
 def _served(engine: str) -> Finding:
     """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in, or one
     that is not installed."""
-    reason, found, tested = support.refusal(engine), version(engine), support.TESTED[engine]
+    reason, found, tested = support.refusal(engine), metadata.version(engine), support.TESTED[engine]
     if reason is not None:
         return Finding(f"plans in {engine}", found, "refused", reason)
     note = "" if found.split("+")[0] in tested else f"not tested; tested versions: {', '.join(tested)}"

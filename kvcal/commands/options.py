@@ -25,6 +25,8 @@ from kvcal.progress import Reporter
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 
 with lazy_imports():
+    from transformers.utils import logging
+
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import recipe_files, tables
@@ -151,8 +153,6 @@ class ModelOptions(OutputOptions):
     ) -> model_load.LoadedModel:
         """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
         the user did not choose: the embedded model's tasks, or text of the installed packages."""
-        from transformers.utils import logging
-
         logging.disable_progress_bar()
         num_tokens = residence.NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
         memory = self.memory_bytes

@@ -187,7 +187,7 @@ def test_doctor_tells_versions_and_what_follows() -> None:
 def test_doctor_compares_packages_with_the_requirements(
     requirement: str, status: str | None, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(about, "requires", lambda name: [requirement])
+    monkeypatch.setattr(about.metadata, "requires", lambda name: [requirement])
     done = run_kvcal("doctor", "--json")
     name = requirement.partition(">")[0].partition("<")[0]
     found = [one for one in done.json["findings"] if one["name"] == name]

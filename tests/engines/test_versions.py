@@ -20,7 +20,7 @@ LACKS = "lacks what the plug-in uses: No module named 'vllm'"
 def installed(monkeypatch: pytest.MonkeyPatch, version: str, is_whole: bool = True) -> None:
     """vLLM of this version, which has all that the plug-in imports, or nothing."""
     monkeypatch.setattr(doctor_command, "_packages", lambda: iter(()))
-    for module in (support, doctor_command):
+    for module in (support, doctor_command.metadata):
         monkeypatch.setattr(module, "version", lambda name: version)
     for name in support.PLUGIN if is_whole else ():
         monkeypatch.setitem(sys.modules, f"kvcal.engines.vllm.{name}", ModuleType(name))
