@@ -16,8 +16,8 @@ The engine's steps are recorded and computed again with ``PlanCache``: the same 
 must be the most likely one, or tied with it, and have ``PlanCache``'s log-probability (tests/support/engine_replay.py).
 An engine's products round otherwise, so that single codes come out one step apart. How much that is, the row "rounding"
 says: distances of ``PlanCache`` to itself, where weights are changed by 2^-22. An engine's may be twice the largest of
-these; the row "16 bits" has the distances of the model without a plan. Tokens of cold prompts are compared with
-``generate``, too. Exit code 1 where anything differs.
+these, over all tokens and in the middle of a request; the row "16 bits" has the distances of the model without a plan.
+Tokens of cold prompts are compared with ``generate``, too. Exit code 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import load_plan
 
 LENGTHS, TOKENS, CONTEXT, REQUESTS = (20, 150, 300, 560), 16, 2048, 4
+CHUNK = 256
 ROUNDING = 2.0**-22  # relative change of weights, which other orders of sums change products by
 ENGINES = [f"{engine}-{version}" for engine, versions in TESTED.items() for version in versions]
 HEAD = ("engine", "check", "requests", "tokens", "most likely", "least tie", "cached", "again", "distance", "most")
@@ -128,7 +129,7 @@ class Checker:
         self.folder.mkdir(exist_ok=True)
         self.known: dict[str, list[list[int]]] = {}  # prompt and answer of every request of a server
         self.answered: dict[str, list[Any]] = {}
-        self.noise = 0.0
+        self.limits = 0.0, 0.0  # of distances, at most and in the middle of a request
         self.options = [] if python else ON_CPU[engine]
         self.python = python or (python_with_vllm if engine == "vllm" else python_with_sglang)(version)
         variables = variables_in if engine == "vllm" else variables_in_sglang
@@ -170,7 +171,11 @@ class Checker:
         return [*json.loads(line)["arguments"], *self.options, *options]
 
     def chunked(self) -> list[str]:
-        return ["--max-num-batched-tokens", "256"] if self.engine == "vllm" else ["--chunked-prefill-size", "256"]
+        return (
+            ["--max-num-batched-tokens", str(CHUNK)]
+            if self.engine == "vllm"
+            else ["--chunked-prefill-size", str(CHUNK)]
+        )
 
     def short(self) -> list[str]:
         """Blocks for all prompts, of three pages each, and for half of the pages that answers begin."""
@@ -192,7 +197,7 @@ class Checker:
         steps = [[one for one in step if one[0] in self.known] for step in server.recorded()]
         steps = without_discarded(steps) if self.engine == "sglang" else steps
         found = {"steps": steps, "requests": self.known, "outputs": self.answered}
-        replay = assert_replayed(found, self.loaded.model, self.plan, most=2 * self.noise)
+        replay = assert_replayed(found, self.loaded.model, self.plan, limits=self.limits)
         if check == "cold":
             self.require_generated(requests, replay.ties)
         number = sum(len(output) for _, output in requests.values())
@@ -222,16 +227,20 @@ class Checker:
                     weight.copy_(kept[name])
             distances = [abs(a - b) for name in prompts for a, b in zip(ours[name][1], theirs[name], strict=True)]
             if check == "rounding":
-                self.noise = max(distances)
+                medians = [statistics.median(distances[at : at + TOKENS]) for at in range(0, len(distances), TOKENS)]
+                self.limits = 2 * max(distances), 2 * max(medians)
             rows.append(((self.name, check, len(prompts)), spread(distances)))
         return rows
 
     @torch.no_grad()
     def chances(self, prompt: list[int], plan: Plan, tokens: list[int]) -> tuple[list[int], list[float]]:
-        """Tokens, greedy ones where none are given, and the log-probability of each."""
+        """Tokens, greedy ones where none are given, and the log-probability of each; the prompt in chunks."""
         model, cache, found = self.loaded.model, PlanCache(plan, self.loaded.model.config), []
         ids, chosen = torch.tensor([prompt]), []
         with attached(model):
+            *before, ids = ids.split(CHUNK, dim=1)
+            for part in before:
+                model(part, past_key_values=cache, logits_to_keep=1)
             for place in range(TOKENS):
                 row = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].log_softmax(-1)
                 chosen.append(tokens[place] if tokens else int(row.argmax()))

@@ -98,12 +98,12 @@ def assert_replayed(
     plan: Plan,
     is_greedy: bool = True,
     alone: int = 1,
-    most: float = MOST,
+    limits: tuple[float, float] = (MOST, MEDIAN),
 ) -> Replay:
     """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, or as likely as
-    far as single codes decide, and, but for requests that were aborted, of the same log-probability, at most ``most``
-    apart. ``alone``: see ``Replay``."""
-    replay = Replay(model, plan, alone)
+    far as single codes decide, and, but for requests that were aborted, of the same log-probability. ``limits``: how
+    far they may be apart, at most and in the middle of a request. ``alone``: see ``Replay``."""
+    replay, (most, median) = Replay(model, plan, alone), limits
     with attached_for(model, plan):
         results = replay.run(found)
     finished = 0
@@ -120,7 +120,7 @@ def assert_replayed(
                 replay.ties[name, position] = behind
             distances.append(0.0 if chance is None else abs(float(row[token]) - chance))
         replay.distances += distances
-        assert max(distances, default=0) <= most and statistics.median([0.0, *distances]) <= MEDIAN, (name, distances)
+        assert max(distances, default=0) <= most and statistics.median([0.0, *distances]) <= median, (name, distances)
     unscheduled = [ids for name, (ids, _) in found["outputs"].items() if name not in found["requests"]]
     assert finished and not any(unscheduled)  # aborted while they waited
     return replay
