@@ -19,7 +19,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.rope import RotaryMap
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.transforms import rotate
-from kvcal.stages.reparam_search import KeyStatistics, calibration_inputs, lambda_of
+from kvcal.stages.lambda_candidates import KeyStatistics, calibration_inputs, lambda_of
 
 STRETCH = 4
 

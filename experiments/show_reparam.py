@@ -38,8 +38,8 @@ from kvcal.plan.plan import RAW, Format, LayerPlan, Workload, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import ReparamSpec
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
+from kvcal.stages.lambda_candidates import page_segments, read_back
 from kvcal.stages.reparam import Reparam, run_reparam
-from kvcal.stages.reparam_search import page_segments, read_back
 from kvcal.strict import dump
 
 # Name -> layers and plan tensors.

@@ -2,8 +2,8 @@
 
 A recipe either fixes the formats ([formats]: the baselines) or lets a stage choose them ([allocate], [importance],
 [search]); what follows works on what was chosen. Where a paper has a value, it is the default. Unknown keys are errors.
-``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is a ``DataSpec``, [formats] a ``FormatsSpec``,
-[evaluate] an ``EvaluateSpec`` and [tune] a ``TuneSpec``, which stand in their rooms.
+``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is ``kvcal.data.sequences.DataSpec``, [formats]
+``kvcal.plan.layer.FormatsSpec``, [evaluate] and [tune] are in ``kvcal.data.reading``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The two sweeps that lead from one stage of a schedule to the next (kvcal.kernels.operands), as operators.
+"""The operators that lead from one stage of a schedule to the next, in three sweeps (kvcal.kernels.operands).
 
 ``kvcal::shrink`` converts pages where they are: the bytes are those of ``kvcal.pages.shrink``; ``csrc/shrink.cu`` says
-how they are made in place. ``kvcal::slide`` then moves all records to the layout of the next stage (``csrc/slide.cu``).
+how they are made in place. ``kvcal::slide`` then moves all records to the layout of the next stage, once to the left
+and once to the right (``csrc/slide.cu``).
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ The mean of keys before RoPE is an offset, too: one constant, which RoPE turns t
 can lose it). Where a projection has a bias it is most of a key, and a format that scales whole tokens would spend its
 codes on it.
 
-Every transform is undone right after decoding, so that sinks and ring hold K_post and V as the model made them, and
-readers of a page need no transforms of their own. (The kernels fold λ and offset into the query instead.) Pages of
-16 bits hold K_post as the model made them, too: offset and λ are for codes.
+Every transform is undone right after decoding, so that sinks and ring hold K_post and V as the model made them, or in
+the plan's basis, and readers of a page need no transforms of their own. (The kernels fold λ and offset into the query
+instead.) Pages of 16 bits hold K_post as the model made them, too: offset and λ are for codes.
 
 Of a page's place, only its index within its sequence matters here: page p has the tokens at positions 128 p + 0 .. 127,
 which are also their RoPE positions. Predictions are arguments.

@@ -38,7 +38,7 @@ from kvcal.plan.tensors import LARGEST_OFFSET, rotary_spec
 from kvcal.progress import Reporter
 from kvcal.records import TensorSpec, refusing, require_tensors
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.reparam_search import few_logits
+from kvcal.stages.lambda_candidates import few_logits
 
 KIND = "centre"
 SCHEMA = 1

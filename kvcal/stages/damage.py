@@ -1,4 +1,4 @@
-"""How far a plan's packed cache moves a model's predictions, on a few texts: the check that every plan passes.
+"""How far a plan's packed cache moves a model's predictions, on a few texts: checked of every compiled plan.
 
 A format may fit a budget and destroy a model: keys with a large bias, an outlier that no calibration text had. So
 KL(16 bits || plan) and the share of tokens whose most likely next token stays are measured on texts of the pool

@@ -55,7 +55,7 @@ from kvcal.stages.hessians import (
     rotated,
     weighted_queries,
 )
-from kvcal.stages.reparam_search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
+from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"

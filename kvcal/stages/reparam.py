@@ -46,7 +46,7 @@ from kvcal.progress import Reporter
 from kvcal.recipe import ReparamSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, shards, summed
-from kvcal.stages.reparam_search import (
+from kvcal.stages.lambda_candidates import (
     CalibrationSubject,
     KeyStatistics,
     calibration_inputs,

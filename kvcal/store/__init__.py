@@ -1,7 +1,7 @@
 """Storage of a plan's cache, dynamic or static: one paged store under both, and the scratch of a decode step.
 
 layer_store.py      a full-attention layer: its parts, its steps by the kernels, a dense copy for evaluation
-pages_and_ring.py   a part: sinks, ring and pages of some KV heads
+paged_tensor.py   a part: sinks, ring and pages of some KV heads
 pool.py             where pages lie, in slots; pages that shrink on a schedule, in one memory
 state.py, padding.py  what layers share: plan, tensors, lengths, table of slots; which columns hold tokens
 dequantize.py       pages that are reconstructed first; predictions from other layers

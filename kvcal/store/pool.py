@@ -4,7 +4,7 @@
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
     RegionPool    a region of the one memory of all layers, whose pages shrink (``PhasedPages``); static too.
 
-A part is the keys or the values of a layer (kvcal.store.pages_and_ring). kvcal.kernels.operands says how the memory of
+A part is the keys or the values of a layer (kvcal.store.paged_tensor). kvcal.kernels.operands says how the memory of
 pages that shrink is laid out, and what leads from stage to stage. Every update begins by shrinking pages to the bits of
 the columns after it, as in the dynamic cache: there is no room for new pages before. A step does so by itself, on the
 device, once for all layers and before the first of them (``advance``). Prompts, and whatever else the host does, wait

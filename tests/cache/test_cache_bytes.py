@@ -27,7 +27,7 @@ from peak_bytes import PeakBytes
 from kvcal import PlanCache
 from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import RAW, Format, Plan
-from kvcal.store import pages_and_ring, workspace
+from kvcal.store import paged_tensor, workspace
 
 TOKENS = (1, 63, 127, 128, 129, 1000)
 # Boosted records are counted by hand in test_tiered_cache, lattices in test_lattice.
@@ -145,7 +145,7 @@ WRITTEN = {
 def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragged, monkeypatch):
     """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many layers are
     packed in the step."""
-    monkeypatch.setattr(pages_and_ring, "VALUES_AT_ONCE", 2**16)
+    monkeypatch.setattr(paged_tensor, "VALUES_AT_ONCE", 2**16)
     monkeypatch.setattr(workspace, "VALUES_AT_ONCE", 2**16)
     plan, model = llama_plan(*WRITTEN[name], num_layers=4), tiny_llama(num_layers=4)
     lengths = [4095, 4095 - 128 * 9 if ragged else 4095]

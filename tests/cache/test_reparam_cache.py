@@ -23,7 +23,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.stages.divergence import feed
-from kvcal.stages.reparam_search import page_segments, read_back, takes_rescale, with_candidate
+from kvcal.stages.lambda_candidates import page_segments, read_back, takes_rescale, with_candidate
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from kvcal.models.taps import tap
 from kvcal.plan.page_format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import reparam as reparam_stage
-from kvcal.stages.reparam_search import KeyStatistics, key_statistics, lambda_of
+from kvcal.stages.lambda_candidates import KeyStatistics, key_statistics, lambda_of
 
 
 @pytest.fixture(scope="module")

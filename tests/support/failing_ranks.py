@@ -16,8 +16,8 @@ import sys
 from kvcal import __main__ as cli
 from kvcal import distributed
 from kvcal.errors import NonFiniteActivations
+from kvcal.stages import lambda_candidates as search
 from kvcal.stages import reparam as reparam_stage
-from kvcal.stages import reparam_search as search
 
 how = sys.argv.pop(1)
 measure, calls = search.key_statistics, []

@@ -17,7 +17,7 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.pages.basis import Basis
 from kvcal.pages.feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
-from kvcal.store.pages_and_ring import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor
 
 RECIPES = recipe_formats()
 V = Format(2, "token", 32, recent_window=33)

@@ -1,4 +1,4 @@
-"""The keys, or the values, of one layer: sinks, a ring of recent tokens, and packed pages.
+"""A *part* (``PagedTensor``): one layer's keys, or values, as sinks, a ring of recent tokens, and packed pages.
 
 Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it. Besides the
 pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read prefers them. No other

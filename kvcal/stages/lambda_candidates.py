@@ -1,4 +1,5 @@
-"""PM-KVQ's λ for one layer's keys: statistics of keys at far positions, the candidates, and keys as pages hold them.
+"""What the reparam stage chooses λ of one layer's keys from: statistics of keys at far positions, the candidates of
+PM-KVQ, and keys as pages hold them.
 
     λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries are multiplied by λ                   (Eq. 9-11)
 
