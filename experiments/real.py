@@ -312,7 +312,7 @@ def measure_group(
     tokens_BT = torch.stack([text.tokens_T for text in texts]).to(loaded.model.device)
     rows = [number for number, text in enumerate(texts) if text.kind]
     predicts_TR = torch.stack([text.loss_mask_T.roll(-1) for text in texts], 1)[:, rows].to(tokens_BT.device)
-    reference_TRV = tokens_BT.new_empty(0)
+    reference_TRV: Tensor | None = None
     sequences, masks = zip(*((text.tokens_T, text.loss_mask_T) for text in texts), strict=True)
     known = TokenDataset(sequences, masks, "", "the measured texts", purpose="report")
     for name in names:
@@ -322,7 +322,7 @@ def measure_group(
         if plan is None:
             continue
         require_unseen(plan.provenance, known)
-        started, kept = time.monotonic(), []
+        started = time.monotonic()
         right_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         kls: list[Tensor] = []
         agrees: list[Tensor] = []
@@ -335,8 +335,11 @@ def measure_group(
                 right_BT[:, start + 1 : end] = top_BT[:, : end - start - 1] == tokens_BT[:, start + 1 : end]
                 logits_TRV = logits_BTV[rows].transpose(0, 1)
                 if name == RAW:
-                    kept.append(logits_TRV)
+                    if reference_TRV is None:
+                        reference_TRV = logits_TRV.new_empty(tokens_BT.shape[1], *logits_TRV.shape[1:])
+                    reference_TRV[start:stop] = logits_TRV
                 elif rows:
+                    assert reference_TRV is not None
                     of_TRV = reference_TRV[start:stop]
                     kl_n = kl_divergence(of_TRV.flatten(0, 1), logits_TRV.flatten(0, 1))
                     kls.append(kl_n.view(-1, len(rows)))
@@ -344,9 +347,9 @@ def measure_group(
         except (KvcalError, RuntimeError) as error:  # of a GPU, too: the other plans go on
             maker.found["plans"].setdefault(name, {})["error"] = described(error)
             maker.reporter.say(f"{name}: {described(error)}")
+            if name == RAW:
+                return
             continue
-        if name == RAW:
-            reference_TRV = torch.cat(kept)
         found: list[dict[str, Any]] = []
         for number, text in enumerate(texts):
             is_right_T = right_BT[number].cpu()
