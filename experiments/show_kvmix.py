@@ -31,7 +31,7 @@ from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
@@ -196,7 +196,7 @@ def layout_cost(layout: str, num_bits: int, group: int, side: Side, pages: list[
     for x in pages:
         if layout == "planes":
             axis = "channel" if side == "k" else "token"
-            record = PageLayout(side, num_bits, axis, group, x.shape[-1], PARAM_DTYPE, dtype)
+            record = UniformLayout(side, num_bits, axis, group, x.shape[-1], PARAM_DTYPE, dtype)
             records = record.encode(x)
             size, back = records.numel(), record.decode(records).float()
         else:

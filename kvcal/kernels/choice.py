@@ -1,6 +1,6 @@
 """The choice between two kernels that serve ``decode`` on CUDA, and what neither of them takes.
 
-The folded kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
+The fast kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
 lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a static cache warns of the
 layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both would do (``plain``): they must agree.
 
@@ -20,7 +20,7 @@ from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side
 
-FOLDED_HEAD_DIMS = (64, 128)
+NARROW_HEAD_DIMS = (64, 128)
 # The fast kernel's passes of 8 query heads a tile (csrc/decode/wide_keys.cuh) take more of them.
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
@@ -60,15 +60,15 @@ def is_wide(variant: Variant) -> bool:
         and key_lift(variant) is not None
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
-    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)
+    has_others = dim in NARROW_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)
     return is_able and not has_others
 
 
 def plain_reasons(variant: Variant) -> Iterator[str]:
-    """Why the folded kernel cannot serve the variant; nothing if it can."""
-    if variant.head_dim not in FOLDED_HEAD_DIMS and not is_wide(variant):
+    """Why the fast kernel cannot serve the variant; nothing if it can."""
+    if variant.head_dim not in NARROW_HEAD_DIMS and not is_wide(variant):
         of_formats = " with these formats" if variant.head_dim in WIDE_HEAD_DIMS else ""
-        sizes = FOLDED_HEAD_DIMS if of_formats else WIDE_HEAD_DIMS
+        sizes = NARROW_HEAD_DIMS if of_formats else WIDE_HEAD_DIMS
         yield f"head size {variant.head_dim}{of_formats}, where the fast kernel takes {', '.join(map(str, sizes))}"
     sinks = (variant.k.num_sink_tokens, variant.v.num_sink_tokens)
     if sinks[0] != sinks[1] and RAW_BITS not in (variant.num_bits("k"), variant.num_bits("v")):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvcal.errors import UsageError
 from kvcal.kernels.choice import (
-    FOLDED_HEAD_DIMS,
     MAX_STAGED_DIM,
+    NARROW_HEAD_DIMS,
     TILE_HEADS,
     WIDE_HEAD_DIMS,
     is_plain,
@@ -198,7 +198,7 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
     heads = batch * num_kv_heads
     floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
     if head_dim in WIDE_HEAD_DIMS:
-        is_narrow = group_heads <= TILE_HEADS and head_dim in FOLDED_HEAD_DIMS
+        is_narrow = group_heads <= TILE_HEADS and head_dim in NARROW_HEAD_DIMS
         per_pass = TILE_HEADS if is_narrow else 2 * TILE_HEADS
         floats = max(floats, (heads * -(-group_heads // per_pass) + num_sms) * per_pass * (head_dim + 2))
     return _counter_bytes(heads, group_heads) + 4 * floats

@@ -35,7 +35,7 @@ from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.strict import STRICT
 
@@ -56,10 +56,10 @@ class Shrinking:
     rescale: bool
     offset: bool
 
-    def layouts(self) -> tuple[PageLayout, PageLayout]:
+    def layouts(self) -> tuple[UniformLayout, UniformLayout]:
         """The records of one page of one head, before and after."""
         narrow = self.format.layout(self.side, 1, self.head_dim, self.cache_dtype, self.format.num_bits)
-        assert isinstance(narrow, PageLayout)
+        assert isinstance(narrow, UniformLayout)
         return dataclasses.replace(narrow, num_bits=self.wide_bits), narrow
 
     @property

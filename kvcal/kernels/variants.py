@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
@@ -106,10 +106,10 @@ class Variant:
         given = self.k_bits if side == "k" else self.v_bits
         return self.format(side).num_bits if given is None else given
 
-    def layout(self, side: Side) -> PageLayout | TieredLayout:
+    def layout(self, side: Side) -> UniformLayout | TieredLayout:
         """The record of one page of one KV head."""
         layout = self.format(side).layout(side, 1, self.head_dim, self.cache_dtype, self.num_bits(side))
-        assert isinstance(layout, PageLayout | TieredLayout)
+        assert isinstance(layout, UniformLayout | TieredLayout)
         return layout
 
     @property

@@ -27,7 +27,7 @@ from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, page_positi
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
 from kvcal.pages.transforms import BeforeRope, Transform
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
 
@@ -167,7 +167,7 @@ class PageCodec:
             NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
         """
         old, new = (self._layout(bits) for bits in (old_bits, new_bits))
-        assert isinstance(old, PageLayout) and isinstance(new, PageLayout)
+        assert isinstance(old, UniformLayout) and isinstance(new, UniformLayout)
         return convert(records, old, new, self.format.shift, Transform(self.rescale, self.offset))
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:

@@ -42,7 +42,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.record_layout import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
-from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
+from kvcal.pages.uniform import UniformLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 
 STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.030762384}
@@ -100,7 +100,7 @@ _signs = functools.cache(random_signs)
 
 
 @dataclass(frozen=True)
-class RotatedLayout(PageLayout):
+class RotatedLayout(UniformLayout):
     """Shape of a page's record: that of uniform codes per token, without zeros."""
 
     has_zeros: ClassVar[bool] = False

@@ -21,7 +21,7 @@ from typing import Literal
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.transforms import Transform
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 
 Shift = Literal["equivalent", "modified", "direct"]
 SHIFTS: tuple[Shift, ...] = ("equivalent", "modified", "direct")
@@ -78,7 +78,9 @@ def _half(num_bits: int) -> int:
 PLAIN = Transform()
 
 
-def convert(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, transform: Transform = PLAIN) -> Tensor:
+def convert(
+    records: Tensor, old: UniformLayout, new: UniformLayout, kind: Shift, transform: Transform = PLAIN
+) -> Tensor:
     """Records [..., n, old.record_bytes] uint8 -> [..., n, new.record_bytes], fewer or more bits. The layouts differ in
     ``num_bits`` alone, both a power of two, and their scales are fp32. ``transform``: that of the n heads' codes.
 
@@ -95,7 +97,7 @@ def convert(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, tran
     return result.view(*records.shape[:-1], new.record_bytes)
 
 
-def _shrunk(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, transform: Transform) -> Tensor:
+def _shrunk(records: Tensor, old: UniformLayout, new: UniformLayout, kind: Shift, transform: Transform) -> Tensor:
     num_bits = old.num_bits
     if num_bits == RAW_BITS:
         num_bits //= 2
@@ -108,7 +110,7 @@ def _shrunk(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, tran
     return new.pack(codes, scale, zero)
 
 
-def _widened(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, transform: Transform) -> Tensor:
+def _widened(records: Tensor, old: UniformLayout, new: UniformLayout, kind: Shift, transform: Transform) -> Tensor:
     if new.num_bits == RAW_BITS:
         return new.encode(transform.undo(old.decode(records)))
     codes, scale, zero = old.fields(records)

@@ -103,7 +103,7 @@ def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PageLayout(Layout):
+class UniformLayout(Layout):
     """Shape of a page's record. ``side`` is "k" or "v"; ``axis`` is what shares no scale with its neighbour:
     "channel" groups run along tokens, "token" groups run along channels."""
 

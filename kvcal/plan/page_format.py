@@ -29,7 +29,7 @@ from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout
 from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.scores import SCORES
 from kvcal.pages.tiered import BASE_BITS, TieredLayout
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
@@ -42,7 +42,7 @@ Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 
 
 UNIFORM = "uniform"
-QUANTIZERS: dict[str, type[PageLayout]] = {UNIFORM: PageLayout, "rotated": RotatedLayout}
+QUANTIZERS: dict[str, type[UniformLayout]] = {UNIFORM: UniformLayout, "rotated": RotatedLayout}
 # Left out of JSON where it is the uniform one: plans without the key stay the same bytes.
 Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
 
@@ -291,7 +291,7 @@ class Format:
             return TieredLayout(num_bits, tiers, self.group_size, head_dim, self.param_dtype, cache_dtype)
         if num_bits != RAW_BITS and self.lattice_dim is not None:
             return LatticeLayout(num_bits, self.lattice_dim, num_heads * head_dim, self.param_dtype)
-        kind = PageLayout if num_bits == RAW_BITS else QUANTIZERS[self.quantizer]
+        kind = UniformLayout if num_bits == RAW_BITS else QUANTIZERS[self.quantizer]
         return kind(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
 
     def nbytes(

@@ -17,7 +17,7 @@ from progressive_cases import CONTEXT, K_2, V_2, fixed, scheduled
 from kvcal import PlanCache
 from kvcal.errors import UsageError
 from kvcal.pages.shrink import RECORDS_AT_ONCE, SHIFTS, convert
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
 
 V_4 = Format(4, "token", 32, 5, 33)
@@ -249,7 +249,7 @@ def test_beyond_the_workload_nothing_is_known_to_fit():
 @pytest.mark.parametrize("kind", SHIFTS)
 def test_cpu_and_cuda_convert_to_the_same_bytes(kind):
     for axis, dim, start, stop in itertools.product(("channel", "token"), (8, 80), (16, 8, 4), (8, 4, 2, 1)):
-        old, new = (PageLayout("k", bits, axis, 32, dim, "float32", "bfloat16") for bits in (start, stop))
+        old, new = (UniformLayout("k", bits, axis, 32, dim, "float32", "bfloat16") for bits in (start, stop))
         records = old.encode(random_states(3, 2, 128, dim))
         for there, back in ((old, new), (new, old)) if start > stop else ():
             on_cpu = convert(records, there, back, kind)

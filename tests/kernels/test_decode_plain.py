@@ -1,6 +1,6 @@
-"""The plain decode kernel against attention in fp64 over the decoded pages, and against the folded kernel, on a GPU.
+"""The plain decode kernel against attention in fp64 over the decoded pages, and against the fast kernel, on a GPU.
 
-Its arithmetic is fp32 throughout, so it is held to a thirtieth of what the folded kernel is allowed.
+Its arithmetic is fp32 throughout, so it is held to a thirtieth of what the fast kernel is allowed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels_decode import CASES, ROTATED, TOLERANCE, Case, in_turn, k_format, relative_error, v_format, variant_of
-from test_kernels_decode import LENGTHS as FOLDED_LENGTHS
+from test_kernels_decode import LENGTHS as FAST_LENGTHS
 
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import Format
@@ -99,14 +99,14 @@ def test_pages_that_were_decoded_into_tokens(given: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "dim"), in_turn(CASES, 64, 128))
-def test_it_agrees_with_the_folded_kernel(name: str, dim: int) -> None:
+def test_it_agrees_with_the_fast_kernel(name: str, dim: int) -> None:
     variant, scale = variant_of(*CASES[name], dim=dim), 0.4 * dim**-0.5
     both = (dataclasses.replace(variant, plain=True), variant)
-    case, other = (Case(one, FOLDED_LENGTHS, heads=2, seed=1) for one in both)
+    case, other = (Case(one, FAST_LENGTHS, heads=2, seed=1) for one in both)
     assert_exact(case, scale)
-    plain, folded = case.run(scale), other.run(scale)
-    assert relative_error(folded, plain.double()) <= (1 + SHARE) * TOLERANCE
-    assert not torch.equal(folded, plain)  # two kernels, not one
+    plain, fast = case.run(scale), other.run(scale)
+    assert relative_error(fast, plain.double()) <= (1 + SHARE) * TOLERANCE
+    assert not torch.equal(fast, plain)  # two kernels, not one
 
 
 @pytest.mark.parametrize("plain", (False, True))

@@ -14,7 +14,7 @@ from kvcal.pages.feedback import factor_row, factor_spec, feedback_factor, round
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.tiered import TieredLayout
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.stored_tensor import StoredTensor
 
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
@@ -125,7 +125,7 @@ def weighted_error(x: Tensor, decoded: Tensor, hessian: Tensor) -> float:
 def test_feedback_lowers_the_weighted_error_on_the_same_grid(
     num_bits: int, side: str, axis: str, head_dim: int, group_size: int, num_heads: int
 ) -> None:
-    layout = PageLayout(side, num_bits, axis, group_size, head_dim, "float16", "bfloat16")
+    layout = UniformLayout(side, num_bits, axis, group_size, head_dim, "float16", "bfloat16")
     x = torch.randn(1, num_heads, PAGE_TOKENS, head_dim, generator=torch.Generator().manual_seed(1))
     hessian = hessian_of(num_heads, head_dim)
     factor, share = feedback_factor(hessian, 0.01)
@@ -146,7 +146,7 @@ def test_an_identity_leaves_codes_as_they_are() -> None:
     torch.testing.assert_close(share, torch.ones(2, dtype=torch.float64))
     pages = torch.stack([random_page(80, 0), random_page(80, 1)]).unsqueeze(0)
     for layout in (
-        PageLayout("k", 2, "channel", 64, 80, "float16", "bfloat16"),
+        UniformLayout("k", 2, "channel", 64, 80, "float16", "bfloat16"),
         RotatedLayout("v", 8, "token", 128, 80, "float16", "bfloat16"),  # whose grid feedback does not widen
     ):
         operands = {name: layout.make_tensor(name, 3) for name in layout.plan_tensors("")}
@@ -178,6 +178,6 @@ def test_a_gpu_chooses_the_same_codes(head_dim: int) -> None:
     x = torch.randn(3, 2, PAGE_TOKENS, head_dim, generator=torch.Generator().manual_seed(1))
     factor, _ = feedback_factor(hessian_of(2, head_dim), 0.01)
     for num_bits in (1, 2, 3, 4, 8):
-        layout = PageLayout("k", num_bits, "channel", 64, head_dim, "float16", "bfloat16")
+        layout = UniformLayout("k", num_bits, "channel", 64, head_dim, "float16", "bfloat16")
         on_gpu = layout.encode_pages(x.cuda(), {"feedback": factor.cuda()})
         assert torch.equal(on_gpu.cpu(), layout.encode_pages(x, {"feedback": factor}))

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pages.json").read_text())
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
 DIMS = (16, 20, 64, 80, 96, 128, 256)
 
 
-def layout_of(side, num_bits, axis, group_size, dim, param_dtype="float16", cache_dtype="bfloat16") -> PageLayout:
-    return PageLayout(side, num_bits, axis, group_size, dim, param_dtype, cache_dtype)
+def layout_of(side, num_bits, axis, group_size, dim, param_dtype="float16", cache_dtype="bfloat16") -> UniformLayout:
+    return UniformLayout(side, num_bits, axis, group_size, dim, param_dtype, cache_dtype)
 
 
 def random_page(dim: int, seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,7 @@ from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Boost, Format, Tier
 
@@ -117,7 +117,7 @@ def test_room_for_all_channels_is_a_plain_page_of_4_bits():
     for dim, group_size in ((20, 64), (128, 128)):
         page = random_page(dim)
         layout = layout_of(((4, dim, None),), dim, group_size=group_size)
-        plain = PageLayout("k", 4, "channel", group_size, dim, "float16", "bfloat16")
+        plain = UniformLayout("k", 4, "channel", group_size, dim, "float16", "bfloat16")
         decoded = layout.decode(layout.encode(page, random_scores(dim)))
         assert torch.equal(decoded, plain.decode(plain.encode(page)))
 

@@ -20,7 +20,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import geometry_of
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.stages.checkpoint import Batch, Mean
 from kvcal.stages.profile.observers import OBSERVERS, BatchGradients, GradientPass, next_token_losses
 from kvcal.stages.profile.sensitivity import Candidate, Errors, candidates, quantization_errors, range_refusal
@@ -179,7 +179,7 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
     x_NTD[2, 5] = -3.0  # constant along channels
     errors = {}
     for wanted in ALL[side]:
-        layout = PageLayout(side, *wanted[:3], head_dim, "float16", "bfloat16")
+        layout = UniformLayout(side, *wanted[:3], head_dim, "float16", "bfloat16")
         rounded = x_NTD.bfloat16()
         errors[wanted] = (layout.decode(layout.encode(rounded)) - rounded.float()).abs().double()
     for channel in (2, head_dim - 1):

@@ -38,7 +38,7 @@ from kvcal.kernels.variants import VARIANTS, variant_of
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
 from kvcal.pages.record_layout import noted_in
-from kvcal.pages.uniform import PageLayout
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.store import dequantize
 
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_reported_and_raises_later(name: str, layer: int, 
 
 
 def test_a_flag_instead_of_an_error() -> None:
-    layout, page = PageLayout("k", 2, "channel", 32, 8, "float16", "bfloat16"), torch.zeros(128, 8)
+    layout, page = UniformLayout("k", 2, "channel", 32, 8, "float16", "bfloat16"), torch.zeros(128, 8)
     page[3, 4] = torch.inf
     flag = torch.full((1,), 4, dtype=torch.int32)
     with noted_in(flag, 1):

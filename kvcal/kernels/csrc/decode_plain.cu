@@ -5,12 +5,12 @@
 // query heads of the group gives their scores, and the values, which take the keys' place, are multiplied by the
 // softmax's weights. In scores, lanes are tokens and warps are shares of the channels; in P V, threads are 4 channels
 // and shares of the tokens. Everything is an fp32 FMA in a fixed order, so results repeat bit for bit, and the rounding
-// of scores and weights is far below that of the folded kernel, which can be held against this one.
+// of scores and weights is far below that of the fast kernel, which can be held against this one.
 //
 // Work: all tiles of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so that ragged
 // batches balance and a captured graph stays valid. Parts of a head that several blocks share are merged by whichever
 // comes last, in the order of the blocks. Left out: asking for the next tile while one is in work (the SM's other
-// blocks fill the time), and tiles in 16 bits; the folded kernel is the fast one.
+// blocks fill the time), and tiles in 16 bits.
 
 #include "plain_parts.cuh"
 #include "stage.cuh"
