@@ -9,8 +9,8 @@ the first token and its own. Offsets and predictions move keys and values, not t
 for λ: a Hessian knows only the turns of RoPE that it has seen.
 
 With ``basis``, rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries weighted by what
-attention makes of an error, and feedback works in it. The center of keys stays 0 where attention has logits without a
-key, or soft caps: softmax then sees a constant.
+attention makes of an error, with each text at all places of the model's context, and feedback works in it. The center
+of keys stays 0 where attention has logits without a key, or soft caps: softmax then sees a constant.
 
 The stage comes last, when layers have all their transforms. It keeps sums alone, so memory does not grow with the
 number of sequences, and an interrupted run goes on after the last batch. Left out: Hessians weighted by attention, and
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import Index
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
+from kvcal.models.rope import RotaryMap, rotary_maps
 from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.pages.basis import Basis, basis_specs, fitted_basis, moved_hessian
 from kvcal.pages.feedback import factor_spec, feedback_factor
@@ -51,6 +52,7 @@ from kvcal.stages.hessians import (
     mean_and_covariance,
     moments,
     output_products,
+    over_context,
     query_products,
     rotated,
     weighted_queries,
@@ -59,7 +61,7 @@ from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_input
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"
-SCHEMA = 1
+SCHEMA = 2
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -197,7 +199,9 @@ def run_feedback(
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, "feedback")
     based = basis_places(layers, spec.sides) if spec.basis else []
     by_index = {layer.geometry.index: layer for layer in layers}
-    calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale)
+    longest = max(map(len, data.sequences))
+    rotary = _rotary(loaded, based, longest, reporter)
+    calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale, rotary, longest)
     start = calibration.start()
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
         if start.means:
@@ -229,7 +233,8 @@ def run_feedback(
 
 @dataclass(frozen=True, eq=False)
 class _Calibration:
-    """Hessians of ``places``, of which ``based`` get a basis. ``layers``: the plan's, by index."""
+    """Hessians of ``places``, of which ``based`` get a basis. ``layers``: the plan's, by index; ``rotary``: RoPE of
+    those whose keys get a basis, for all places of the context; ``longest``: tokens of the longest text."""
 
     loaded: LoadedModel
     layers: Mapping[int, LayerPlan]
@@ -238,6 +243,8 @@ class _Calibration:
     based: list[Place]
     spec: FeedbackSpec
     position_scale: float
+    rotary: Mapping[int, RotaryMap] = field(default_factory=dict)
+    longest: int = 1
 
     def start(self) -> State:
         """The sums over the tokens of each layer, without any: ``queries`` [N, D, D], and the ``moments`` of what gets
@@ -299,22 +306,29 @@ class _Calibration:
         index, side = place
         layer, basis = self.layers[index], None
         if side == "k":
-            hessian = means[f"queries.{index}"].result()
+            hessian = self._over_context(means[f"queries.{index}"].result(), index)
             if layer.k_rescale:
                 lambda_ND = self.tensors[f"layers.{index}.k_rescale"].to("cpu", torch.float64)
                 hessian = lambda_ND.unsqueeze(2) * hessian * lambda_ND.unsqueeze(1)
         else:
             hessian = output_products(self._output_weights[index], layer.attention.num_kv_heads)
         if place in self.based:
-            center, covariance = mean_and_covariance(
-                means[f"moments.{index}.{side}"].total, side == "k" and self._is_blind(index)
-            )
+            sums = means[f"moments.{index}.{side}"].total
+            sums = self._over_context(sums, index) if side == "k" else sums
+            center, covariance = mean_and_covariance(sums, side == "k" and self._is_blind(index))
             basis = fitted_basis(hessian, covariance, self.spec.exponent, center if side == "k" else None)
             hessian = moved_hessian(hessian, basis)
         if layer.format(side).quantizer == "rotated":
             signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
             hessian = rotated(hessian, signs)
         return hessian, basis
+
+    def _over_context(self, sums_NEE: Tensor, index: int) -> Tensor:
+        """Of a layer's keys, or queries, after RoPE: those of the texts at all places of the context."""
+        context = self.loaded.max_context
+        if context is None or index not in self.rotary:
+            return sums_NEE
+        return over_context(sums_NEE, self.rotary[index], self.longest, context)
 
     @functools.cached_property
     def _modules(self) -> dict[int | None, nn.Module]:
@@ -335,6 +349,16 @@ class _Calibration:
         config = self.loaded.model.config.get_text_config(decoder=True).to_dict()
         has_sinks = "sinks" in dict(self._modules[index].named_parameters(recurse=False))
         return not has_sinks and not config.get("attn_logit_softcapping")
+
+
+def _rotary(loaded: LoadedModel, based: list[Place], longest: int, reporter: Reporter) -> Mapping[int, RotaryMap]:
+    """RoPE of the layers whose keys get a basis; where it is not known, the reporter is told."""
+    indices = {index for index, side in based if side == "k"}
+    try:
+        return rotary_maps(loaded.model, loaded.geometry, indices) if indices else {}
+    except UnsupportedModel as unknown:
+        reporter.say(f"feedback: bases are fitted to the first {longest} positions alone: {unknown.message}")
+        return {}
 
 
 def save(record: FeedbackRecord, inputs: dict[str, Any], path: Path) -> None:

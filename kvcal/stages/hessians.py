@@ -7,6 +7,9 @@ first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o 
     w_t = sum of p_ts^2 |v_s - o_t|^2 over the tokens s that are packed
 
 in the metric of the output projection. A mean of q q' without weights underrates the few sharp queries that retrieve.
+
+RoPE turns keys and queries alike wherever a text lies. So sums over a short text tell those of the same text at any
+place of a long context (``over_context``): a basis that has seen the first positions alone fails after them.
 Sums are fp64, so that those of two sets of texts merge. Left out: soft caps, which only shrink logits.
 """
 
@@ -15,12 +18,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcal.models.rope import RotaryMap
 from kvcal.pages.rotated import rotate as rotate_channels
 from kvcal.pages.transforms import rotate as rotate_positions
 
 DISTANCES = 8  # positions of keys that a query is turned back by, where pages hold keys before RoPE
 # Scores in fp32 that are held at once: 64 MB.
 SCORES_AT_ONCE = 2**24
+MAX_PLACES = 128  # of a text in the context
 
 
 def weighted_queries(
@@ -63,6 +68,24 @@ def mean_and_covariance(sums_NEE: Tensor, is_centered: bool) -> tuple[Tensor, Te
     if not is_centered:
         return torch.zeros_like(mean), second
     return mean, second - mean.unsqueeze(2) * mean.unsqueeze(1)
+
+
+def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int) -> Tensor:
+    """The mean of R M R' over the places of a text of ``tokens`` in a ``context``, one after the other, where R is
+    RoPE's turn by the text's first position: of sums M fp64 [N, E, E] of products of keys, or of queries, after RoPE,
+    whose first channels are a head's."""
+    places = min(MAX_PLACES, max(1, -(-context // tokens)))
+    a, b = rotary.pairs.unbind(1)
+    total = torch.zeros_like(sums_NEE)
+    for first in torch.linspace(0, max(0, context - tokens), places, dtype=torch.float64):
+        cos, sin, turned = (first * rotary.frequency).cos(), (first * rotary.frequency).sin(), sums_NEE
+        for _ in range(2):  # rows, then columns
+            x = turned.clone()
+            x[..., a] = turned[..., a] * cos - turned[..., b] * sin
+            x[..., b] = turned[..., b] * cos + turned[..., a] * sin
+            turned = x.mT
+        total += turned
+    return total / places
 
 
 def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvcal.folder import Folder, Job
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
+from kvcal.models.rope import rotary_maps
 from kvcal.pages.basis import fitted_basis, moved_hessian
 from kvcal.pages.feedback import feedback_factor
 from kvcal.pages.rotated import rotate as rotate_channels
@@ -43,6 +45,7 @@ from kvcal.stages.hessians import (
     mean_and_covariance,
     moments,
     output_products,
+    over_context,
     query_products,
     rotated,
     weighted_queries,
@@ -300,6 +303,28 @@ def test_what_takes_no_feedback_is_refused() -> None:
         replace(window, v_feedback=True)
 
 
+def test_sums_over_the_context_are_those_of_texts_at_its_places(llama: LoadedModel) -> None:
+    generator, context = torch.Generator().manual_seed(5), 1000
+    rotary = rotary_maps(llama.model, llama.geometry)[0]
+    k_pre_NTD = torch.randn(2, 60, 16, generator=generator) + 1
+    firsts = torch.linspace(0, context - 60, -(-context // 60), dtype=torch.float64)
+    table = rotary.tensor()
+    table[:, 3] = 1.0
+    expected = torch.zeros(2, 17, 17, dtype=torch.float64)
+    for first in firsts:
+        for head in range(2):
+            for token in range(60):
+                position = first + token
+                k = k_pre_NTD[head, token].double()
+                for a, b, frequency, _ in table.tolist():
+                    a, b, cos, sin = int(a), int(b), math.cos(position * frequency), math.sin(position * frequency)
+                    k[a], k[b] = k[a] * cos - k[b] * sin, k[b] * cos + k[a] * sin
+                one = torch.cat([k, k.new_ones(1)])
+                expected[head] += torch.outer(one, one) / len(firsts)
+    sums = moments(rotate(k_pre_NTD, table, torch.arange(60)))
+    torch.testing.assert_close(over_context(sums, rotary, 60, context), expected, atol=1e-3, rtol=1e-5)
+
+
 ROTATED = Format(2, "token", 128, 2, 16, quantizer="rotated")
 WITH_BASIS = replace(SPEC, basis=True)
 
@@ -314,6 +339,8 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
         seen = [(c[index].q_post_BHTD[0], c[index].k_post_BNTD[0], c[index].v_BNTD[0]) for c in captured]
         queries = sum(weighted_queries(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen)
         keys, values = (sum(moments(qkv[at][:, 2:]) for qkv in seen) for at in (1, 2))
+        place = rotary_maps(llama.model, llama.geometry)[index], 200, llama.max_context
+        queries, keys = (over_context(sums, *place) for sums in (queries, keys))
         center, covariance = mean_and_covariance(keys, True)
         outputs = output_products(weights[index], 2)
         expected = {
