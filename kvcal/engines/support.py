@@ -75,8 +75,8 @@ def shares_sinks(engine: str, lookahead: int = 0) -> bool:
 
 
 def unquantized_copies(plan: Plan, engine: str, lookahead: int = 0) -> list[str]:
-    """What of a plan at 16 bits besides its pages a request after a cached prefix would not have, each named once: its
-    windows, and its sinks where the engine does not share them."""
+    """The 16-bit tokens of a plan that a request after a cached prefix would lack, each named once: windows, and sinks
+    where the engine does not share them."""
     found, has_sinks = [], shares_sinks(engine, lookahead)
     for layer in plan.layers:
         if not layer.is_paged:

@@ -1,20 +1,17 @@
 """The feedback stage: Hessians of what attention makes of errors in keys and values, the bases that they ask for, and
 the factors of error feedback.
 
-For keys the Hessian of a KV head is the mean of q q' over the queries after RoPE, summed over its query heads, from one
-forward of each sequence; for values the sum of W_o' W_o over its query heads, which needs no data. Both are taken to
-the space that pages are stored in: times λ or turned before RoPE for keys, rotated where pages are. A key before
-RoPE is read at any distance; so every query is turned back by ``DISTANCES`` positions of keys, evenly spread between
-the first token and its own. Offsets and predictions move keys and values, not their errors. Positions are stretched as
-for λ: a Hessian knows only the turns of RoPE that it has seen.
+For keys the Hessian of a KV head is the mean of q q' over the queries after RoPE of its query heads; for values the sum
+of W_o' W_o over its query heads, without data. Both are taken to the space of the pages: times λ or turned before RoPE
+for keys, rotated where pages are. A key before RoPE is read at any distance; so each query is turned back by
+``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are stretched as for λ.
 
 With ``basis``, rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries weighted by what
 attention makes of an error, with each text at all places of the model's context, and feedback works in it. The center
 of keys stays 0 where attention has logits without a key, or soft caps: softmax then sees a constant.
 
-The stage comes last, when layers have all their transforms. It keeps sums alone, so memory does not grow with the
-number of sequences, and an interrupted run goes on after the last batch. Left out: Hessians weighted by attention, and
-of the loss.
+The stage comes last, when layers have all their transforms, or first, where formats are chosen in a basis. It keeps
+sums alone: memory does not grow with sequences, and an interrupted run goes on. Left out: Hessians of the loss.
 """
 
 from __future__ import annotations
@@ -325,10 +322,10 @@ class _Calibration:
 
     def _over_context(self, sums_NEE: Tensor, index: int) -> Tensor:
         """Of a layer's keys, or queries, after RoPE: those of the texts at all places of the context."""
-        context = self.loaded.max_context
-        if context is None or index not in self.rotary:
+        rotary, context = self.rotary.get(index), self.loaded.max_context
+        if rotary is None or context is None:
             return sums_NEE
-        return over_context(sums_NEE, self.rotary[index], self.longest, context)
+        return over_context(sums_NEE, rotary, self.longest, context)
 
     @functools.cached_property
     def _modules(self) -> dict[int | None, nn.Module]:

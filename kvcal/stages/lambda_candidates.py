@@ -1,5 +1,5 @@
-"""What the reparam stage chooses λ of one layer's keys from: statistics of keys at far positions, the candidates of
-PM-KVQ, and keys as pages hold them.
+"""Candidates for λ of one layer's keys, as in PM-KVQ: statistics of keys at far positions, and keys as pages hold
+them. The reparam stage chooses among the candidates.
 
     λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries are multiplied by λ                   (Eq. 9-11)
 

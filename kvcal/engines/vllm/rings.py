@@ -1,4 +1,4 @@
-"""What vLLM keeps for a request besides its pages, each as a layer of its own next to an attention layer.
+"""Rings and sinks of a request in vLLM's memory, each as a layer of its own next to an attention layer.
 
     rings   16-bit tokens, one block for the life of a request. vLLM allocates such blocks for models that compress keys
             in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request
