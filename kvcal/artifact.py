@@ -5,7 +5,7 @@ whose value is canonical JSON (sorted keys, no spaces, ASCII, finite numbers): `
 "schema"}``. ``digest`` is the sha256 over that JSON without the digest, then, for every tensor in order of the names,
 the canonical JSON of [name, dtype, shape] and the tensor's bytes (little-endian, row-major): a flipped bit is refused.
 ``inputs`` says what the artifact was made from; a stage is skipped when they equal what it would use now. Other files
-are written by the same atomic rename; grids and compiled kernels lie in the user's cache folder.
+are written by the same atomic rename; compiled kernels lie in the user's cache folder.
 """
 
 from __future__ import annotations

@@ -1,25 +1,23 @@
-"""HIGGS pages: bytes against a scalar oracle, errors at the grids' optimum, and grids that are the same everywhere."""
+"""HIGGS pages: bytes against a scalar oracle, errors at the grids' optimum, and how they are made."""
 
 from __future__ import annotations
 
-import hashlib
 import math
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import oracles
 import pytest
 import torch
 from oracles import PAGE, to_float32
 
-from kvcal import artifact
-from kvcal.artifact import cache_folder
+from kvcal.artifact import cache_folder, keep
 from kvcal.errors import NonFiniteActivations
-from kvcal.pages import lattice as grids
 from kvcal.pages.lattice import GRIDS, LatticeLayout, gaussian_grid, nearest_point
 from kvcal.pages.rotated import random_signs
 
 EXPECTED_MSE = {(2, 16): 0.107, (2, 64): 0.030, (2, 256): 0.0077, (4, 256): 0.097}
-GRID_2_16_SHA256 = "68c85dc02ef426185782a152ac9c470be546032acb9bf54839c82c4746255043"
 ALL_FORMATS = [(2, 2), (3, 2), (4, 2), (2, 4)]  # num_bits, lattice_dim
 
 
@@ -171,48 +169,16 @@ def test_grids_have_the_expected_error_and_are_stationary(size):
     assert points.mean(0).abs().max() < 0.01
 
 
-def test_every_machine_makes_the_same_grid():
-    assert hashlib.sha256(gaussian_grid(2, 16).numpy().tobytes()).hexdigest() == GRID_2_16_SHA256
+def test_the_script_makes_the_stored_grid():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "make_grids.py"))
+    assert torch.equal(script["made_grid"](2, 16), gaussian_grid(2, 16))
 
 
-def test_a_grid_is_read_from_the_cache_and_made_again_when_the_file_is_wrong(tmp_path, monkeypatch):
-    grid = gaussian_grid(2, 16)
-    good = (cache_folder() / "gaussian-grid-d2-n16.safetensors").read_bytes()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = cache_folder() / "gaussian-grid-d2-n16.safetensors"
-    path.parent.mkdir()
-    path.write_bytes(good)
-    found = artifact.read(path, grids.KIND, grids.SCHEMA)
-    artifact.write(path, replace(found, tensors={"grid": grid + 1}))
-    assert torch.equal(gaussian_grid(2, 16), grid + 1)  # so it was read
-    wrong = [
-        good[:-1],
-        good[:-9] + bytes([good[-9] ^ 1]) + good[-8:],
-        b"",
-        artifact.to_bytes(replace(found, tensors={"grid": grid[:8]})),
-        artifact.to_bytes(replace(found, tensors={"grid": grid.double()})),
-        artifact.to_bytes(replace(found, tensors={})),
-        artifact.to_bytes(replace(found, tensors={"grid": grid, "more": grid})),
-        artifact.to_bytes(replace(found, tensors={"grid": grid * 2.0**100})),
-        artifact.to_bytes(replace(found, tensors={"grid": grid * 1.1})),
-        artifact.to_bytes(replace(found, tensors={"grid": grid.flip(0)})),
-        artifact.to_bytes(replace(found, tensors={"grid": grid[:1].expand(16, 2)})),
-        artifact.to_bytes(replace(found, inputs={**found.inputs, "num_batches": 1})),
-        artifact.to_bytes(replace(found, schema=grids.SCHEMA + 1)),
-    ]
-    monkeypatch.setattr(grids, "_generate", lambda dim, num_points: grid.clone())  # its result is tested above
-    for data in wrong:
-        path.write_bytes(data)
-        assert torch.equal(gaussian_grid(2, 16), grid)
-        assert path.read_bytes() == good
-
-
-def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
-    grid = gaussian_grid(2, 16)
+def test_what_cannot_be_kept_in_the_cache_folder_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(RuntimeWarning, match="hint: set XDG_CACHE_HOME"):
-        assert torch.equal(gaussian_grid(2, 16), grid)
+        keep(cache_folder() / "name", b"", "files")
 
 
 @pytest.mark.parametrize("value", ["", "relative/folder"])
