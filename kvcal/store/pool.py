@@ -44,28 +44,9 @@ def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
     return torch.tensor([i for _, first, stop in spans for i in range(first, stop)], dtype=torch.int64, device=device)
 
 
-class Pool(Protocol):
-    """``records`` uint8 [slots, r, record_bytes]: a record for each head, or one for all of them."""
-
-    @property
-    def records(self) -> Tensor: ...
-
-    @property
-    def held(self) -> list[Tensor]:
-        """Tensors that count as the plan's bytes."""
-
-    def slots(self, spans: Sequence[Span]) -> Tensor:
-        """int64 [M]: where these pages lie."""
-
-    def resize(self, counts: Sequence[int]) -> None:
-        """Room for so many pages of every sequence; those that stay keep their contents."""
-
-    def select(self, indices: list[int]) -> None:
-        """Keep, repeat or reorder sequences."""
-
-
 class GrowingPool:
-    """See the module's docstring. ``counts``: pages of every sequence."""
+    """See the module's docstring. ``counts``: pages of every sequence; ``records`` uint8 [slots, r, record_bytes]: a
+    record for each head, or one for all of them."""
 
     def __init__(self, batch: int, record: tuple[int, int], device: torch.device) -> None:
         self.records = torch.empty(0, *record, dtype=torch.uint8, device=device)
@@ -73,14 +54,17 @@ class GrowingPool:
 
     @property
     def held(self) -> list[Tensor]:
+        """Tensors that count as the plan's bytes."""
         return [self.records]
 
     def slots(self, spans: Sequence[Span]) -> Tensor:
+        """int64 [M]: where these pages lie."""
         first = [0, *itertools.accumulate(self.counts)]
         found = [first[row] + ordinal for row, start, stop in spans for ordinal in range(start, stop)]
         return torch.tensor(found, dtype=torch.int64, device=self.records.device)
 
     def resize(self, counts: Sequence[int]) -> None:
+        """Room for so many pages of every sequence; those that stay keep their contents."""
         if list(counts) == self.counts:
             return
         old = self.records
@@ -91,6 +75,7 @@ class GrowingPool:
         self.counts = list(counts)
 
     def select(self, indices: list[int]) -> None:
+        """Keep, repeat or reorder sequences."""
         by_row = self.records.split(self.counts)
         self.records = torch.cat([by_row[index] for index in indices])
         self.counts = [self.counts[index] for index in indices]
@@ -259,7 +244,7 @@ class PhasedPages:
 
 
 class RegionPool:
-    """The pages of one side of a layer, where they are now (a ``Pool``)."""
+    """The pages of one side of a layer, where they are now."""
 
     def __init__(self, phases: PhasedPages, layer: int, side: Side) -> None:
         self.phases, self.number = phases, phases.number[layer, side]
@@ -292,3 +277,6 @@ class RegionPool:
     @property
     def _region(self) -> Tensor:
         return self.phases.region(self.number)
+
+
+Pool = GrowingPool | TablePool | RegionPool
