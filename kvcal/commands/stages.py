@@ -144,8 +144,8 @@ def reparam(
     recipe: options.RecipeOption = "pm-kvq",
 ) -> None:
     """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats of DIR's allocation,
-    with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts them into the plan, or
-    into the weights with `--fold`. Resumes if interrupted.
+    with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts them into the plan.
+    Resumes if interrupted.
 
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
@@ -213,37 +213,23 @@ def compile_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The plan; default DIR/plan.safetensors.")
     ] = None,
-    fold: Annotated[
-        Path | None, typer.Option(help="Fold λ into the model's weights and write the model to this new folder.")
-    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model to check on, or to fold into: folder, .gguf file, hub id or name.")
+        str | None, typer.Option(help="The model to check on: folder, .gguf file, hub id or name.")
     ] = None,
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for it. With
     --model, one that destroys the model ends in exit code 7.
 
-    Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
-    `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
+    Example: `kvcal compile artifacts/llama -o plan.safetensors`
     """
     paths = artifacts.Folder.of_plan(folder)
     reporter = given.reporter()
     path = output or paths.plan
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
-    if fold is not None:
-        if fold.exists():
-            raise UsageError(f"--fold {fold} exists already", hint="name a folder that does not exist")
-        artifact.require_parent(fold)
-    if fold is not None and model is None:
-        raise UsageError("--fold needs --model", hint="name the model whose weights are to take λ")
     loaded = None if model is None else given.load(model)
-    if loaded is None or fold is None:
-        plan = pipeline.compile_folder(paths, path, reporter)
-    else:
-        plan = transform.fold_folder(paths, path, loaded, fold, given.load, reporter)
-        loaded = given.load(str(fold))
+    plan = pipeline.compile_folder(paths, path, reporter)
     damage = None
     if loaded is None:
         check = options.command_line("verify", path, "--model", plan.model.id)

@@ -1,4 +1,4 @@
-"""The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback, λ folded into weights.
+"""The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their sha256: λ and
 predictors of another allocation are never mixed into a plan.
@@ -15,14 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
-from kvcal.data.pools import calibration, data_inputs, with_calibration
+from kvcal.data.pools import calibration, data_inputs
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import UsageError
 from kvcal.folder import Folder, Job, compute_dtype, current_or, feedback_spec, job_sequences, model_inputs, sequences
-from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import SIDES
-from kvcal.plan.plan import LayerPlan, Plan, save_plan
+from kvcal.plan.plan import LayerPlan
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
@@ -30,7 +28,7 @@ from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.budget import bytes_left, compile_plan, reserve_hint, spared_lambdas
+from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.centre import Centring, takes_mean
 from kvcal.stages.feedback import FeedbackRecord
@@ -126,8 +124,8 @@ def reparam_folder(job: Job) -> Reparam:
     left = bytes_left(allocation, layers, nbytes)
     if left is not None and left < 0:
         reporter.say(
-            f"reparam: λ in the plan would take {-left} bytes beyond the budget; fold it into the weights "
-            f"(`kvcal compile --fold`), or {reserve_hint(nbytes + spared_lambdas(found.apply(layers)))}"
+            f"reparam: λ takes {-left} bytes beyond the budget; "
+            f"{reserve_hint(nbytes + spared_lambdas(found.apply(layers)))}"
         )
     return found
 
@@ -199,44 +197,6 @@ def feedback_folder(job: Job) -> FeedbackRecord:
     make = partial(feedback_stage.run_feedback, loaded, layers, tensors, data, spec)
     path = folder.basis if recipe.chooses_in_a_basis else folder.feedback
     return current_or(path.stem, path, feedback_stage.load, inputs, make, reporter, data.description)
-
-
-def fold_folder(
-    folder: Folder,
-    path: Path,
-    loaded: LoadedModel,
-    out_model: Path,
-    reload: Callable[[str], LoadedModel],
-    reporter: Reporter,
-) -> Plan:
-    """Fold the folder's λ into ``loaded``'s weights, write that model to ``out_model``, and compile the plan for it to
-    ``path``, without a runtime λ. ``reload``: loads the written model, whose fingerprints the plan carries.
-
-    Raises:
-        UsageError: no λ in the folder, or ``out_model`` exists.
-        UnsupportedModel, ArtifactError: λ cannot be folded into this model, or was found for another one.
-    """
-    folder.require_model(model_inputs(loaded))
-    allocation, made_from = allocation_record.load(folder.allocation)
-    is_searched = "search.sha256" in made_from
-    found = Transforms() if is_searched else Transforms.made_for(folder, allocation.layers, reporter)
-    layers, tensors = found.apply(allocation.layers)
-    lambdas = {
-        layer.geometry.index: tensors.pop(f"layers.{layer.geometry.index}.k_rescale")
-        for layer in layers
-        if layer.k_rescale and not is_searched
-    }
-    if not lambdas:
-        raise UsageError(f"{folder.path} holds no λ to fold", hint="run `kvcal reparam` first")
-    fold(loaded.model, lambdas, loaded.geometry)
-    save_folded(loaded, out_model)
-    reporter.say(f"compile: λ of {len(lambdas)} layers folded into {out_model}")
-    identity = reload(str(out_model)).identity
-    layers = tuple(replace(layer, k_rescale=False) for layer in layers)
-    provenance = with_calibration(allocation.provenance, found.calibration)
-    plan = compile_plan(replace(allocation, model=identity, provenance=provenance), layers, tensors)
-    save_plan(plan, path)
-    return plan
 
 
 def reparam_data(job: Job) -> TokenDataset:

@@ -6,7 +6,7 @@ them. The reparam stage chooses among the candidates.
 Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as positions go
 on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its geometric mean over the head. A
 common factor changes no code (scales and zeros are proportional to it), but without the division K / λ would grow or
-shrink by orders of magnitude with α, and leave the range of fp16 scales, or, folded, of fp16 queries.
+shrink by orders of magnitude with α, and leave the range of fp16 scales.
 
 An offset (the mean of K_post per channel) may be subtracted before: softmax ignores a constant added to all of a
 query's logits, so it is exact in itself, and it helps keys that are quantized per token, whose groups span all

@@ -1,4 +1,4 @@
-"""λ through the packed cache: a block run again reads what the cache reads, in the plan and folded into weights."""
+"""λ through the packed cache: a block run again reads what the cache reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvcal import PlanCache
 from kvcal.errors import ArtifactError
 from kvcal.geometry import ModelIdentity
 from kvcal.models.attention import attention_modules
-from kvcal.models.fold import fold
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import rereading
@@ -126,7 +125,10 @@ def test_folded_lambda_is_the_runtime_lambda():
     tensors = {f"layers.{i}.k_rescale": lambda_ND for i in range(2)}
     plan = Plan(loaded.identity, "float32", layers, Workload(1, 300), {}, tensors)
     expected = block_outputs(model, plan, DATA.sequences[0])
-    fold(model, {0: lambda_ND, 1: lambda_ND}, loaded.geometry)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.view(2, 16, -1).div_(lambda_ND[:, :, None])
+            layer.self_attn.q_proj.weight.view(2, 2, 16, -1).mul_(lambda_ND[:, None, :, None])
     found = block_outputs(model, replace(plan, layers=layers_of(loaded), tensors={}), DATA.sequences[0])
     for number in expected:
         torch.testing.assert_close(found[number], expected[number], rtol=1e-5, atol=1e-6)

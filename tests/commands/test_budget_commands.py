@@ -142,7 +142,7 @@ def test_lambda_within_the_budget(commands: Commands) -> None:
     exact = ("--kv-budget", f"{budget}B", *WORKLOAD)
     assert commands("allocate", *exact).code == 0
     told = commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256)
-    assert told.code == 0 and "bytes beyond the budget; fold it" in " ".join(told.err.split())
+    assert told.code == 0 and "bytes beyond the budget; repeat" in " ".join(told.err.split())
     refused = commands("compile")
     assert refused.code == 3 and "more than the budget" in " ".join(refused.err.split()), refused.err
     assert reserve_of(refused) == reserve_of(told) == "256" and not (commands.folder / "plan.safetensors").exists()

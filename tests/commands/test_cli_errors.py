@@ -84,7 +84,6 @@ OTHERS = {
     "profile": "profile {other} --recipe {recipe} --out {run}",
     "allocate": "allocate {run} --bits 5",
     "fit-predictors": "fit-predictors {run} --model {other} --samples 2 --seq-len 256",
-    "compile --fold": "compile {run} --fold {run}/folded --model {other}",
     "search": "search best --model {other} --data {text} --samples 2 --seq-len 64 --set data.min_len=64 --out {run}",
 }
 
@@ -197,7 +196,6 @@ def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_pat
     [
         "plan {made}/none --bits 3 -o {file}/plan.safetensors",
         "compile {made}/run -o {file}/plan.safetensors",
-        "compile {made}/run --fold {file}/folded --model {made}/none",
         "pack-prefix --model {made}/none --plan {made}/run/plan.safetensors --prompt x -o {file}/x.kv",
         "compare kitty --model {made}/none --out {file}/out",
         "eval {made}/run/plan.safetensors --model {made}/none --out {file}/out",

@@ -231,7 +231,6 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("allocate {run} --bits 3 --set allocate.budget=1GB", 2, "budget and bits given"),
     ("compile {tmp}/fd", 5, "is a pipe"),
     ("compile {run} -o /dev/null", 5, "/dev/null is a device or a socket; expected a regular file"),
-    ("compile {run} --fold {tmp}/f", 2, "--fold needs --model"),
     ("allocate {run} --bits 4 --kv-budget 1GB", 2, "kv_budget and bits given; expected exactly one of budget (of the"),
     # plan
     ("plan {model} --out {tmp}/o", 2, "no budget given; expected one of --budget, --kv-budget and --bits"),

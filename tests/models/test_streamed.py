@@ -15,7 +15,6 @@ from torch import nn
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models import streamed
-from kvcal.models.fold import fold
 from kvcal.models.load import LoadedModel, load, weight_bytes
 from kvcal.models.projections import key_biases, output_weights
 from kvcal.models.residence import Residence, Shapes, residence
@@ -278,8 +277,6 @@ def test_weights_that_are_read_beside_a_forward(saved) -> None:
         assert expected.keys() == found.keys() and expected
         assert all(torch.equal(found[index], weight) for index, weight in expected.items())
     assert weight_bytes(loaded.model) == weight_bytes(whole.model)
-    with pytest.raises(UsageError, match="cannot be folded"):
-        fold(loaded.model, {}, loaded.geometry)
 
 
 def test_the_least_memory_is_named_and_suffices(saved) -> None:
