@@ -19,7 +19,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.rope import RotaryMap
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.transforms import rotate
-from kvcal.stages.lambda_candidates import KeyStatistics, calibration_inputs, lambda_of
+from kvcal.stages.lambda_candidates import calibration_inputs, lambda_of
 
 STRETCH = 4
 
@@ -47,7 +47,7 @@ def log_lambdas(
     loaded: LoadedModel, maps: Mapping[int, RotaryMap], sequences: Sequence[Tensor], scale: float, turned: float | None
 ) -> dict[int, Tensor]:
     """log λ at α = 1, {layer: fp64 [N, D]}: the model at positions x ``scale``, and its keys turned x ``turned``."""
-    total: dict[int, KeyStatistics] = {}
+    largest: dict[int, Tensor] = {}
 
     def measure(captured: Captured) -> None:
         if captured.layer not in maps:
@@ -58,16 +58,13 @@ def log_lambdas(
             positions_T = turned * torch.arange(keys_BNTD.shape[2], device=keys_BNTD.device)
             table = maps[captured.layer].tensor().to(keys_BNTD.device)
             keys_BNTD = rotate(captured.k_pre_BNTD, table, positions_T.round().long())
-        found = KeyStatistics.of(keys_BNTD[0, :, 1:])
-        total[captured.layer] = total[captured.layer].merge(found) if captured.layer in total else found
+        found = keys_BNTD[0, :, 1:].abs().amax(1).double().cpu()
+        largest[captured.layer] = found.maximum(largest.get(captured.layer, found))
 
     with torch.no_grad(), tap(loaded.model, measure, loaded.geometry):
         for tokens in sequences:
             loaded.model(**calibration_inputs(loaded, tokens[None], scale))
-    return {
-        index: lambda_of(found.magnitude(torch.zeros_like(found.offset)), maps[index].pairs, 1.0, False).double().log()
-        for index, found in total.items()
-    }
+    return {index: lambda_of(found, maps[index].pairs, 1.0).double().log() for index, found in largest.items()}
 
 
 def distances(

@@ -59,11 +59,10 @@ def calibrated(loaded: LoadedModel, fmt: Format, texts: Texts, length: int, step
     short, layers = length // STRETCH, layers_with(loaded, fmt, RAW)
     wanted = {f"L tokens x {scale:g}": (short, ReparamSpec(scale, steps)) for scale in (1.0, 4.0)}
     wanted["4 L tokens"] = (length, ReparamSpec(1.0, steps))
-    wanted["L tokens x 4, offset"] = (short, ReparamSpec(4.0, steps, offset=True))
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (num_tokens, spec) in wanted.items():
-            path = Path(folder) / f"{num_tokens}-{spec.position_scale}-{spec.offset}.safetensors"
+            path = Path(folder) / f"{num_tokens}-{spec.position_scale}.safetensors"
             data = TokenDataset(texts.pieces(num_tokens), (), "show", f"pieces of {num_tokens} tokens")
             found[name] = run_reparam(loaded, layers, data, spec, {}, path, Silent())
             print(f"calibrated: {fmt.num_bits} bits, {name}", flush=True)

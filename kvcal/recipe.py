@@ -234,8 +234,6 @@ class ReparamSpec:
     num_steps: Annotated[int, Field(ge=1, le=1000)] = knob(20, "Steps of the grid of α over [0, 1].")
     num_samples: Size = knob(4, "Calibration sequences.")
     seq_len: TextTokens = knob(2048, "Tokens of each at most.")
-    offset: bool = knob(False, "Search a static key offset, too.")
-    shared_heads: bool = knob(False, "One λ for all KV heads: QK-norms need it to be folded.")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -151,8 +151,6 @@ def reparam(
     """
     with _job(folder, model, given, _with_own_sizes(given, recipe, "reparam")) as job:
         record = transform.reparam_folder(job)
-        for warning in record.warnings:
-            job.reporter.say(warning)
     scale = record.subject.position_scale
     value = {
         "layers": [strict.dump(layer) for layer in record.layers],

@@ -1,4 +1,4 @@
-"""The query, key and value projections of each layer: for KVmix's scores, λ's folding, and biases of keys.
+"""The key and value projections of each layer, for KVmix's scores, and its output projection, for error feedback.
 
 KVmix scores a layer by s_k = ‖∂L/∂W_k‖₂ and s_v = ‖∂L/∂W_v‖₂. Architectures keep the weights apart (``q_proj``,
 ``k_proj``, ``v_proj``) or fused in one matrix, whose channel order its name does not tell (Phi-3 and GPT-NeoX differ).
@@ -7,10 +7,6 @@ attention receives, under each known order.
 
 Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the rotary
 key.
-
-A large bias of keys (Qwen2.x) is added before RoPE and turns with the position. It makes up most of the keys' energy in
-some layers, and a static offset removes it only from channels that turn slowly. Keys that are scaled by token lose it
-in the centre stage (kvcal.stages.centre); λ, which is for keys after RoPE, warns of it.
 
 Left out: scores of biases (the paper scores weights), and quantized or adapter-wrapped projections.
 """
@@ -37,36 +33,14 @@ from kvcal.models.streamed import stored
 from kvcal.models.taps import Captured, tap
 
 Projection = nn.Linear | Conv1D
-Channels = tuple[Tensor, Tensor, Tensor]
+Channels = tuple[Tensor, Tensor]  # of keys and of values, int64 [N, D]: output channels of their projection
 
-# A bias that is more than this share of the keys' energy is worth a warning.
-LARGE_BIAS = 0.5
-MOSTLY_BIAS = (  # the same for all layers, so that it is said once
-    "keys are mostly the bias of their projection in some layers (bias share): it is added before RoPE and turns with "
-    "the position, so that an offset removes it only from slow channels"
-)
-# Names of the attention module's children. Separate: (query, key, value). Fused: all three in one.
-SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query_proj", "key_proj", "value_proj"), ("query", "key", "value"))
+# Names of the attention module's children. Separate: (key, value). Fused: with the query in one.
+SEPARATE_NAMES = (("k_proj", "v_proj"), ("key_proj", "value_proj"), ("key", "value"))
 LATENT_NAME = "kv_a_proj_with_mqa"  # of latent attention: the latent before its norm, then the rotary key before RoPE
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv")
 # What reads the heads' outputs, all heads in a row.
 OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-# (query, key) norms between projection and RoPE.
-NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
-
-
-@dataclass(frozen=True, eq=False)
-class LayerProjections:
-    """One layer's projections, the same module where they are fused; ``query`` is None where it is not found.
-    ``k_channels_ND[n, d]`` (int64) is the output channel that makes channel d of KV head n, and so on;
-    ``q_channels_HD`` is None for queries in no known order."""
-
-    query: Projection | None
-    key: Projection
-    value: Projection
-    q_channels_HD: Tensor | None
-    k_channels_ND: Tensor
-    v_channels_ND: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,17 +66,7 @@ def output_dim(projection: Projection) -> int:
 
 
 def kv_projections(model: PreTrainedModel, geometry: Geometry) -> tuple[KVProjection, ...]:
-    """The key and value projections of every attention layer, (k, v) by layer, in cache order. Raises as
-    ``projections``."""
-    found: list[KVProjection] = []
-    for index, layer in projections(model, geometry).items():
-        found.append(KVProjection(index, "k", layer.key, layer.k_channels_ND))
-        found.append(KVProjection(index, "v", layer.value, layer.v_channels_ND))
-    return tuple(found)
-
-
-def projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, LayerProjections]:
-    """Of every attention layer, by cache index, in cache order.
+    """The key and value projections of every attention layer, (k, v) by layer, in cache order.
 
     Runs one forward of two tokens where weights are fused. Raises UnsupportedModel if a layer's key and value
     projections are not found, or a fused weight's order is none of the known ones.
@@ -112,8 +76,14 @@ def projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, LayerPr
     children = {index: _child(module, *FUSED_NAMES) for index, module in modules.items()}
     fused = {index: child for index, child in children.items() if child is not None}
     channels = _measure_fused(model, geometry, fused) if fused else {}
-    found = {index: LayerProjections(child, child, child, *channels[index]) for index, child in fused.items()}
-    return {index: found.get(index) or _separate(modules[index], layer) for index, layer in layers.items()}
+    found: list[KVProjection] = []
+    for index, layer in layers.items():
+        if index in fused:
+            k, v = ((fused[index], order) for order in channels[index])
+        else:
+            k, v = _latent(modules[index], layer) if layer.is_latent else _separate(modules[index], layer)
+        found += [KVProjection(index, "k", *k), KVProjection(index, "v", *v)]
+    return tuple(found)
 
 
 def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
@@ -175,32 +145,23 @@ def _count(num_heads: int, head_dim: int) -> Tensor:
     return torch.arange(num_heads * head_dim).view(num_heads, head_dim)
 
 
-def _separate(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
-    if layer.is_latent:
-        return _latent(module, layer)
-    channels = [
-        _count(layer.num_query_heads, layer.k_head_dim),
-        _count(layer.num_kv_heads, layer.k_head_dim),
-        _count(layer.num_kv_heads, layer.v_head_dim),
-    ]
+def _separate(module: nn.Module, layer: AttentionGeometry) -> list[tuple[Projection, Tensor]]:
+    channels = [_count(layer.num_kv_heads, dim) for dim in (layer.k_head_dim, layer.v_head_dim)]
     for names in SEPARATE_NAMES:
-        query, key, value = found = [_child(module, name) for name in names]
-        q_fits, *kv_fit = (
-            weight is not None and weight.weight.shape[output_dim(weight)] == order.numel()
-            for weight, order in zip(found, channels, strict=True)
-        )
-        if key is not None and value is not None and all(kv_fit):
-            return LayerProjections(query, key, value, channels[0] if q_fits else None, *channels[1:])
+        found = [child for name in names if (child := _child(module, name)) is not None]
+        sizes = [child.weight.shape[output_dim(child)] for child in found]
+        if sizes == [order.numel() for order in channels]:
+            return list(zip(found, channels, strict=True))
     known = [*("+".join(names) for names in SEPARATE_NAMES), *FUSED_NAMES]
     raise _unknown(module, layer.index, "projections", known)
 
 
-def _latent(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
+def _latent(module: nn.Module, layer: AttentionGeometry) -> list[tuple[Projection, Tensor]]:
     child = _child(module, LATENT_NAME)
     latent, rotary = _count(1, layer.k_head_dim), layer.k_head_dim + _count(1, layer.v_head_dim)
     if child is None or child.weight.shape[output_dim(child)] != latent.numel() + rotary.numel():
         raise _unknown(module, layer.index, "projection of a latent", [LATENT_NAME])
-    return LayerProjections(None, child, child, None, latent, rotary)
+    return [(child, latent), (child, rotary)]
 
 
 def _unknown(module: nn.Module, index: int, what: str, known: Sequence[str]) -> UnsupportedModel:
@@ -211,7 +172,7 @@ def _unknown(module: nn.Module, index: int, what: str, known: Sequence[str]) -> 
 
 
 def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[int, Projection]) -> dict[int, Channels]:
-    """{layer: channels of (q, k, v) in its fused weight}, from a forward of two tokens."""
+    """{layer: channels of (k, v) in its fused weight}, from a forward of two tokens."""
     outputs: dict[int, Tensor] = {}
     channels: dict[int, Channels] = {}
     layers = {layer.index: layer for layer in attention_layers(geometry)}
@@ -232,12 +193,12 @@ def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[in
 
 
 def _fused_channels(layer: AttentionGeometry, output_BTC: Tensor, v_BNTD: Tensor) -> Channels:
-    """The channels under the one order that reproduces the values. Queries and keys follow from the order: they may be
-    normalised before RoPE, so they are no evidence."""
+    """The channels under the one order that reproduces the values. Keys follow from the order: they may be normalised
+    before RoPE, so they are no evidence."""
     num_channels = output_BTC.shape[-1]
     for channels in _fused_orders(layer):
         in_range = max(int(order.max()) for order in channels) < num_channels
-        if in_range and torch.equal(output_BTC[..., channels[2]].transpose(1, 2), v_BNTD):
+        if in_range and torch.equal(output_BTC[..., channels[1]].transpose(1, 2), v_BNTD):
             return channels
     raise UnsupportedModel(
         f"layer {layer.index}: the values are no known part of its fused projection's {num_channels} "
@@ -246,48 +207,10 @@ def _fused_channels(layer: AttentionGeometry, output_BTC: Tensor, v_BNTD: Tensor
 
 
 def _fused_orders(layer: AttentionGeometry) -> Iterator[Channels]:
-    """(q, k, v) channels [heads, D]: one block each (Phi-3, GPT-2), or its queries, k, v for each KV head (GPT-NeoX
+    """(k, v) channels [heads, D]: one block each (Phi-3, GPT-2), or its queries, k, v for each KV head (GPT-NeoX
     with one query a head, InternLM-2 with several)."""
     H, N, K, V = layer.num_query_heads, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim
-    yield _count(H, K), H * K + _count(N, K), H * K + N * K + _count(N, V)
+    yield H * K + _count(N, K), H * K + N * K + _count(N, V)
     Q = H // N * K
     start_N1 = torch.arange(N)[:, None] * (Q + K + V)
-    queries_HK = (start_N1 + torch.arange(Q)).view(H, K)
-    yield queries_HK, start_N1 + Q + torch.arange(K), start_N1 + Q + K + torch.arange(V)
-
-
-def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The (query, key) norms of an attention module; None without."""
-    children = dict(module.named_children())
-    return next(((children[q], children[k]) for q, k in NORM_NAMES if q in children and k in children), None)
-
-
-def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no norm after
-    it, as latents have. UnsupportedModel for a model whose projections are in no known order."""
-    normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
-    normed |= {layer.index for layer in attention_layers(geometry) if layer.is_latent}
-    return {
-        index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]
-        for index, found in projections(model, geometry).items()
-        if found.key.bias is not None and index not in normed
-    }
-
-
-def bias_findings(
-    model: PreTrainedModel, geometry: Geometry, mean_squares: Mapping[int, float]
-) -> dict[int, tuple[float | None, str | None]]:
-    """{layer: (share of the bias in its keys' energy, warning)} for every layer of ``mean_squares``, the mean of ‖K‖²
-    over tokens, all KV heads together; rotations do not change it. No share without a bias that reaches the keys; a
-    warning for a large share, or where the model's projections are unknown."""
-    try:
-        biases = key_biases(model, geometry)
-    except UnsupportedModel as unknown:
-        warning = f"large biases of key projections could not be checked: {unknown.message}"
-        return dict.fromkeys(mean_squares, (None, warning))
-    found: dict[int, tuple[float | None, str | None]] = {}
-    for index, mean_square in mean_squares.items():
-        has_share = index in biases and mean_square > 0
-        share = float(biases[index].double().square().sum()) / mean_square if has_share else None
-        found[index] = share, MOSTLY_BIAS if share is not None and share > LARGE_BIAS else None
-    return found
+    yield start_N1 + Q + torch.arange(K), start_N1 + Q + K + torch.arange(V)

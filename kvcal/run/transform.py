@@ -136,7 +136,7 @@ def centre_folder(job: Job) -> Centring | None:
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
     allocation = allocation_record.load(folder.allocation)[0]
     layers, _ = Transforms.of(folder, recipe, before="centre").apply(allocation.layers)
-    # λ has an offset of its own, a basis a center.
+    # Keys with λ keep their mean; a basis has a center.
     is_moved = recipe.reparam is not None or (recipe.feedback is not None and recipe.feedback.basis)
     wanted = tuple(replace(x, k_offset=True, k_pages="pre") if takes_mean(x) and not is_moved else x for x in layers)
     left = bytes_left(allocation, wanted, needed_nbytes(wanted, allocation.cache_dtype))

@@ -1,4 +1,4 @@
-"""Candidates for λ of one layer's keys, as in PM-KVQ: statistics of keys at far positions, and keys as pages hold
+"""Candidates for λ of one layer's keys, as in PM-KVQ: magnitudes of keys at far positions, and keys as pages hold
 them. The reparam stage chooses among the candidates.
 
     λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries are multiplied by λ                   (Eq. 9-11)
@@ -8,20 +8,15 @@ on, so that their long-run maxima are equal, and λ commutes with it. λ is divi
 common factor changes no code (scales and zeros are proportional to it), but without the division K / λ would grow or
 shrink by orders of magnitude with α, and leave the range of fp16 scales.
 
-An offset (the mean of K_post per channel) may be subtracted before: softmax ignores a constant added to all of a
-query's logits, so it is exact in itself, and it helps keys that are quantized per token, whose groups span all
-channels. λ then follows the maxima of what is left.
-
-Statistics are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes of
+Magnitudes are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes of
 keys far after it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys per
-channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
+channel are left alone: each channel has a scale of its own, which λ would only round differently.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -59,58 +54,12 @@ class CalibrationSubject:
     num_tokens: Count
 
 
-@dataclass(frozen=True, eq=False)
-class KeyStatistics:
-    """Of one layer's K_post over ``count`` tokens, per KV head and channel, fp64 on the CPU: ``largest``, ``smallest``
-    and ``total`` (the sum) [N, D]; ``square`` []: the sum of all squares. Zeros before the first token."""
-
-    largest: Tensor
-    smallest: Tensor
-    total: Tensor
-    square: Tensor
-    count: int
-
-    @classmethod
-    def empty(cls, num_heads: int, head_dim: int) -> KeyStatistics:
-        """No token yet."""
-        nothing = torch.zeros(num_heads, head_dim, dtype=torch.float64)
-        return cls(nothing, nothing, nothing, torch.zeros((), dtype=torch.float64), 0)
-
-    @classmethod
-    def of(cls, k_post_NTD: Tensor) -> KeyStatistics:
-        """Of one sequence's keys [N, T, D], T of 1 or more."""
-        keys = k_post_NTD.to("cpu", torch.float64)
-        return cls(keys.amax(1), keys.amin(1), keys.sum(1), keys.square().sum(), keys.shape[1])
-
-    def merge(self, other: KeyStatistics | None) -> KeyStatistics:
-        """Of both sets of tokens; None has none."""
-        if other is None or 0 in (self.count, other.count):
-            return other if other is not None and self.count == 0 else self
-        return KeyStatistics(
-            torch.maximum(self.largest, other.largest),
-            torch.minimum(self.smallest, other.smallest),
-            self.total + other.total,
-            self.square + other.square,
-            self.count + other.count,
-        )
-
-    @property
-    def offset(self) -> Tensor:
-        """The mean key, fp32 [N, D]: what a cache may subtract."""
-        return (self.total / max(self.count, 1)).float()
-
-    def magnitude(self, offset_ND: Tensor) -> Tensor:
-        """max|K_post - offset| fp64 [N, D]."""
-        shift = offset_ND.double()
-        return torch.maximum(self.largest - shift, shift - self.smallest)
-
-
-def key_statistics(
+def key_magnitudes(
     loaded: LoadedModel, tokens_T: Tensor, position_scale: float, num_sink_tokens: Mapping[int, int]
-) -> dict[int, KeyStatistics]:
-    """Of one sequence, {layer: statistics after its sinks}, for the layers that ``num_sink_tokens`` names. Raises
-    NonFiniteActivations: NaN or infinity, naming the layer."""
-    found: dict[int, KeyStatistics] = {}
+) -> dict[int, Tensor]:
+    """Of one sequence, {layer: max|K_post| over the tokens after its sinks, fp64 [N, D] on the CPU, 0 without any}, for
+    the layers that ``num_sink_tokens`` names. NonFiniteActivations: NaN or infinity, naming the layer."""
+    found: dict[int, Tensor] = {}
 
     def measure(captured: Captured) -> None:
         if captured.layer not in num_sink_tokens:
@@ -118,8 +67,8 @@ def key_statistics(
         k_post_NTD = captured.k_post_BNTD[0, :, num_sink_tokens[captured.layer] :]
         if not bool(torch.isfinite(k_post_NTD).all()):
             raise NonFiniteActivations(f"keys of layer {captured.layer} hold NaN or infinity")
-        N, T, D = k_post_NTD.shape
-        found[captured.layer] = KeyStatistics.of(k_post_NTD) if T else KeyStatistics.empty(N, D)
+        largest_ND = k_post_NTD.abs().amax(1) if k_post_NTD.shape[1] else k_post_NTD.new_zeros(k_post_NTD.shape[::2])
+        found[captured.layer] = largest_ND.to("cpu", torch.float64)
 
     with torch.no_grad(), tap(loaded.model, measure, loaded.geometry):
         loaded.model(**calibration_inputs(loaded, tokens_T[None], position_scale))
@@ -168,28 +117,16 @@ def takes_rescale(layer: LayerPlan) -> bool:
     return fmt.num_bits != RAW_BITS and fmt.axis == "token"
 
 
-def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float, shared_heads: bool) -> Tensor:
-    """λ fp32 [N, D], positive, with geometric mean 1 in each head; 1 everywhere at α = 0.
-
-    ``magnitude_ND``: fp64 max|K_post|; ``pairs`` int64 [P, 2]; ``shared_heads``: all heads take the largest maxima.
-    """
+def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float) -> Tensor:
+    """λ fp32 [N, D], positive, with geometric mean 1 in each head; 1 everywhere at α = 0. ``magnitude_ND``: fp64
+    max|K_post|; ``pairs`` int64 [P, 2]."""
     a, b = pairs.unbind(1)
     largest = magnitude_ND.clone()
     largest[:, a] = largest[:, b] = torch.maximum(magnitude_ND[:, a], magnitude_ND[:, b])
-    if shared_heads:
-        largest = largest.amax(0, keepdim=True).expand_as(largest)
     loudest = largest.amax(1, keepdim=True)
     largest = torch.where(loudest > 0, torch.maximum(largest, loudest * QUIETEST), 1.0)
     logarithm = largest.log()
     return (alpha * (logarithm - logarithm.mean(1, keepdim=True))).exp().float()
-
-
-def candidate_tensors(
-    statistics: KeyStatistics, pairs: Tensor, alpha: float, has_offset: bool, shared_heads: bool
-) -> tuple[Tensor, Tensor]:
-    """(λ, offset) of a candidate, fp32 [N, D]."""
-    offset = statistics.offset if has_offset else torch.zeros_like(statistics.offset)
-    return lambda_of(statistics.magnitude(offset), pairs, alpha, shared_heads), offset
 
 
 def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
@@ -215,12 +152,3 @@ def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, T
         cached = k_post_BNTD[0, :, :stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is given
         found[0, :, sinks:stored] = codec.read_back(without_sinks(cached, sinks))[:, sinks:].to(found.dtype)
     return found
-
-
-def with_candidate(
-    layer: LayerPlan, tensors: Mapping[str, Tensor], lambda_ND: Tensor, offset_ND: Tensor
-) -> tuple[LayerPlan, dict[str, Tensor]]:
-    """The layer and the plan's tensors with λ and offset, also where they are 1 and 0."""
-    prefix = f"layers.{layer.geometry.index}"
-    added = {f"{prefix}.k_rescale": lambda_ND, f"{prefix}.k_offset": offset_ND}
-    return replace(layer, k_rescale=True, k_offset=True), {**tensors, **added}

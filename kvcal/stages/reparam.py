@@ -1,4 +1,4 @@
-"""The reparam stage: λ (and a static offset) for the keys of every layer, calibrated on short text at far positions.
+"""The reparam stage: λ for the keys of every layer, calibrated on short text at far positions.
 
 PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). A channel's
 outliers depend on how far RoPE turns it, and slow channels turn once in tens of thousands of tokens; so positions are
@@ -7,10 +7,10 @@ context, though: what lies there is never cached.
 
 Two passes over the data, one sequence at a time, of which an interrupted run continues the second:
 
-1. statistics: largest, smallest and mean K_post per channel, without the sinks, which are never quantized;
-2. search: for every α of the grid, without and with the offset, the keys are written to the plan's pages and read back,
-   and the attention block runs again with them (``rereading``), as decoding would read them. The smallest squared
-   error of the block's output wins; values stay exact, since no choice here changes theirs.
+1. magnitudes: max|K_post| per channel, without the sinks, which are never quantized;
+2. search: for every α of the grid, the keys are written to the plan's pages and read back, and the attention block runs
+   again with them (``rereading``), as decoding would read them. The smallest squared error of the block's output wins;
+   values stay exact, since no choice here changes theirs.
 
 The record holds the whole error curve of each layer's search, so that it can be seen how much λ brings, and where.
 
@@ -37,57 +37,45 @@ from kvcal.distributed import map_over_ranks
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError, naming
 from kvcal.geometry import Index
 from kvcal.models.load import LoadedModel
-from kvcal.models.projections import bias_findings
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, Reread, check_taps, rereading
 from kvcal.plan.layer import LATENTS, LayerPlan, bare_layers
-from kvcal.plan.tensors import lattice_tensors, offset_spec, rescale_spec
+from kvcal.plan.tensors import lattice_tensors, rescale_spec
 from kvcal.progress import Reporter
 from kvcal.recipe import ReparamSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, shards, summed
 from kvcal.stages.lambda_candidates import (
     CalibrationSubject,
-    KeyStatistics,
     calibration_inputs,
-    candidate_tensors,
     fitting_scale,
-    key_statistics,
+    key_magnitudes,
+    lambda_of,
     page_segments,
     read_back,
     takes_rescale,
-    with_candidate,
 )
 from kvcal.strict import STRICT, Amount, Share, dump
 
 KIND = "reparam"
-SCHEMA = 1
+SCHEMA = 2
 SEARCH = "search samples"
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class LayerReparam:
     """One searched layer. Errors are squared, summed over tokens and channels of the attention block's output, as a
-    mean over samples; ``energy`` is the same sum of the exact output.
-
-    ``errors[a]``: at the a-th α of the grid; ``offset_errors[a]``: with the offset, too; empty if it was not searched.
-    ``k_bias_share``: the squared norm of k_proj's bias over the mean squared norm of the keys; None without a bias that
-    reaches the keys. ``warning``: what to know about the layer, None mostly.
-    """
+    mean over samples; ``energy`` is the same sum of the exact output. ``errors[a]``: at the a-th α of the grid."""
 
     index: Index
     alpha: Share
-    has_offset: bool
     error: Amount
     energy: Amount
     errors: tuple[Amount, ...]
-    offset_errors: tuple[Amount, ...]
-    k_bias_share: Amount | None
-    warning: str | None
 
     @property
     def error_at_zero(self) -> float:
-        """Without λ and offset."""
+        """Without λ."""
         return self.errors[0]
 
 
@@ -106,49 +94,32 @@ class _Body:
 
 @dataclass(frozen=True, eq=False)
 class Reparam:
-    """``lambdas`` and ``offsets``: {layer: fp32 [N, D]} of every searched layer, λ = 1 and offset 0 where the search
-    chose none; both are for keys after RoPE, λ is equal on each rotary pair."""
+    """``lambdas``: {layer: fp32 [N, D]} of every searched layer, 1 where the search chose none; for keys after RoPE,
+    equal on each rotary pair."""
 
     subject: Subject
     layers: tuple[LayerReparam, ...]
     lambdas: Mapping[int, Tensor]
-    offsets: Mapping[int, Tensor]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Of all layers, in order, each text once."""
-        return tuple(dict.fromkeys(layer.warning for layer in self.layers if layer.warning is not None))
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        """The layers with λ and offset, where the search chose any. Raises ArtifactError: the layers are another
+        """The layers with λ, where the search chose one. Raises ArtifactError: the layers are another
         model's, or store keys before RoPE."""
         if tuple(layer.geometry for layer in layers) != self.subject.geometry.layers:
             raise ArtifactError(
                 f"λ was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
                 hint="run reparam again for this model",
             )
-        changed = {layer.index: layer for layer in self.layers if layer.alpha > 0 or layer.has_offset}
+        changed = {layer.index for layer in self.layers if layer.alpha > 0}
         if wrong := [x.geometry.index for x in layers if x.geometry.index in changed and x.k_pages == "pre"]:
             raise ArtifactError(
                 f"λ of layer {wrong[0]} is for keys after RoPE, and the layer stores them before",
                 hint="run reparam again for these formats",
             )
-        return tuple(
-            replace(layer, k_rescale=found.alpha > 0, k_offset=found.has_offset)
-            if (found := changed.get(layer.geometry.index))
-            else layer
-            for layer in layers
-        )
+        return tuple(replace(x, k_rescale=True) if x.geometry.index in changed else x for x in layers)
 
     def tensors(self) -> dict[str, Tensor]:
         """The plan's tensors, for the layers as ``apply`` leaves them."""
-        tensors = {}
-        for layer in self.layers:
-            if layer.alpha > 0:
-                tensors[f"layers.{layer.index}.k_rescale"] = self.lambdas[layer.index]
-            if layer.has_offset:
-                tensors[f"layers.{layer.index}.k_offset"] = self.offsets[layer.index]
-        return tensors
+        return {f"layers.{x.index}.k_rescale": self.lambdas[x.index] for x in self.layers if x.alpha > 0}
 
 
 def run_reparam(
@@ -180,14 +151,14 @@ def run_reparam(
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
     search, count = _Search(loaded, searched, pairs, tensors, data, spec, scale), len(data.sequences)
     with Checkpoint(path, KIND, inputs, search.start(), reporter) as checkpoint:
-        statistics: dict[int, KeyStatistics] = {}
+        magnitudes: dict[int, Tensor] = {}
         if searched:
-            for number, found in enumerate(map_over_ranks(range(count), search.statistics)):
-                reporter(number + 1, count, "reparam: statistics")
-                statistics = {index: keys.merge(statistics.get(index)) for index, keys in found.items()}
-            errors = summed(partial(search.errors, statistics))
+            for number, found in enumerate(map_over_ranks(range(count), search.magnitudes)):
+                reporter(number + 1, count, "reparam: magnitudes")
+                magnitudes = {index: keys.maximum(magnitudes.get(index, keys)) for index, keys in found.items()}
+            errors = summed(partial(search.errors, magnitudes))
             checkpoint.run(SEARCH, shards(count), errors, "reparam: search")
-        record = search.record(statistics, checkpoint.state.means)
+        record = search.record(magnitudes, checkpoint.state.means)
         save(record, inputs, path)
     return record
 
@@ -208,33 +179,27 @@ class _Search:
     def alphas(self) -> tuple[float, ...]:
         return tuple(step / self.spec.num_steps for step in range(self.spec.num_steps + 1))
 
-    @property
-    def candidates(self) -> tuple[tuple[float, bool], ...]:
-        """(α, with offset), in the order of the errors."""
-        offsets = (False, True) if self.spec.offset else (False,)
-        return tuple((alpha, has_offset) for has_offset in offsets for alpha in self.alphas)
-
     def start(self) -> State:
-        """Squared errors of all candidates [C] and energy [] of each layer, without observations."""
+        """Squared errors at all α [C] and energy [] of each layer, without observations."""
         means: dict[str, Mean] = {}
         for index in self.layers:
-            means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(self.candidates),))}
+            means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(self.alphas),))}
         return State(means, {SEARCH: 0})
 
-    def statistics(self, sample: int) -> dict[int, KeyStatistics]:
-        """The statistics of one sequence, by layer."""
+    def magnitudes(self, sample: int) -> dict[int, Tensor]:
+        """Those of one sequence, by layer."""
         sinks = {index: layer.format("k").num_sink_tokens for index, layer in self.layers.items()}
         with naming(f"sample {sample}"):
-            return key_statistics(self.loaded, self.data.sequences[sample], self.position_scale, sinks)
+            return key_magnitudes(self.loaded, self.data.sequences[sample], self.position_scale, sinks)
 
-    def errors(self, statistics: Mapping[int, KeyStatistics], sample: int) -> dict[str, Mean]:
+    def errors(self, magnitudes: Mapping[int, Tensor], sample: int) -> dict[str, Mean]:
         """Errors and energies of one sequence."""
         found: dict[str, Mean] = {}
 
         def measure(captured: Captured, reread: Reread) -> None:
             index = captured.layer
             if index in self.layers:
-                errors_C, energy = self._errors(captured, reread, statistics[index])
+                errors_C, energy = self._errors(captured, reread, magnitudes[index])
                 found[f"errors.{index}"] = Mean(errors_C.cpu(), 1)
                 found[f"energy.{index}"] = Mean(energy.cpu(), 1)
 
@@ -243,47 +208,40 @@ class _Search:
             self.loaded.model(**inputs)
         return found
 
-    def _errors(self, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
-        """Squared errors of all candidates [C] and energy [] of one layer and sequence, fp64."""
+    def _errors(self, captured: Captured, reread: Reread, magnitude_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared errors at all α [C] and energy [] of one layer and sequence, fp64."""
         layer, pairs, k_post_BNTD = self.layers[captured.layer], self.pairs[captured.layer], captured.k_post_BNTD
         segments = page_segments(layer, k_post_BNTD.shape[2])
         exact = reread(k_post_BNTD, segments).double()
         reads_pages = any(bool(segment.is_stored_NT.any()) for segment in segments)
-        errors = [] if reads_pages else [exact.new_zeros(())] * len(self.candidates)
-        for alpha, has_offset in self.candidates if reads_pages else ():
-            found = candidate_tensors(statistics, pairs, alpha, has_offset, self.spec.shared_heads)
-            changed, tensors = with_candidate(layer, self.tensors, *(t.to(k_post_BNTD.device) for t in found))
-            k_read_BNTD = read_back(changed, self.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
+        errors = [] if reads_pages else [exact.new_zeros(())] * len(self.alphas)
+        for alpha in self.alphas if reads_pages else ():
+            lambda_ND = lambda_of(magnitude_ND, pairs, alpha).to(k_post_BNTD.device)
+            tensors = {**self.tensors, f"layers.{captured.layer}.k_rescale": lambda_ND}
+            rescaled, dtype = replace(layer, k_rescale=True), self.loaded.geometry.cache_dtype
+            k_read_BNTD = read_back(rescaled, dtype, tensors, k_post_BNTD)
             errors.append((reread(k_read_BNTD, segments).double() - exact).square().sum())
         errors_C = torch.stack(errors)
         if not bool(torch.isfinite(errors_C).all()):
             raise NonFiniteActivations(f"the attention output of layer {captured.layer} is not finite")
         return errors_C, exact.square().sum()
 
-    def record(self, statistics: Mapping[int, KeyStatistics], means: Mapping[str, Mean]) -> Reparam:
-        """The best candidate of every layer; of equal ones that of the smaller α, and without an offset."""
-        loaded, spec, data = self.loaded, self.spec, self.data
-        energies = {index: float(keys.square) / max(keys.count, 1) for index, keys in statistics.items()}
-        biases = bias_findings(loaded.model, loaded.geometry, energies)
-        found, lambdas, offsets = [], {}, {}
+    def record(self, magnitudes: Mapping[int, Tensor], means: Mapping[str, Mean]) -> Reparam:
+        """The best α of every layer; of equal ones the smaller."""
+        loaded, data, found, lambdas = self.loaded, self.data, [], {}
         for index in self.layers:
-            errors = means[f"errors.{index}"].result().tolist()
-            error, (alpha, has_offset) = min(zip(errors, self.candidates, strict=True))
-            lambdas[index], offsets[index] = candidate_tensors(
-                statistics[index], self.pairs[index], alpha, has_offset, spec.shared_heads
-            )
-            energy, split = float(means[f"energy.{index}"].result()), spec.num_steps + 1
-            curves = tuple(errors[:split]), tuple(errors[split:])
-            found.append(LayerReparam(index, alpha, has_offset, error, energy, *curves, *biases[index]))
+            errors = tuple(means[f"errors.{index}"].result().tolist())
+            error, alpha = min(zip(errors, self.alphas, strict=True))
+            lambdas[index] = lambda_of(magnitudes[index], self.pairs[index], alpha)
+            found.append(LayerReparam(index, alpha, error, float(means[f"energy.{index}"].result()), errors))
         about_data = (data.fingerprint, data.description, data.num_tokens)
-        subject = Subject(loaded.identity, loaded.geometry, self.position_scale, *about_data, spec)
-        return Reparam(subject, tuple(found), lambdas, offsets)
+        subject = Subject(loaded.identity, loaded.geometry, self.position_scale, *about_data, self.spec)
+        return Reparam(subject, tuple(found), lambdas)
 
 
 def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
     body = _Body(record.subject, record.layers)
     tensors = {f"layers.{index}.k_rescale": lambda_ND for index, lambda_ND in record.lambdas.items()}
-    tensors |= {f"layers.{index}.k_offset": offset_ND for index, offset_ND in record.offsets.items()}
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(body), tensors))
 
 
@@ -293,35 +251,31 @@ def load(path: Path) -> Reparam:
     body = record_of(_Body, stored.body, path)
     with refusing(path):
         require_tensors(stored.tensors, _declared(body))
-    indices = [layer.index for layer in body.layers]
-    lambdas = {index: stored.tensors[f"layers.{index}.k_rescale"] for index in indices}
-    offsets = {index: stored.tensors[f"layers.{index}.k_offset"] for index in indices}
-    return Reparam(body.subject, body.layers, lambdas, offsets)
+    lambdas = {layer.index: stored.tensors[f"layers.{layer.index}.k_rescale"] for layer in body.layers}
+    return Reparam(body.subject, body.layers, lambdas)
 
 
 def _declared(body: _Body) -> dict[str, TensorSpec]:
-    """λ and offset of every layer. ValueError for layers that are not the model's, or that no search gives."""
+    """λ of every layer. ValueError for layers that are not the model's, or that no search gives."""
     declared: dict[str, TensorSpec] = {}
     paged = {layer.geometry.index: layer.attention for layer in bare_layers(body.subject.geometry) if layer.is_paged}
     for layer in body.layers:
-        prefix = f"layers.{layer.index}"
-        if layer.index not in paged or f"{prefix}.k_rescale" in declared:
+        name = f"layers.{layer.index}.k_rescale"
+        if layer.index not in paged or name in declared:
             raise ValueError(f"layer {layer.index} is given twice, or is no layer of full attention")
         if len(layer.errors) != body.subject.spec.num_steps + 1:
             raise ValueError(f"layer {layer.index} has an error curve of {len(layer.errors)} values")
-        shape = paged[layer.index].num_kv_heads, paged[layer.index].k_head_dim
-        declared |= {f"{prefix}.k_rescale": rescale_spec(*shape), f"{prefix}.k_offset": offset_spec(*shape)}
+        declared[name] = rescale_spec(paged[layer.index].num_kv_heads, paged[layer.index].k_head_dim)
     return declared
 
 
 def table_rows(record: Reparam) -> tuple[list[str], list[list[str]]]:
     """(headers, rows) for people: one row a layer; errors as shares of the exact output's energy."""
-    headers = ["layer", "α", "offset", "λ", "error without", "error with", "bias share"]
+    headers = ["layer", "α", "λ", "error without", "error with"]
     rows = []
     for layer in record.layers:
         energy, lambda_ND = max(layer.energy, 1e-300), record.lambdas[layer.index]
         errors = [f"{error / energy:.2e}" for error in (layer.error_at_zero, layer.error)]
-        bias = "–" if layer.k_bias_share is None else f"{layer.k_bias_share:.0%}"
         extent = f"{float(lambda_ND.min()):.2f} – {float(lambda_ND.max()):.2f}"
-        rows.append([str(layer.index), f"{layer.alpha:.2f}", "yes" if layer.has_offset else "–", extent, *errors, bias])
+        rows.append([str(layer.index), f"{layer.alpha:.2f}", extent, *errors])
     return headers, rows

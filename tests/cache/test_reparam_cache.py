@@ -22,7 +22,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.stages.divergence import feed
-from kvcal.stages.lambda_candidates import page_segments, read_back, takes_rescale, with_candidate
+from kvcal.stages.lambda_candidates import page_segments, read_back, takes_rescale
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,8 @@ def test_rereading_is_what_the_cache_does(name, outliers):
     generator = torch.Generator().manual_seed(0)
     lambda_ND = torch.rand(heads, layer.attention.k_head_dim, generator=generator) + 0.5
     offset_ND = torch.randn(heads, layer.attention.k_head_dim, generator=generator)
-    layer, tensors = with_candidate(layer, {}, lambda_ND, offset_ND)
+    layer = replace(layer, k_rescale=True, k_offset=True)
+    tensors = {f"layers.{index}.k_rescale": lambda_ND, f"layers.{index}.k_offset": offset_ND}
     layers = tuple(layer if bare.geometry.index == index else bare for bare in bare_layers(geometry))
     identity = ModelIdentity("tiny", geometry.model_type, "c", "w", "t")
     plan = Plan(identity, "float32", layers, Workload(1, 300), {}, tensors)

@@ -150,7 +150,7 @@ def test_every_recipe_is_listed_with_what_it_chooses_by() -> None:
     assert chosen["kivi-2"] == "fixed formats" and chosen["pm-kvq-2"] == "fixed formats; progressive, λ"
     assert all(one["description"] for one in listed)
     table = run_kvcal("recipes").out
-    assert "pm-kvq-2" in table and "pm-kvq-2-offset" not in table
+    assert "pm-kvq-2" in table and "pm-kvq-2-no-reparam" not in table
 
 
 def test_a_recipe_is_printed_as_its_file() -> None:

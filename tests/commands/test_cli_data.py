@@ -92,11 +92,11 @@ def test_a_model_of_the_users_is_calibrated_on_installed_text(folder: Path, tmp_
 
 def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
     base = load_recipe("default")
-    sets = ["allocate.bits=2.5", "evaluate.tasks=[]", "profile.k_axes=['token']", "reparam.offset=true", "model=a b"]
+    sets = ["allocate.bits=2.5", "evaluate.tasks=[]", "profile.k_axes=['token']", "reparam.num_steps=9", "model=a b"]
     changed = RecipeOptions(sets=sets).change(base)
     assert changed.allocate is not None and (changed.allocate.bits, changed.allocate.same_bytes_as) == (2.5, None)
     assert changed.evaluate == replace(base.evaluate, tasks=()) and changed.profile.k_axes == ("token",)
-    assert changed.reparam == ReparamSpec(offset=True) and changed.model == "a b"
+    assert changed.reparam == ReparamSpec(num_steps=9) and changed.model == "a b"
     rest = {"allocate", "evaluate", "profile", "reparam", "model"}
     assert {k: v for k, v in dump(changed).items() if k not in rest} == {
         k: v for k, v in dump(base).items() if k not in rest

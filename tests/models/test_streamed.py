@@ -16,7 +16,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models import streamed
 from kvcal.models.load import LoadedModel, load, weight_bytes
-from kvcal.models.projections import key_biases, output_weights
+from kvcal.models.projections import output_weights
 from kvcal.models.residence import Residence, Shapes, residence
 from kvcal.models.streamed import _Streamer, stream
 from kvcal.models.taps import Captured, tap
@@ -272,10 +272,9 @@ def test_a_hook_may_begin_the_graph_within_a_layer(saved) -> None:
 
 def test_weights_that_are_read_beside_a_forward(saved) -> None:
     whole, loaded = open_model(saved("tied")), with_places(saved("tied"), 0, 1)
-    for read in (output_weights, key_biases):
-        expected, found = read(whole.model, whole.geometry), read(loaded.model, loaded.geometry)
-        assert expected.keys() == found.keys() and expected
-        assert all(torch.equal(found[index], weight) for index, weight in expected.items())
+    expected, found = (output_weights(one.model, one.geometry) for one in (whole, loaded))
+    assert expected.keys() == found.keys() and expected
+    assert all(torch.equal(found[index], weight) for index, weight in expected.items())
     assert weight_bytes(loaded.model) == weight_bytes(whole.model)
 
 

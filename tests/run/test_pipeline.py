@@ -90,7 +90,7 @@ def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, l
 
 def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
     """Also where the recipe fixes them, and the bits are those of [progressive]."""
-    folder, recipe = Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2-offset")
+    folder, recipe = Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2")
     recipe = replace(recipe, progressive=ProgressiveSpec(bits=9.0))
     allocation = formats.fix_folder(Job(recipe, loaded, folder, Silent(), Workload(2, 4000)))
     assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) > 0
@@ -134,7 +134,7 @@ def test_the_digest_of_a_recipe_is_of_every_knob_but_its_name() -> None:
         replace(recipe, cache=replace(recipe.cache, num_sink_tokens=9)),
         replace(recipe, allocate=replace(recipe.allocate, batch=9)),
         replace(recipe, progressive=None),
-        replace(recipe, reparam=replace(recipe.reparam, offset=True)),
+        replace(recipe, reparam=replace(recipe.reparam, num_steps=9)),
         replace(recipe, evaluate=replace(recipe.evaluate, seed=9)),
     ]
     assert len({recipe.sha256, *(one.sha256 for one in changed)}) == 1 + len(changed)

@@ -31,14 +31,13 @@ def allocated(reserved: int = 0, **knobs: object) -> Allocation:
 
 
 def rescaled(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, torch.Tensor]]:
-    """All layers with λ and an offset, and these."""
-    layers = tuple(replace(layer, k_rescale=True, k_offset=True) for layer in allocation.layers)
+    """All layers with λ, and these."""
+    layers = tuple(replace(layer, k_rescale=True) for layer in allocation.layers)
     shape = (layers[0].attention.num_kv_heads, layers[0].head_dim("k"))
-    names = [f"layers.{layer.geometry.index}.k_{what}" for layer in layers for what in ("rescale", "offset")]
-    return layers, {name: torch.ones(shape) for name in names}
+    return layers, {f"layers.{layer.geometry.index}.k_rescale": torch.ones(shape) for layer in layers}
 
 
-LAMBDAS = 3 * 2 * 2 * 32 * 4  # of three layers with two heads of 32
+LAMBDAS = 3 * 2 * 32 * 4  # of three layers with two heads of 32
 
 
 def predicted(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, torch.Tensor]]:
@@ -105,8 +104,7 @@ def test_the_smallest_bits_have_the_reserved_bytes_in_them() -> None:
 def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
     model, cache = geometry(), CacheSpec()
     assert reserved_bytes(model, cache, None) == 0
-    assert reserved_bytes(model, cache, ReparamSpec()) == LAMBDAS // 2
-    assert reserved_bytes(model, cache, ReparamSpec(offset=True)) == LAMBDAS
+    assert reserved_bytes(model, cache, ReparamSpec()) == LAMBDAS
     alike = allocated(bits=16)
     found = predicted(replace(alike, layers=quantized(alike)))
     assert reserved_bytes(model, cache, None, LINEAR) == tensors_nbytes(found[1])
@@ -117,7 +115,7 @@ def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
         fed = [replace(layer, k_feedback=True, v_feedback="v" in sides) for layer in quantized(alike)]
         factors = needed_nbytes(fed, "bfloat16")
         assert reserved_bytes(model, cache, None, feedback=FeedbackSpec(sides)) == factors > 0
-        assert reserved_bytes(model, cache, ReparamSpec(), feedback=FeedbackSpec(sides)) == factors + LAMBDAS // 2
+        assert reserved_bytes(model, cache, ReparamSpec(), feedback=FeedbackSpec(sides)) == factors + LAMBDAS
 
 
 def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:
@@ -129,7 +127,7 @@ def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:
 @pytest.mark.parametrize("transform", [rescaled, predicted])
 def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
     """Recipes reserve for the most that may follow; what follows fits, its scratch included."""
-    reparam, predictors = (ReparamSpec(offset=True), None) if transform is rescaled else (None, LINEAR)
+    reparam, predictors = (ReparamSpec(), None) if transform is rescaled else (None, LINEAR)
     workload = Workload(BATCH, CONTEXT)
     reserved = reserved_bytes(geometry(), profile().setup.cache, reparam, predictors, workload)
     total = 700_000 + reserved + WEIGHTS + allocated(budget="10MB").split.workspace

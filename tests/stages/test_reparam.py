@@ -19,13 +19,12 @@ from torch import Tensor
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
-from kvcal.models.projections import MOSTLY_BIAS
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import tap
 from kvcal.plan.page_format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import reparam as reparam_stage
-from kvcal.stages.lambda_candidates import KeyStatistics, key_statistics, lambda_of
+from kvcal.stages.lambda_candidates import key_magnitudes, lambda_of
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +38,10 @@ def finished(tmp_path_factory, outliers) -> tuple[reparam_stage.Reparam, Path]:
     return run(folder, outliers), folder / "reparam.safetensors"
 
 
-def wanted_lambda(
-    magnitude: list[list[float]], pairs: list[list[int]], alpha: float, shared: bool
-) -> list[list[float]]:
+def wanted_lambda(magnitude: list[list[float]], pairs: list[list[int]], alpha: float) -> list[list[float]]:
     """The formula, channel by channel."""
     partner = {a: b for a, b in pairs} | {b: a for a, b in pairs}
     rows = [[max(row[c], row[partner.get(c, c)]) for c in range(len(row))] for row in magnitude]
-    if shared:
-        rows = [[max(row[c] for row in rows) for c in range(len(rows[0]))]] * len(rows)
     found = []
     for row in rows:
         heard = [max(value, max(row) / 1024) if max(row) > 0 else 1.0 for value in row]
@@ -55,14 +50,13 @@ def wanted_lambda(
     return found
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.35, 1.0])
-def test_lambda_is_the_formula(alpha, shared):
+def test_lambda_is_the_formula(alpha):
     magnitude = torch.rand(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 9
     magnitude[0, 3], magnitude[1] = 1e-7, 0  # a channel that was hardly heard, a head that was never
     pairs = torch.tensor([[0, 4], [1, 5], [7, 6]])  # channels 2, 3, 8 and 9 are not rotated
-    found = lambda_of(magnitude, pairs, alpha, shared)
-    wanted = torch.tensor(wanted_lambda(magnitude.tolist(), pairs.tolist(), alpha, shared))
+    found = lambda_of(magnitude, pairs, alpha)
+    wanted = torch.tensor(wanted_lambda(magnitude.tolist(), pairs.tolist(), alpha))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
     assert torch.equal(found[:, [0, 1, 7]], found[:, [4, 5, 6]])
@@ -71,29 +65,26 @@ def test_lambda_is_the_formula(alpha, shared):
         assert torch.equal(found, torch.ones_like(found))
 
 
-def test_statistics_are_those_of_the_keys_behind_the_sinks(outliers):
+def magnitudes_of(loaded: LoadedModel, scale: float, index: int, sinks: int) -> Tensor:
+    """Merged over the sequences."""
+    found = [key_magnitudes(loaded, tokens_T, scale, {index: sinks})[index] for tokens_T in DATA.sequences]
+    return torch.stack(found).amax(0)
+
+
+def test_magnitudes_are_those_of_the_keys_after_the_sinks(outliers):
     """At stretched positions, merged over sequences, against the keys themselves."""
     keys: dict[int, list[Tensor]] = {0: [], 1: []}
-    found = {index: KeyStatistics.empty(2, 16) for index in keys}
     for tokens_T in DATA.sequences:
         positions = 4 * torch.arange(len(tokens_T))
         with torch.no_grad(), tap(outliers.model, lambda c: keys[c.layer].append(c.k_post_BNTD[0, :, 3:].double())):
             mask = torch.ones(1, len(tokens_T), dtype=torch.long)
             outliers.model(tokens_T[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
-        for index, statistics in key_statistics(outliers, tokens_T, 4.0, {0: 3, 1: 3}).items():
-            found[index] = found[index].merge(statistics)
     for index, parts in keys.items():
-        k_post_NTD = torch.cat(parts, dim=1)
-        assert torch.equal(found[index].largest, k_post_NTD.amax(1))
-        assert torch.equal(found[index].smallest, k_post_NTD.amin(1))
-        torch.testing.assert_close(found[index].offset, k_post_NTD.mean(1).float())
-        offset = found[index].offset.double()
-        expected = (k_post_NTD - offset[:, None]).abs().amax(1)
-        torch.testing.assert_close(found[index].magnitude(found[index].offset), expected)
-        assert found[index].count == 290 + 60 + 180 - 9
+        assert torch.equal(magnitudes_of(outliers, 4.0, index, 3), torch.cat(parts, dim=1).abs().amax(1))
+    assert not key_magnitudes(outliers, DATA.sequences[1], 1.0, {0: 60})[0].any()
 
 
-def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND: Tensor, offset_ND: Tensor) -> float:
+def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND: Tensor) -> float:
     """Layer ``index`` of the outlier model: pages through the oracle quantizer, attention query by query in fp64."""
     seen = {}
     with torch.no_grad(), tap(loaded.model, lambda captured: seen.update({captured.layer: captured})):
@@ -105,9 +96,9 @@ def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND:
         packed[0] = packed[1]  # the sink, which is kept next to its page
         for page in range((len(tokens_T) - 1 - 16) // 128):
             inside = slice(128 * page, 128 * (page + 1))
-            stored = (packed[inside] - offset_ND[head]) / lambda_ND[head]
+            stored = packed[inside] / lambda_ND[head]
             decoded = quantized_page(stored, 2, "token", 128, "float16")
-            read[head, inside] = (decoded * lambda_ND[head] + offset_ND[head]).double()
+            read[head, inside] = (decoded * lambda_ND[head]).double()
     weight = loaded.model.model.layers[index].self_attn.o_proj.weight.detach().double()
     total = 0.0
     for query in range(len(tokens_T)):
@@ -126,33 +117,25 @@ def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND:
 
 def test_search_measures_what_loops_measure(outliers, finished):
     record, _ = finished
-    statistics = KeyStatistics.empty(2, 16)
-    for tokens_T in DATA.sequences:
-        statistics = statistics.merge(key_statistics(outliers, tokens_T, 1.0, {1: 1})[1])
     pairs = rotary_pairs(outliers.model, outliers.geometry)[1]
     found = record.layers[1]
-    assert found.index == 1 and len(found.errors) == len(found.offset_errors) == 5
-    for step, has_offset in ((0, False), (3, False), (2, True)):
-        offset = statistics.offset if has_offset else torch.zeros(2, 16)
-        lambda_ND = lambda_of(statistics.magnitude(offset), pairs, step / 4, False)
-        expected = sum(errors_by_hand(outliers, 1, tokens_T, lambda_ND, offset) for tokens_T in DATA.sequences) / 3
-        curve = found.offset_errors if has_offset else found.errors
-        assert curve[step] == pytest.approx(expected, rel=1e-3)
+    assert found.index == 1 and len(found.errors) == 5
+    for step in (0, 3):
+        lambda_ND = lambda_of(magnitudes_of(outliers, 1.0, 1, 1), pairs, step / 4)
+        expected = sum(errors_by_hand(outliers, 1, tokens_T, lambda_ND) for tokens_T in DATA.sequences) / 3
+        assert found.errors[step] == pytest.approx(expected, rel=1e-3)
 
 
 def test_best_candidate_is_kept_and_lambda_pays_for_an_outlier(outliers, finished):
     record, path = finished
     for layer in record.layers:
-        assert layer.error == min(layer.errors + layer.offset_errors)
-        curve = layer.offset_errors if layer.has_offset else layer.errors
-        assert layer.error == curve[round(layer.alpha * 4)]
+        assert layer.error == min(layer.errors) == layer.errors[round(layer.alpha * 4)]
         assert layer.alpha > 0 and layer.error < 0.5 * layer.error_at_zero
         assert 0 < layer.error < layer.energy
         lambda_ND = record.lambdas[layer.index]
         assert lambda_ND.dtype == torch.float32 and lambda_ND.shape == (2, 16)
         assert torch.equal(lambda_ND[:, :8], lambda_ND[:, 8:])
         assert set(lambda_ND.argmax(1).tolist()) <= {5, 13}
-        assert layer.k_bias_share is None and layer.warning is None
     again = reparam_stage.load(path)
     assert again.layers == record.layers and again.subject == record.subject
     assert all(torch.equal(again.lambdas[i], record.lambdas[i]) for i in record.lambdas)
@@ -171,38 +154,14 @@ def test_interrupted_run_goes_on_to_the_same_bytes(tmp_path, finished, outliers,
     assert sorted(file.name for file in tmp_path.iterdir()) == ["reparam.safetensors"]
 
 
-def test_offset_is_kept_where_it_helps(tmp_path):
-    """A bias in slow channels survives the rotation; without it the offset is tried and left out, or not tried."""
-    rope = {"rope_type": "default", "rope_theta": 1e8}
-    model = outlier_model(1, 1.0, hf.Qwen2Config, rope_parameters=rope)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.bias.view(2, 16)[:, 7] = 30.0
-    loaded = loaded_with(model)
-    record = run(tmp_path / "with", loaded)
-    [layer] = record.layers
-    assert layer.has_offset and layer.error < 0.1 * min(layer.errors)
-    assert float(record.offsets[0][:, 7].min()) > 20
-    assert layer.k_bias_share > 0.5 and layer.warning == MOSTLY_BIAS
-    assert record.warnings == (layer.warning,)
-    assert record.tensors().keys() >= {"layers.0.k_offset"}
-    plain = run(tmp_path / "without", loaded, spec=replace(SPEC, offset=False))
-    assert plain.layers[0].offset_errors == () and plain.layers[0].errors == layer.errors
-    assert not plain.layers[0].has_offset and torch.equal(plain.offsets[0], torch.zeros(2, 16))
-
-
 def test_positions_end_with_the_models_context(tmp_path, outliers):
     """Of 512 tokens: 290 x 4 would end at 1,157. The statistics are those of the positions that fit."""
     listener = Listener()
     record = run(tmp_path, outliers, spec=replace(SPEC, position_scale=4.0, num_steps=1), reporter=listener)
     assert record.subject.position_scale == 511 / 289
     assert "positions x 1.77 instead of x 4" in listener.said[0]
-    statistics = KeyStatistics.empty(2, 16)
-    for tokens_T in DATA.sequences:
-        statistics = statistics.merge(key_statistics(outliers, tokens_T, 511 / 289, {0: 1})[0])
     pairs = rotary_pairs(outliers.model, outliers.geometry)[0]
-    found = record.layers[0]
-    offset = statistics.offset if found.has_offset else torch.zeros(2, 16)
-    expected = lambda_of(statistics.magnitude(offset), pairs, found.alpha, False)
+    expected = lambda_of(magnitudes_of(outliers, 511 / 289, 0, 1), pairs, record.layers[0].alpha)
     assert torch.equal(record.lambdas[0], expected)
 
 
@@ -255,10 +214,7 @@ def test_refusals(tmp_path, outliers):
 def test_spoiled_records_are_refused(tmp_path, finished):
     record, path = finished[0], tmp_path / "reparam.safetensors"
     first, second = record.layers
-    stranger = {
-        "lambdas": {**record.lambdas, 9: torch.ones(2, 16)},
-        "offsets": {**record.offsets, 9: torch.ones(2, 16)},
-    }
+    stranger = {"lambdas": {**record.lambdas, 9: torch.ones(2, 16)}}
     for changes, reason in (
         ({"lambdas": {**record.lambdas, 0: -record.lambdas[0]}}, "k_rescale' holds values from -"),
         ({"lambdas": {**record.lambdas, 0: record.lambdas[0][:1]}}, r"expected float32 \[2, 16\]"),

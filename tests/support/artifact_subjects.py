@@ -202,16 +202,12 @@ def open_predictors(path: Path) -> None:
 @functools.cache
 def reparam_result() -> reparam_stage.Reparam:
     loaded = loaded_llama()
-    subject = reparam_stage.Subject(
-        loaded.identity, loaded.geometry, 4.0, "f", "text", 900, ReparamSpec(num_steps=2, offset=True)
-    )
+    subject = reparam_stage.Subject(loaded.identity, loaded.geometry, 4.0, "f", "text", 900, ReparamSpec(num_steps=2))
     curve = (0.5, 0.25, 0.375)
-    layers = tuple(reparam_stage.LayerReparam(i, 0.5, i == 1, 0.25, 8.0, curve, curve, 0.1, None) for i in range(3))
+    layers = tuple(reparam_stage.LayerReparam(i, 0.5, 0.25, 8.0, curve) for i in range(3))
     generator = torch.Generator().manual_seed(0)
     lambdas = {i: torch.rand(2, 8, generator=generator) + 0.5 for i in range(3)}
-    return reparam_stage.Reparam(
-        subject, layers, lambdas, {i: torch.randn(2, 8, generator=generator) for i in range(3)}
-    )
+    return reparam_stage.Reparam(subject, layers, lambdas)
 
 
 def open_reparam(path: Path) -> None:

@@ -21,7 +21,7 @@ from kvcal.recipe import ReparamSpec
 from kvcal.stages import reparam as reparam_stage
 
 PER_TOKEN = Format(2, "token", 128, num_sink_tokens=1, recent_window=16)
-SPEC = ReparamSpec(position_scale=1.0, num_steps=4, offset=True)
+SPEC = ReparamSpec(position_scale=1.0, num_steps=4)
 INPUTS = {"data.fingerprint": "f"}
 
 

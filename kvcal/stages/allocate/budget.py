@@ -92,13 +92,13 @@ def reserved_bytes(
     device_workload: Workload | None = None,
     feedback: FeedbackSpec | None = None,
 ) -> int:
-    """Upper bound of the bytes that the transforms of a recipe take: λ and offset of every layer, all predictors that
-    can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback with
+    """Upper bound of the bytes that the transforms of a recipe take: λ of every layer, all predictors that can
+    be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback with
     their bases."""
     k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
     layers = layers_in(geometry, k, v)
     lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.takes_transforms)
-    total = 0 if reparam is None else FLOAT_BYTES * lambdas * (2 if reparam.offset else 1)
+    total = 0 if reparam is None else FLOAT_BYTES * lambdas
     for layer in layers:
         for side in () if feedback is None or not layer.takes_transforms else feedback.sides:
             shape = layer.attention.num_kv_heads, layer.head_dim(side)
@@ -176,11 +176,10 @@ def require_budget(allocation: Allocation, plan: Plan) -> None:
 
 
 def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
-    """Bytes of λ and offsets that other layers have: with other formats, these may gain by them, too."""
+    """Bytes of λ of layers without it, where others have it: with other formats, these may gain by it, too."""
     post = [layer for layer in layers if layer.takes_transforms and layer.k_pages == "post"]
-    given = [[layer.k_rescale for layer in post], [layer.k_offset for layer in post]]
-    sizes = [FLOAT_BYTES * layer.attention.num_kv_heads * layer.head_dim("k") for layer in post]
-    return sum(size for has in given if any(has) for size, is_there in zip(sizes, has, strict=True) if not is_there)
+    without = [layer.attention.num_kv_heads * layer.head_dim("k") for layer in post if not layer.k_rescale]
+    return FLOAT_BYTES * sum(without) if len(without) < len(post) else 0
 
 
 def reserve_hint(nbytes: int) -> str:
