@@ -38,7 +38,6 @@ def test_stages(tmp_path: Path) -> None:
         "--help": ["-m", "kvcal", "--help"],
         "profile": ["-m", "kvcal", "profile", model, "--out", folder],
         "allocate": ["-m", "kvcal", "allocate", folder, "--set", "allocate.same_bytes_as=kivi-2"],
-        "allocate --sweep": ["-m", "kvcal", "allocate", folder, "--sweep"],
         "compile": ["-m", "kvcal", "compile", folder],
         "inspect": ["-m", "kvcal", "inspect", plan],
         "verify": ["-m", "kvcal", "verify", plan, "--model", model],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
@@ -146,17 +145,6 @@ def budget_table(allocation: Allocation) -> View:
         proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, proven by HiGHS"
         rows.append(("loss", f"{allocation.loss:.6g}", proof))
     return f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows
-
-
-def sweep_table(points: Sequence[Mapping[str, Any]]) -> View:
-    """The Pareto front, from the fewest bytes on."""
-    rows = []
-    for point in points:
-        means = [fmean(map(fmean, point[f"{side}_bits"])) for side in SIDES]
-        cells = [format_bytes(point["cache_bytes"]), f"{point['bits_per_value']:.3f}", f"{point['loss']:.6g}"]
-        rows.append([*cells, *(f"{mean:.2f}" for mean in means)])
-    headers = ("cache", "all-in bits", "loss", "mean K code bits", "mean V code bits")
-    return f"Optimum at {len(points)} budgets", headers, rows
 
 
 def checks_table(checks: Sequence[Check]) -> View:

@@ -30,9 +30,6 @@ with lazy_imports():
     from kvcal.stages.profile import record as profile_record
 
 
-SWEEP_POINTS = 48  # budgets to solve where the front is longer
-
-
 @options.spread
 def profile(
     model: options.ModelArgument,
@@ -79,9 +76,6 @@ def allocate(
         str | None,
         typer.Option(help="Keep this allocation in DIR/NAME, with others; that is then the next stage's DIR."),
     ] = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
-    ] = False,
 ) -> None:
     """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
     plan: λ and predictors, which come later, take part of them (--reserve).
@@ -100,16 +94,10 @@ def allocate(
                 f"--set {dotted}: only knobs of [allocate] are used here", hint="use `kvcal run` for others"
             )
         knobs |= {} if value is None else {key: value}
-    if sweep and not any(knobs.get(kind) for kind in recipe_keys.BUDGET_KINDS):
-        knobs["bits"] = 16.0
     if "objective" not in knobs and not profile_record.load(artifacts.Folder(folder).profile).setup.spec.gradients:
         knobs["objective"] = "kl"
     spec = strict.parse(recipe_keys.AllocateSpec, knobs, "allocate", UsageError)
     reporter = given.reporter()
-    if sweep:
-        rows = formats.sweep_folder(artifacts.Folder(folder), spec, SWEEP_POINTS)
-        given.show({"points": rows}, tables.sweep_table(rows))
-        return
     reserved = 0 if reserve is None else parse_bytes(reserve)
     paths = artifacts.Folder(folder) if name is None else artifacts.Folder(folder).named(name)
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None

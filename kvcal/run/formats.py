@@ -6,7 +6,6 @@ Each leaves one artifact, and reuses it as long as it was made from the same inp
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_file, sha256_json
 from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.data.reading import TuneSpec
@@ -223,15 +221,6 @@ def tune_folder(job: Job) -> Allocation:
         return allocation
 
     return current_or("tune", folder.allocation, _load_allocation, inputs, make, job.reporter, data.description)
-
-
-def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
-    """The Pareto front of the folder's profile, a row per point, also kept as sweep.json."""
-    profile = profile_record.load(folder.profile)
-    rows = allocation_stage.pareto(profile, spec, num_points)
-    text = json.dumps({"points": rows}, indent=2, sort_keys=True)
-    artifact.write_text_atomic(folder.path / "sweep.json", text + "\n")
-    return rows
 
 
 def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:

@@ -159,17 +159,6 @@ def test_budget_below_weights(finished: Run, tmp_path: Path) -> None:
     assert sha256(copy / "allocation.safetensors") == before
 
 
-def test_sweep(finished: Run, tmp_path: Path) -> None:
-    copy = shutil.copytree(finished[2], tmp_path / "out")
-    points = run_kvcal("allocate", copy, "--sweep", "--batch", 2, "--context", 512, "--json").json["points"]
-    assert len(points) > 3 and json.loads((copy / "sweep.json").read_text())["points"] == points
-    costs = [(point["cache_bytes"], -point["loss"]) for point in points]
-    assert costs == sorted(costs) and points[-1]["loss"] == 0
-    middle = points[len(points) // 2]
-    one = run_kvcal("allocate", copy, "--kv-budget", middle["cache_bytes"], "--batch", 2, "--context", 512, "--json")
-    assert one.json["loss"] == pytest.approx(middle["loss"])
-
-
 def test_inspect(finished: Run) -> None:
     path = finished[2] / "plan.safetensors"
     text = ran_well("inspect", path, "--batch", 4, "--context", 300)

@@ -18,8 +18,8 @@ from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.budget import resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes
-from kvcal.stages.allocate.solver import Option, Unit, solve, sweep
-from kvcal.stages.allocate.stage import allocate, pareto
+from kvcal.stages.allocate.solver import Option, Unit, solve
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
 from kvcal.stages.profile.sensitivity import Candidate
@@ -89,17 +89,6 @@ def test_no_time_is_feasible_and_says_unproven():
     exact = solve(units, budget)
     assert hasty.nbytes <= budget and hasty.bound <= exact.loss <= hasty.loss
     assert exact.proof == "solver" and (hasty.proof == "none" or hasty.gap <= 1e-6)
-
-
-def test_a_sweep_falls_from_the_fewest_bytes_to_the_most_that_help():
-    rng = random.Random(3)
-    units = random_units(rng, 6, 4, 40, lambda rng: rng.random())
-    points = sweep(units, 8)
-    assert all(a.nbytes < b.nbytes and a.loss > b.loss for a, b in itertools.pairwise(points))
-    for point in points:
-        assert solve(units, point.budget_bytes).choice == point.choice
-    assert points[0].nbytes == min(nbytes for _, nbytes, _ in all_choices(units))
-    assert points[-1].loss == float(min(all_choices(units))[0])
 
 
 def test_infeasible_says_the_smallest():
@@ -174,16 +163,6 @@ def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None
         assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
     found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), {})
     assert [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
-
-
-def test_every_point_of_a_sweep_is_the_allocation_of_its_bytes() -> None:
-    profile = profile_of(LOUD)
-    rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), 8)
-    assert len(rows) > 3
-    for point in rows:
-        found = allocate(profile, AllocateSpec(kv_budget=f"{point['cache_bytes']}B", **LENGTHS), {})
-        assert found.split.cache == point["cache_bytes"] and found.loss == pytest.approx(point["loss"], rel=1e-9)
-        assert point["bits_per_value"] == 8 * found.split.paged / (2 * 2 * 64 * 8000)
 
 
 def test_what_a_budget_leaves_for_the_cache() -> None:

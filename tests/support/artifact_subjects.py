@@ -32,7 +32,7 @@ from kvcal.stages import reparam as reparam_stage
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import compile_plan
-from kvcal.stages.allocate.stage import allocate, pareto
+from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
 from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation, table_columns
@@ -147,7 +147,6 @@ def open_profile(path: Path) -> None:
     if found.setup.kl_candidates("k"):
         spec = AllocateSpec(bits=16.0, batch=2, context=512)
         use_allocation(allocate(found, spec, {}))
-        pareto(found, spec, 2)
 
 
 def use_allocation(found: allocation_record.Allocation) -> None:

@@ -83,18 +83,6 @@ def solve(units: Sequence[Unit], budget_bytes: int, *, time_limit_s: float = 30.
     return _solution(kept, found, budget_bytes, bound)
 
 
-def sweep(units: Sequence[Unit], num_points: int = 64) -> tuple[Solution, ...]:
-    """Solutions of evenly spaced budgets, from the fewest bytes to the most that still help, by falling loss."""
-    kept = [_undominated(unit) for unit in units]
-    low, high = (sum(options[end][0] for options in kept) for end in (0, -1))
-    points: list[Solution] = []
-    for budget_bytes in sorted({low + (high - low) * i // max(1, num_points - 1) for i in range(num_points)}):
-        solution = solve(units, budget_bytes)
-        if not points or solution.loss < points[-1].loss:
-            points.append(solution)
-    return tuple(points)
-
-
 Entry = tuple[int, float, int]  # bytes, loss, option number
 
 

@@ -30,7 +30,7 @@ from kvcal.stages.allocate.record import (
     layer_bytes,
     num_values,
 )
-from kvcal.stages.allocate.solver import Option, Unit, solve, sweep
+from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.profile.record import Profile
 
 
@@ -100,23 +100,6 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
     plan = Plan(model, cache_dtype, layers, workload, {}, tensors)
     require_served(plan, is_cuda=False, engine=spec.engine, lookahead=spec.drafts)
     return engine_bytes(spec.engine, plan, spec.tp, spec.drafts) - problem.nbytes(choice)
-
-
-def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
-    """A sweep over useful budgets: a row for each point: bytes of the whole cache, all-in bits per
-    value, loss, and the bits chosen per layer."""
-    problem = Problem(profile, spec)
-    rows = []
-    for point in sweep(problem.units, num_points):
-        layers = problem.layers_of(point.choice)
-        fixed, paged = layer_bytes(layers, profile.setup.geometry.cache_dtype, problem.workload)
-        per_value = 8 * paged / num_values(layers, problem.workload)
-        row: dict[str, Any] = {"cache_bytes": fixed + paged, "bits_per_value": per_value}
-        row |= {"loss": point.loss, "gap": point.gap}
-        for side in SIDES:
-            row[f"{side}_bits"] = [[fmt.num_bits for fmt in layer.formats(side)] for layer in layers if layer.is_paged]
-        rows.append(row)
-    return rows
 
 
 class Problem:
