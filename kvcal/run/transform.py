@@ -28,13 +28,12 @@ from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
-from kvcal.stages.allocate.record import layers_in
+from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas, transform_bytes
+from kvcal.stages.allocate.record import Allocation, layers_in
 from kvcal.stages.centre import Centring, takes_mean
 from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.predictors.stage import Room
 from kvcal.stages.reparam import Reparam
 from kvcal.strict import dump, flat_records
 
@@ -120,13 +119,7 @@ def reparam_folder(job: Job) -> Reparam:
     inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
     make = partial(reparam_stage.run_reparam, loaded, layers, data, spec)
     found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
-    nbytes = tensors_nbytes(found.tensors())
-    left = bytes_left(allocation, layers, nbytes)
-    if left is not None and left < 0:
-        reporter.say(
-            f"reparam: λ takes {-left} bytes beyond the budget; "
-            f"{reserve_hint(nbytes + spared_lambdas(found.apply(layers)))}"
-        )
+    _tell_beyond_budget("reparam", allocation, found.apply(layers), found.tensors(), reporter)
     return found
 
 
@@ -153,30 +146,20 @@ def centre_folder(job: Job) -> Centring | None:
 
 
 def fit_predictors_folder(job: Job) -> PredictorRecord:
-    """The predictor stage, on the layers as the reparam stage left them, centred.
-
-    Raises:
-        InfeasibleBudget: the allocation's budget leaves no room for any predictor.
-    """
+    """The predictor stage, on the layers as the reparam stage left them, centred."""
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
     spec = recipe.predictors
     assert spec is not None
     centre_folder(job)
     allocation = allocation_record.load(folder.allocation)[0]
     layers, tensors = Transforms.of(folder, recipe, before="predictors").apply(allocation.layers)
-    room = None if allocation.split.kind is None else Room(allocation, layers, spec)
-    if room is not None:
-        room.require_some()
     data = job_sequences(job, recipe.data, "fit")
     inputs = _transform_inputs("predictors", spec, layers, tensors, data, loaded)
-    inputs |= flat_records(workload=allocation.workload) | {"budget.left": None if room is None else room.left()}
-    given = loaded, layers, tensors, data, spec, allocation.workload
-    make = partial(predictor_stage.run_fit_predictors, *given, room=room)
-    fitted = current_or("predictors", folder.predictors, predictor_stage.load, inputs, make, reporter, data.description)
-    message = None if room is None else room.message(fitted)
-    if message is not None:
-        reporter.say(message)
-    return fitted
+    inputs |= flat_records(workload=allocation.workload)
+    make = partial(predictor_stage.run_fit_predictors, loaded, layers, tensors, data, spec, allocation.workload)
+    found = current_or("predictors", folder.predictors, predictor_stage.load, inputs, make, reporter, data.description)
+    _tell_beyond_budget("predictors", allocation, found.apply(layers), tensors | found.tensors(), reporter)
+    return found
 
 
 def feedback_folder(job: Job) -> FeedbackRecord:
@@ -197,6 +180,17 @@ def feedback_folder(job: Job) -> FeedbackRecord:
     make = partial(feedback_stage.run_feedback, loaded, layers, tensors, data, spec)
     path = folder.basis if recipe.chooses_in_a_basis else folder.feedback
     return current_or(path.stem, path, feedback_stage.load, inputs, make, reporter, data.description)
+
+
+def _tell_beyond_budget(
+    stage: str, allocation: Allocation, layers: Layers, tensors: dict[str, Tensor], reporter: Reporter
+) -> None:
+    """Say what to do where the layers, with their transforms and these tensors, are beyond the allocation's budget."""
+    nbytes = tensors_nbytes(tensors)
+    left = bytes_left(allocation, layers, nbytes)
+    if left is not None and left < 0:
+        taken = transform_bytes(allocation, layers, nbytes) + spared_lambdas(layers)
+        reporter.say(f"{stage}: the plan would take {-left} bytes beyond the budget; {reserve_hint(taken)}")
 
 
 def reparam_data(job: Job) -> TokenDataset:

@@ -11,18 +11,15 @@ interrupted run goes on after the last batch, and several processes take batches
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
 instead of keys and values really brings. Layers after a predictor that is left out are fitted to what the cache reads
-back without it. A predictor that pays may still not fit the budget of its allocation: the solver spends what it is
-given on formats, but for the bytes that it was told to reserve. Predictors are taken in the order of layers, as they
-are fitted, while there is room for them.
+back without it.
 
 Left out: hidden states kept on disk, where memory does not hold them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,18 +29,15 @@ from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import from_first
-from kvcal.errors import InfeasibleBudget, naming
+from kvcal.errors import naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Workload
-from kvcal.plan.tensors import needed_nbytes, needed_tensors
+from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
-from kvcal.quantities import format_bytes
 from kvcal.recipe import PredictorSpec
-from kvcal.stages.allocate.budget import bytes_left, reserve_hint, transform_bytes
-from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.predictors.reconstruct import (
     FIT,
@@ -65,11 +59,9 @@ from kvcal.stages.predictors.record import (
     Subject,
     Target,
     decide,
-    every_finding,
     find_targets,
     load,
     save,
-    unpaid,
     with_predictors,
 )
 from kvcal.stages.predictors.regression import NormalEquations, compress
@@ -79,65 +71,6 @@ __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "s
 PASSES, SEQUENCES = "passes", "sequences of the next one"
 # Tokens of a batch, padding included.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-
-
-@dataclass(frozen=True, eq=False)
-class Room:
-    """Bytes that ``allocation``, which has a budget, leaves for the predictors ``spec`` of its ``layers``, which have
-    their other transforms by now."""
-
-    allocation: Allocation
-    layers: tuple[LayerPlan, ...]
-    spec: PredictorSpec
-
-    def left(self, findings: Sequence[Finding] = ()) -> int:
-        """Bytes of the budget that the predictors of the kept ``findings`` leave; below zero beyond it."""
-        return _bytes_left(self, with_predictors(self.layers, findings, self.spec))
-
-    def keep_if_it_fits(self, finding: Finding, others: Sequence[Finding]) -> Finding:
-        """``finding``, left out where its predictor does not fit besides the others."""
-        if not (finding.is_kept and self.spec.drop):
-            return finding
-        left = self.left((*others, finding))
-        return finding if left >= 0 else replace(finding, reason=f"would take {-left} bytes beyond the budget")
-
-    def require_some(self) -> None:
-        """InfeasibleBudget where not one predictor fits, or, where none is to be left out, not all of them."""
-        every = every_finding(self.layers, self.spec, self.allocation.cache_dtype)
-        lefts = [self.left([one]) for one in every] if self.spec.drop else [self.left(every)]
-        if not every or max(lefts) >= 0:
-            return
-        budget = self.allocation.split.budget
-        which = "no predictor fits" if self.spec.drop else "not all predictors fit"
-        raise InfeasibleBudget(
-            f"{which} the budget of {format_bytes(budget)} = {budget} bytes: {-max(lefts)} bytes are missing",
-            budget - max(lefts),
-            hint=reserve_hint(self._taken(every)),
-        )
-
-    def message(self, record: PredictorRecord) -> str | None:
-        """The warning that predictors which pay were left out for the budget; None where none was."""
-        paying = [
-            replace(finding, reason=None)
-            for finding in record.findings
-            if finding.fit is not None and unpaid(finding.fit, self.spec, self.allocation.workload) is None
-        ]
-        if len(paying) == len(record.kept):
-            return None
-        missing, hint = len(paying) - len(record.kept), reserve_hint(self._taken(paying))
-        return f"predictors: {missing} of {len(paying)} that pay do not fit the budget; to have all of them, {hint}"
-
-    def _taken(self, findings: Sequence[Finding]) -> int:
-        layers = with_predictors(self.layers, findings, self.spec)
-        return transform_bytes(self.allocation, layers, needed_nbytes(layers, self.allocation.cache_dtype))
-
-
-@functools.lru_cache(maxsize=1024)
-def _bytes_left(room: Room, layers: tuple[LayerPlan, ...]) -> int:
-    """The same layers are asked for after every pass."""
-    found = bytes_left(room.allocation, layers, needed_nbytes(layers, room.allocation.cache_dtype))
-    assert found is not None, "without a budget there is room for all"
-    return found
 
 
 def run_fit_predictors(
@@ -150,15 +83,13 @@ def run_fit_predictors(
     inputs: dict[str, Any],
     path: Path,
     reporter: Reporter,
-    room: Room | None = None,
 ) -> PredictorRecord:
     """Fit, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
 
-    ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay for.
-    ``room``: the budget that they must fit; None without one."""
+    ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay for."""
     if loaded.geometry.has_latents:
         reporter.say(f"predictors: {LATENTS}")
-    fitting = _Fitting(loaded, layers, tensors, data, spec, workload, inputs, path, reporter, room)
+    fitting = _Fitting(loaded, layers, tensors, data, spec, workload, inputs, path, reporter)
     with fitting.checkpoint:
         record = fitting.run()
         save(record, inputs, path)
@@ -178,11 +109,10 @@ class _Fitting:
     def __init__(
         self, loaded: LoadedModel, layers: tuple[LayerPlan, ...], tensors: Mapping[str, Tensor], data: TokenDataset,
         spec: PredictorSpec, workload: Workload, inputs: dict[str, Any], path: Path, reporter: Reporter,
-        room: Room | None,
     ) -> None:  # fmt: skip
         """As ``run_fit_predictors``."""
         self.loaded, self.layers, self.data, self.spec = loaded, layers, data, spec
-        self.workload, self.room, self.reporter, device = workload, room, reporter, loaded.model.device
+        self.workload, self.reporter, device = workload, reporter, loaded.model.device
         self.paged = [layer for layer in layers if layer.is_paged]
         self.targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
         has_work = any(target.shape is not None for target in self.targets)
@@ -228,7 +158,6 @@ class _Fitting:
             name = f"{target.index}.{target.side}"
             variance, explained = means[f"facts.{name}"].total.tolist() if f"facts.{name}" in means else (0.0, None)
             finding = decide(target, explained, self.spec, self.workload)
-            finding = finding if self.room is None else self.room.keep_if_it_fits(finding, found)
             if f"errors.{name}" in means and variance > 0:
                 assert finding.fit is not None
                 plain, error = (means[f"errors.{name}"].result() / variance).tolist()
