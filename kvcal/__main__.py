@@ -40,7 +40,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the ``kvcal`` command."""
     # `datasets` logs what it raises: a line besides the error's own, JSON with --json.
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     try:

@@ -110,7 +110,6 @@ def sha256_json(obj: Any) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -136,7 +135,6 @@ def write(path: str | Path, artifact: Artifact) -> None:
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
-    """``write_bytes_atomic`` of the text in UTF-8."""
     write_bytes_atomic(path, text.encode("utf-8"))
 
 

@@ -96,7 +96,6 @@ class TerminalReporter:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
     print_text(json.dumps(value, indent=2, sort_keys=True))
 
 
@@ -152,7 +151,6 @@ def print_error_json(error: KvcalError) -> None:
 
 
 def print_error(error: KvcalError) -> None:
-    """Prints the error and its hint on stderr."""
     with suppress(OSError):  # the exit code is left
         for name, style, text in (("error", "red", error.message), ("hint", "cyan", error.hint)):
             if text:

@@ -56,12 +56,10 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of processes."""
     return _ranks.size
 
 
 def size_on_node() -> int:
-    """The number of processes on this node."""
     return _ranks.on_node
 
 

@@ -217,7 +217,6 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 
 
 def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
-    """``sequences`` for a job."""
     return sequences(spec, job.loaded, purpose, job.folder)
 
 

@@ -56,7 +56,6 @@ class AttentionGeometry:
 
     @property
     def is_latent(self) -> bool:
-        """Whether it caches a latent and a rotary key."""
         return self.expanded is not None
 
     @property
@@ -111,7 +110,6 @@ class Geometry:
 
     @property
     def has_latents(self) -> bool:
-        """Whether some layer caches a latent."""
         return any(isinstance(layer, AttentionGeometry) and layer.is_latent for layer in self.layers)
 
     def __post_init__(self) -> None:

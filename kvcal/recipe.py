@@ -89,14 +89,12 @@ class ProfileSpec:
 
     @property
     def kl_bits(self) -> tuple[int, ...]:
-        """Bits of the candidates whose KL is measured."""
         if self.kl_num_bits is not None:
             return self.kl_num_bits
         return tuple(bits for bits in self.num_bits if bits in DEFAULT_KL_BITS) or self.num_bits
 
     @property
     def kl_group(self) -> int:
-        """Group size of the candidates whose KL is measured."""
         return self.kl_group_size or max(self.group_sizes)
 
 

@@ -51,11 +51,7 @@ def knob(default: Record, doc: str) -> Record:
 def parse(
     record: type[Record], value: Mapping[str, Any], place: str, error: type[KvcalError], hint: str | None = None
 ) -> Record:
-    """Build ``record`` from JSON-like data (lists for tuples).
-
-    Raises:
-        error: the first few findings, each with its place inside ``place``, the value, and what is allowed.
-    """
+    """Build ``record`` from JSON-like data (lists for tuples). ``error``: the first findings, each with its place."""
     try:
         return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:

@@ -72,13 +72,11 @@ def cache_layers(
 
 
 def held_tensors(layer: object) -> list[Tensor]:
-    """Tensors that a layer holds on the device."""
     held = layer.tensors if isinstance(layer, PagedLayer | BoundedLayer) else []
     return [*held, *state_tensors(layer)]
 
 
 def state_tensors(layer: object) -> list[Tensor]:
-    """Tensors of the state that a layer keeps."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in states if state is not None]

@@ -98,7 +98,6 @@ class _Part:
         return self.codec.format.pages_read(num_tokens) > self._num_read
 
     def take_due(self, num_tokens: int, dense_BNSD: Tensor) -> Iterator[_Page]:
-        """The pages that are to be read back now."""
         first, self._num_read = self._num_read, self.codec.format.pages_read(num_tokens)
         for number in range(first, self._num_read):
             begin = PAGE_TOKENS * number
@@ -152,7 +151,6 @@ class DenseLayer(DynamicLayer):
                 yield _Part(side, codec, self.plan.attention.group_heads)
 
     def take_due(self, num_tokens: int) -> Iterator[_Page]:
-        """As of its parts."""
         for part in self._parts:
             dense_BNSD = self.keys if part.side == "k" else self.values
             assert dense_BNSD is not None
@@ -182,7 +180,6 @@ class DenseLayer(DynamicLayer):
                 part.observe(self.get_seq_length(), q_post_BHTD.shape[2], per_head)
 
     def tokens_to_next_page(self) -> int:
-        """As ``PagedLayer.tokens_to_next_page``."""
         return tokens_to_next_event(self.plan, self.padding.rows, self.get_seq_length())
 
     def skip(self, tokens: int) -> None:

@@ -200,7 +200,6 @@ class PagedLayer(CacheLayerMixin):
         return whole
 
     def verify_decoded(self, rows: Rows) -> None:
-        """As ``PlanCache.verify_decoded``."""
         if self.decoded is None or not self.decoded.dense:  # or nothing was read since a crop
             return
         for side, dense in self.decoded.dense.items():

@@ -108,7 +108,6 @@ class PlanCache(Cache):
         }
 
     def _empty_layers(self) -> list[Any]:
-        """Those of a cache without tokens."""
         return cache_layers(self.config, self.state, self.static, self.allocate, self._keep_decoded)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:

@@ -145,7 +145,6 @@ class ModelOptions(OutputOptions):
 
     @property
     def memory_bytes(self) -> int | None:
-        """--memory in bytes. UsageError if it is none."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     def load(
@@ -278,7 +277,6 @@ class BudgetOptions(WorkloadOptions):
     ] = None
 
     def kinds(self) -> list[str]:
-        """The kinds of budget that were given."""
         return [name for name in ("budget", "kv_budget", "bits") if getattr(self, name) is not None]
 
     def knobs(self) -> dict[str, Any]:

@@ -157,7 +157,6 @@ def calibration(stage: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """The provenance with more data."""
     return {**provenance, KEY: {**provenance.get(KEY, {}), **records}} if records else dict(provenance)
 
 

@@ -238,7 +238,6 @@ class EvaluateSpec:
 
     @property
     def reading_tasks(self) -> tuple[str, ...]:
-        """retrieval:TOKENS and completion:TOKENS."""
         return tuple(filter(is_reading, self.tasks))
 
 

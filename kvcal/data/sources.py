@@ -64,12 +64,10 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """The path of a local file or folder."""
         return Path(self.name).expanduser()
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a file or a folder."""
         return self.name not in SOURCES and self.path.exists()
 
     @property

@@ -38,7 +38,6 @@ MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their cod
 
 
 def is_plain(variant: Variant) -> bool:
-    """Whether the plain kernel serves the variant."""
     return variant.plain or any(plain_reasons(variant))
 
 

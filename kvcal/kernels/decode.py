@@ -106,7 +106,6 @@ def decode_defines(
 
 
 def _call_defines(variant: Variant, q_dtype: str, softcap: bool, is_staged: bool) -> Defines:
-    """The macros that both kernels have."""
     found = variant.defines | {"Q_DTYPE": DTYPES[q_dtype], "HAS_SOFTCAP": int(softcap)}
     return found | {"STAGED": 1} if is_staged else found
 

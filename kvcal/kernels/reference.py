@@ -103,7 +103,6 @@ def pack(
 
 
 def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant) -> None:
-    """As ``ops.unpack``."""
     by_page = out.unflatten(2, (-1, PAGE_TOKENS))
     codec, num_bits = _codec(out.shape[1], transform, side, variant), variant.num_bits(side)
     for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
@@ -156,7 +155,6 @@ def decode(
 
 
 def _later(place: Place, tokens: int) -> Place:
-    """The place of a token so many tokens on."""
     return place._replace(lengths=place.lengths + tokens)
 
 

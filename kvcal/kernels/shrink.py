@@ -64,12 +64,10 @@ class Shrinking:
 
     @property
     def number(self) -> int:
-        """The specialisation as the operator is handed it."""
         return SHRINKINGS.number(self)
 
     @property
     def defines(self) -> Defines:
-        """The macros."""
         found = {
             "SIDE": SIDES.index(self.side),
             "DIM": self.head_dim,

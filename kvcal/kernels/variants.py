@@ -47,7 +47,6 @@ class Numbering(Generic[T]):
         self._things: list[T] = []
 
     def number(self, thing: T) -> int:
-        """The number of ``thing``, given to it at the first call."""
         with self._lock:
             if thing not in self._numbers:
                 self._numbers[thing] = len(self._things)
@@ -119,7 +118,6 @@ class Variant:
 
     @functools.cached_property
     def defines(self) -> Defines:
-        """The macros."""
         found = {
             "DTYPE": DTYPES[self.cache_dtype],
             "GROUP_HEADS": self.group_queries,

@@ -247,7 +247,6 @@ class _Settings:
         torch.set_deterministic_debug_mode("error")
 
     def restore(self) -> None:
-        """As it was."""
         torch.set_deterministic_debug_mode(self._mode)
         torch.utils.deterministic.fill_uninitialized_memory = self._fill  # type: ignore[attr-defined]
 

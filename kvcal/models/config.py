@@ -67,12 +67,7 @@ def families() -> dict[str, list[dict[str, Any]]]:
 
 
 def read_sizes(source: str) -> ModelSizes:
-    """The sizes of ``source`` (an embedded name, a folder, a GGUF file or a hub id), without its weights.
-
-    Raises:
-        UsageError: the source is not there, or config.json cannot be read or has sizes out of range.
-        UnsupportedModel: a model that kvcal does not serve, or whose cache config.json does not tell.
-    """
+    """The sizes of ``source`` (an embedded name, a folder, a GGUF file or a hub id), without its weights."""
     location = locate(source)
     content: dict[str, Any] = {}
     if location.gguf is None:
@@ -110,7 +105,6 @@ def _uncalibrated(model_type: object, model_id: str) -> str | None:
 
 
 def _is_direct(content: dict[str, Any]) -> bool:
-    """Whether plain keys state all layers."""
     needed = DIRECT.get(str(content.get("model_type")))
     if needed is None or any(content.get(key) is None for key in SHAPE_KEYS) or "text_config" in content:
         return False

@@ -65,7 +65,6 @@ class Location:
 
 
 def embedded_models() -> tuple[str, ...]:
-    """Names of the models inside the package."""
     return tuple(sorted(path.parent.name for path in EMBEDDED_FOLDER.glob("*/config.json")))
 
 

@@ -228,7 +228,6 @@ def _tokenizer(location: Location, needed: bool) -> Tokenizer | None:
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error of transformers, in one line."""
     if isinstance(error, UnpicklingError):  # torch advises to read the file without its guard
         return "not a file of tensors alone"
     text = " ".join(str(error).split())

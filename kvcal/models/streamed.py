@@ -81,7 +81,6 @@ def stored(parameter: Tensor) -> Tensor:
 
 
 def is_streamed(model: PreTrainedModel) -> bool:
-    """Whether layers of ``model`` are streamed."""
     return any(parameter in _STORED for parameter in model.parameters())
 
 

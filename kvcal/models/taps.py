@@ -179,7 +179,6 @@ class _Recorder(threading.local):
         self._handed: tuple[Tensor, Tensor] | None = None
 
     def is_latent(self, module: nn.Module) -> bool:
-        """Whether an attention module caches a latent."""
         return any(layer.is_latent and layer.index == layer_index(module) for layer in self._layers)
 
     def lend(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -59,7 +59,6 @@ class Basis:
         return None if matrix is None or inverse is None else cls(matrix, inverse, center)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """As a plan has them."""
         found = zip((*MATRICES, CENTER), (self.matrix, self.inverse, self.center), strict=True)
         return {f"{prefix}_{part}": tensor for part, tensor in found if tensor is not None}
 

@@ -141,11 +141,7 @@ class PageCodec:
         at_once: int = ENCODE_PAGES,
     ) -> Tensor:
         """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8, ``at_once`` at a time.
-        ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity.
-        """
+        ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores."""
         if x.shape[0] == 0:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
         parts = []
@@ -161,11 +157,7 @@ class PageCodec:
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
         """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``.
-        Only pages of formats that shrink have more than one number of bits.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
-        """
+        Only pages of formats that shrink have more than one number of bits."""
         old, new = (self._layout(bits) for bits in (old_bits, new_bits))
         assert isinstance(old, UniformLayout) and isinstance(new, UniformLayout)
         return convert(records, old, new, self.format.shift, Transform(self.rescale, self.offset))

@@ -88,11 +88,7 @@ _signs = functools.cache(random_signs)
 
 @dataclass(frozen=True)
 class LatticeLayout(Layout):
-    """Shape of a page's record. ``width`` is in values: KV heads times head_dim.
-
-    Raises:
-        UsageError: a width that ``lattice_dim`` does not divide.
-    """
+    """Shape of a page's record. ``width`` is in values: KV heads times head_dim."""
 
     num_bits: int
     lattice_dim: int
@@ -135,12 +131,10 @@ class LatticeLayout(Layout):
 
     @property
     def param_size(self) -> int:
-        """Bytes of the scales."""
         return self.num_groups * PAGE_TOKENS * ITEM_BYTES[self.param_dtype]
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one page of all KV heads, everything included."""
         return aligned_size(sum(self.plane_sizes) + self.param_size)
 
     def records_per_page(self, num_heads: int) -> int:

@@ -89,7 +89,6 @@ class PredictorShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(spec.nbytes for spec in self.tensors().values())
 
 
@@ -102,11 +101,7 @@ class LinearPredictor:
 
     @classmethod
     def from_tensors(cls, shape: PredictorShape, tensors: Mapping[str, Tensor], prefix: str) -> LinearPredictor:
-        """The predictor whose tensors are named ``prefix``.<name>; other tensors are not looked at.
-
-        Raises:
-            ArtifactError: a tensor is missing, has another shape or dtype, or holds values that are not allowed.
-        """
+        """The predictor whose tensors are named ``prefix``.<name>; other tensors are not looked at."""
         declared = {f"{prefix}.{name}": spec for name, spec in shape.tensors().items()}
         found = {name: tensors[name] for name in declared if name in tensors}
         with refusing(f"{shape.kind} predictor"):
@@ -118,12 +113,10 @@ class LinearPredictor:
         return {f"{prefix}.{name}": tensor for name, tensor in self.stored.items()}
 
     def to(self, device: torch.device | str) -> LinearPredictor:
-        """The same predictor on another device."""
         return LinearPredictor(self.shape, {name: tensor.to(device) for name, tensor in self.stored.items()})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, measured."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
     def factors(self) -> tuple[Tensor, ...]:

@@ -40,9 +40,7 @@ class Layout(Protocol):
     num_bits: int
 
     @property
-    def record_bytes(self) -> int:
-        """Bytes of one record, everything included."""
-        ...
+    def record_bytes(self) -> int: ...
 
     def records_per_page(self, num_heads: int) -> int:
         """One record for each head, or one for all heads in a row."""
@@ -61,11 +59,7 @@ class Layout(Protocol):
         raise KeyError(operand)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        """x [M, n, 128, D], any float dtype -> records [M, r, record_bytes] uint8.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity, or a range that the record cannot hold.
-        """
+        """x [M, n, 128, D], any float dtype -> records [M, r, record_bytes] uint8."""
         ...
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:

@@ -82,11 +82,7 @@ def convert(
     records: Tensor, old: UniformLayout, new: UniformLayout, kind: Shift, transform: Transform = PLAIN
 ) -> Tensor:
     """Records [..., n, old.record_bytes] uint8 -> [..., n, new.record_bytes], fewer or more bits. The layouts differ in
-    ``num_bits`` alone, both a power of two, and their scales are fp32. ``transform``: that of the n heads' codes.
-
-    Raises:
-        NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
-    """
+    ``num_bits`` alone, both a power of two, and their scales are fp32. ``transform``: that of the n heads' codes."""
     by_page = records.flatten(0, -3) if records.dim() > 2 else records.unsqueeze(0)
     result = by_page.new_empty(*by_page.shape[:2], new.record_bytes)
     change = _shrunk if new.num_bits < old.num_bits else _widened

@@ -116,7 +116,6 @@ class TieredLayout(Layout):
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one page of one KV head, everything included."""
         return aligned_size(sum(self._field_sizes))
 
     @property

@@ -53,10 +53,7 @@ def quantize(
     Args:
         x: [..., C, ...] with C at ``dim``, any float dtype; converted to fp32.
     Returns:
-        codes, uint8, shaped like x; scale and zero in ``param_dtype`` with num_groups(C) at ``dim``.
-    Raises:
-        NonFiniteActivations: a group's scale or zero is not finite in ``param_dtype``.
-    """
+        codes, uint8, shaped like x; scale and zero in ``param_dtype`` with num_groups(C) at ``dim``."""
     grouped = _grouped(x.float(), group_size, dim)
     # On the device, not a Python number: CUDA divides by a number as a product with its rounded reciprocal, and the
     # codes would differ from a CPU's.
@@ -150,7 +147,6 @@ class UniformLayout(Layout):
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one page of one KV head, everything included."""
         if self.num_bits == RAW_BITS:
             size = PAGE_TOKENS * self.head_dim * ITEM_BYTES[self.cache_dtype]
         else:
@@ -179,7 +175,6 @@ class UniformLayout(Layout):
         return (codes if feedback is None else self._feed_back(x, scale, zero, feedback)), scale, zero
 
     def _feed_back(self, x: Tensor, scale: Tensor, zero: Tensor, feedback: Tensor) -> Tensor:
-        """The codes of :meth:`quantize` with feedback."""
         dim, length = self._group_dim, PAGE_TOKENS if self.axis == "channel" else self.head_dim
         step, start = (self._turned(expand_groups(params, self.group_size, dim, length)) for params in (scale, zero))
         levels = x.new_full((), 2**self.num_bits - 1, dtype=torch.float32)

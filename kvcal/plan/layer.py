@@ -136,7 +136,6 @@ class LayerPlan:
         return self.k if side == "k" else self.v
 
     def format(self, side: Side) -> Format:
-        """Of a paged layer."""
         return self.formats(side)[0]
 
     def layouts(self, side: Side, cache_dtype: str) -> list[Layout]:
@@ -159,7 +158,6 @@ class LayerPlan:
         return self.attention.k_head_dim if side == "k" else self.attention.v_head_dim
 
     def side_nbytes(self, side: Side, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
-        """Bytes of the paged keys or values of all heads."""
         heads, dim = self.attention.num_kv_heads, self.head_dim(side)
         return self.format(side).nbytes(side, heads, dim, cache_dtype, lengths, columns)
 

@@ -224,7 +224,6 @@ class Format:
 
     @property
     def start_bits(self) -> int:
-        """Bits that a page is written with."""
         return self.num_bits << len(self.shrink_at)
 
     def bits_at(self, columns: int) -> int:

@@ -117,7 +117,6 @@ class Plan:
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes at the plan's workload."""
         return self.nbytes(self.workload.lengths)
 
     @property
@@ -250,7 +249,6 @@ def is_destroyed(kl: float, top1: float) -> bool:
 
 
 def damage_path(plan: Path) -> Path:
-    """The file of a plan's damage, next to it."""
     return plan.with_name(f"{plan.stem}.damage.json")
 
 

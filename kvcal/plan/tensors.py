@@ -81,7 +81,6 @@ def rotary_spec(head_dim: int) -> TensorSpec:
 
 
 def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict[str, TensorSpec]:
-    """Every tensor that the layers need."""
     by_index = {layer.geometry.index: layer for layer in layers}
     needed: dict[str, TensorSpec] = {}
     for layer in layers:

@@ -102,7 +102,6 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
 
 
 def estimate_profile(job: Job) -> list[Estimate]:
-    """The size of the profile. Raises as it does."""
     data = sequences(job.recipe.data, job.loaded, "fit", job.folder)
     return profile_stage.dry_run(job.loaded, data, profile_spec(job.recipe.profile, job.loaded), job.recipe.cache)
 
@@ -160,7 +159,6 @@ def allocate_folder(
 
 
 def allocate_recipe(job: Job) -> Allocation:
-    """The allocate stage of a recipe."""
     assert job.recipe.allocate is not None
     return allocate_folder(job.folder, job.recipe.allocate, job.reporter, job.recipe)
 
@@ -237,7 +235,6 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
-    """The part of a recipe that a plan carries."""
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
 
 

@@ -110,7 +110,6 @@ def build_plan(
 
 
 def run_stages(job: Job) -> None:
-    """Everything before compilation."""
     for stage in STAGES:
         if stage.is_of(job.recipe):
             stage.make(job)
@@ -322,7 +321,6 @@ def _refused(job: Job, layers: tuple[LayerPlan, ...], tensor_bytes: int, smalles
 
 
 def _budgeted(job: Job, layers: tuple[LayerPlan, ...]) -> Allocation:
-    """These layers as an allocation of the search's budget."""
     loaded, spec, cache_dtype = job.loaded, job.recipe.allocate, job.loaded.geometry.cache_dtype
     assert spec is not None
     split = resolve_budget(spec, layers, cache_dtype, weight_bytes(loaded.model), loaded.vocab_size)

@@ -87,7 +87,6 @@ class Transforms:
         return found
 
     def apply(self, layers: Layers) -> tuple[Layers, dict[str, Tensor]]:
-        """Layers and plan tensors with them."""
         tensors = lattice_tensors(layers)
         for found in self.records:
             layers, tensors = found.apply(layers), tensors | found.tensors()

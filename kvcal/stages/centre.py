@@ -94,7 +94,6 @@ def run_centre(
 
 
 def load(path: Path) -> Centring:
-    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     mean, declared = TensorSpec("float32", (None, None), -LARGEST_OFFSET, LARGEST_OFFSET), {}
     for name in stored.tensors:

@@ -63,15 +63,12 @@ class Mean:
 
     @classmethod
     def of(cls, observations: Tensor) -> Mean:
-        """Of n observations: [n, *shape], any float dtype."""
         return cls(observations.to("cpu", torch.float64).sum(0), observations.shape[0])
 
     def update(self, observations: Tensor) -> Mean:
-        """With n more observations."""
         return self.merge(Mean.of(observations))
 
     def merge(self, other: Mean) -> Mean:
-        """The statistic of both sets of observations."""
         return Mean(self.total + other.total, self.count + other.count)
 
     def result(self) -> Tensor:
@@ -215,7 +212,6 @@ class Batch:
 
     @classmethod
     def of(cls, data: TokenDataset, numbers: Sequence[int]) -> Batch:
-        """The sequences of these numbers."""
         lengths = [len(data.sequences[number]) for number in numbers]
         tokens_BT = torch.empty(len(lengths), max(lengths), dtype=torch.int64)
         loss_mask_BT = torch.zeros(tokens_BT.shape, dtype=torch.bool)

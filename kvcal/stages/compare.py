@@ -228,7 +228,6 @@ def _measure(
 
 
 def load_comparison(path: Path) -> Comparison:
-    """Read what ``compare`` wrote. ArtifactError as ``read_json``."""
     hint = "delete the file and run kvcal compare again: plans and rows are kept next to it"
     return read_json(path, KIND, SCHEMA, Comparison, hint)
 

@@ -118,7 +118,6 @@ def lockstep(
 
 
 def _fed(model: PreTrainedModel, cache: PlanCache, inputs: LayerInputs, forward: Forward, chunk_BT: Tensor) -> Tensor:
-    """The logits of a chunk through one cache."""
     inputs.forward = forward
     with torch.no_grad():
         logits_BTV = model(input_ids=chunk_BT, use_cache=True, **with_cache(model, cache)).logits

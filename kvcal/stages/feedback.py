@@ -124,7 +124,6 @@ class FeedbackRecord:
         return replace(plan, layers=layers, tensors={name: tensors[name] for name in needed_tensors(layers, "float32")})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The plan's tensors, for the layers as ``apply`` leaves them."""
         found = {f"layers.{index}.{side}_feedback": factor for (index, side), factor in self.factors.items()}
         for (index, side), basis in self.bases.items():
             found |= basis.tensors(f"layers.{index}.{side}")
@@ -181,13 +180,7 @@ def run_feedback(
     reporter: Reporter,
 ) -> FeedbackRecord:
     """Calibrate, and write the record to ``path``; an earlier run of the same ``inputs`` that was interrupted is
-    continued. ``layers`` and ``tensors``: the plan's, with all transforms.
-
-    Raises:
-        UsageError: a sequence longer than the model's context; too small a damping.
-        UnsupportedModel: the model's queries cannot be observed, or its output projections are not found.
-        NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
-    """
+    continued. ``layers`` and ``tensors``: the plan's, with all transforms."""
     places = feedback_places(layers, spec.sides)
     if loaded.geometry.has_latents:
         reporter.say(f"feedback: {LATENTS}")
@@ -364,7 +357,6 @@ def save(record: FeedbackRecord, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> FeedbackRecord:
-    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):

@@ -115,6 +115,5 @@ def rotated(hessian_NDD: Tensor, signs_D: Tensor) -> Tensor:
 
 
 def _products(x_HTD: Tensor, num_kv_heads: int) -> Tensor:
-    """x' x summed over tokens and groups of heads, fp64 [N, D, D]."""
     x_NRD = x_HTD.double().unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
     return x_NRD.transpose(1, 2) @ x_NRD

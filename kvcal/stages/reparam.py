@@ -75,7 +75,6 @@ class LayerReparam:
 
     @property
     def error_at_zero(self) -> float:
-        """Without λ."""
         return self.errors[0]
 
 
@@ -118,7 +117,6 @@ class Reparam:
         return tuple(replace(x, k_rescale=True) if x.geometry.index in changed else x for x in layers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The plan's tensors, for the layers as ``apply`` leaves them."""
         return {f"layers.{x.index}.k_rescale": self.lambdas[x.index] for x in self.layers if x.alpha > 0}
 
 
@@ -193,7 +191,6 @@ class _Search:
             return key_magnitudes(self.loaded, self.data.sequences[sample], self.position_scale, sinks)
 
     def errors(self, magnitudes: Mapping[int, Tensor], sample: int) -> dict[str, Mean]:
-        """Errors and energies of one sequence."""
         found: dict[str, Mean] = {}
 
         def measure(captured: Captured, reread: Reread) -> None:
@@ -246,7 +243,6 @@ def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> Reparam:
-    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):

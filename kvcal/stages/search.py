@@ -202,13 +202,11 @@ class _SearchBody:
 
 
 def save(searched: SearchRecord, inputs: dict[str, Any], path: Path) -> None:
-    """ArtifactError when the file cannot be written."""
     body = dump(_SearchBody(searched.allocation, searched.report))
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, searched.plan_tensors))
 
 
 def load(path: Path) -> SearchRecord:
-    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_SearchBody, stored.body, path, hint="delete the file and search again")
     found = SearchRecord(body.allocation, body.report, stored.tensors)

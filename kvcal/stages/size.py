@@ -137,7 +137,6 @@ class Gain:
 
 
 def gain_of(plan: Plan, split: Split, vocab_size: int) -> Gain:
-    """The gain of ``plan`` within the budget of its allocation."""
     fit, raw_fit = (
         None if one.is_progressive else fit_of(one, split.budget, split.weights, vocab_size)
         for one in (plan, plan.unquantized())

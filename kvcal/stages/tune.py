@@ -265,7 +265,6 @@ class TaskObjective:
 
     @cached_property
     def scores(self) -> Scores:
-        """Scores of the calibration pages."""
         return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), SILENT)
 
     def search(self) -> Search:
@@ -278,7 +277,6 @@ class TaskObjective:
         return Search(thresholds, self.spec.num_trials, self.spec.seed)
 
     def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
-        """The plan that stands for these thresholds, by name."""
         by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in tuned_bits(self.plan)}
         scores = self.scores if self.spec.fit_capacity else None
         return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
@@ -290,7 +288,6 @@ class TaskObjective:
         return Outcome(*self.accuracy(plan), plan.bits_per_value(), plan.predicted_bytes, facts)
 
     def accuracy(self, plan: Plan) -> tuple[float, float]:
-        """Mean accuracy over the tasks, and its standard error."""
         results = measure_tasks(self.loaded, plan, self.tasks, SILENT, "select")
         results += measure_reading(self.loaded, plan, self.tasks, SILENT, "select")
         results += measure_harness(self.loaded, plan, self.tasks, SILENT)

@@ -77,7 +77,6 @@ class LayerStore:
     # ---- through the host
 
     def set_bits(self, columns: int) -> None:
-        """Pages of a dynamic cache to the bits of so many columns."""
         for part in self.parts:
             part.set_bits(part.format.bits_at(columns))
 
@@ -133,7 +132,6 @@ class LayerStore:
         self.prediction.forget()
 
     def select(self, indices: list[int]) -> None:
-        """Keep, repeat or reorder sequences."""
         for part in self.parts:
             part.select(indices)
         self.prediction.forget()

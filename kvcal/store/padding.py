@@ -37,16 +37,11 @@ class Rows:
 
     @classmethod
     def dense(cls, batch: int) -> Rows:
-        """A batch without padding."""
         return cls(((0, 0),) * batch, 0)
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> Rows:
-        """attention_mask [B, width] of 0 and 1.
-
-        Raises:
-            UsageError: no tensor, not two-dimensional, or a row whose tokens are not one contiguous run.
-        """
+        """attention_mask [B, width] of 0 and 1."""
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
             found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
             raise UsageError(f"attention_mask has shape {found}, expected [batch, columns] of 0 and 1")

@@ -141,11 +141,7 @@ def compile_plan(
     allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: Mapping[str, Tensor] | None = None
 ) -> Plan:
     """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the versions of the
-    libraries that made it (local build tags such as +cpu left out).
-
-    Raises:
-        InfeasibleBudget: the plan takes more than the allocation's budget.
-    """
+    libraries that made it (local build tags such as +cpu left out)."""
     libraries = {name: version(name).split("+")[0] for name in LIBRARIES}
     with refusing("the artifacts do not make a plan", hint="run the stages again that made them"):
         plan = Plan(
@@ -183,7 +179,6 @@ def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
 
 
 def reserve_hint(nbytes: int) -> str:
-    """The way to a plan within the budget."""
     return (
         f"repeat `kvcal allocate`, with its options and --reserve {nbytes}, then reparam and fit-predictors, which are "
         "made for the chosen formats"

@@ -213,11 +213,7 @@ def random_layers(layers: Sequence[int], share: float, side: Side, seed: int) ->
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
     """The allocation with pages that begin at 16 bits and shrink when the budget for the tokens so far is used up;
-    ``reserved`` bytes of it, if there is one, are kept for what transforms take.
-
-    Raises:
-        InfeasibleBudget: the final formats do not fit.
-    """
+    ``reserved`` bytes of it, if there is one, are kept for what transforms take."""
     layers, split = allocation.layers, allocation.split
     budget, kind = split.for_cache, split.kind
     if spec.bits is not None:

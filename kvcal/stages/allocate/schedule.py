@@ -54,11 +54,7 @@ def progressive_layers(
 
     For ``workload.batch`` sequences, at every number of tokens up to ``workload.context``, the bytes of the layers
     (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take more.
-    ``shift``: how codes shrink.
-
-    Raises:
-        InfeasibleBudget: the final formats do not fit at the workload.
-    """
+    ``shift``: how codes shrink."""
     bits, reached = [RAW_BITS] * len(layers), 1
     final = _Cost(layers, [min(NARROWER_BITS)] * len(layers), workload.batch, cache_dtype).nbytes(workload.context)
     if final > budget_bytes:

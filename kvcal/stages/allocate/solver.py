@@ -61,12 +61,7 @@ class Solution:
 
 def solve(units: Sequence[Unit], budget_bytes: int, *, time_limit_s: float = 30.0) -> Solution:
     """The choice of least loss within ``budget_bytes``. The same input gives the same answer in any process, unless the
-    time runs out.
-
-    Raises:
-        UsageError: a loss that is negative or not finite.
-        InfeasibleBudget: nothing fits; it has the smallest budget that would do.
-    """
+    time runs out."""
     kept = [_undominated(unit) for unit in units]
     base = sum(options[0][0] for options in kept)
     if budget_bytes < base:

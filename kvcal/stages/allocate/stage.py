@@ -35,13 +35,7 @@ from kvcal.stages.profile.record import Profile
 
 
 def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], reserved: int = 0) -> Allocation:
-    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``).
-
-    Raises:
-        InfeasibleBudget: nothing fits; the message states the smallest budget of the same kind that would.
-        UsageError: an unreadable budget, or an objective that was not profiled.
-        UnsupportedModel: no layer of the model has pages.
-    """
+    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``)."""
     problem = Problem(profile, spec)
     split = _split(problem, profile, spec, reserved)
     smallest = problem.nbytes(problem.smallest)
@@ -84,7 +78,6 @@ def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int
 
 
 def _capacity(split: Split) -> int:
-    """Bytes that are left for pages."""
     return split.for_cache - split.fixed - split.reserved
 
 
@@ -146,16 +139,13 @@ class Problem:
 
     @property
     def smallest(self) -> list[int]:
-        """The choice of every unit's smallest option."""
         return [min(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
 
     @property
     def largest(self) -> list[int]:
-        """The choice of every unit's largest option."""
         return [max(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
 
     def nbytes(self, choice: Sequence[int]) -> int:
-        """Bytes of a choice."""
         return sum(unit.options[number].nbytes for unit, number in zip(self.units, choice, strict=True))
 
     def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side], Format]]:

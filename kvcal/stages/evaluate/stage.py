@@ -89,12 +89,10 @@ class Row:
 
     @property
     def accuracy(self) -> float | None:
-        """Mean accuracy over tasks, None without tasks."""
         return mean_accuracy(self.tasks)[0] if self.tasks else None
 
     @property
     def accuracy_se(self) -> float | None:
-        """Standard error of ``accuracy``."""
         return mean_accuracy(self.tasks)[1] if self.tasks else None
 
 

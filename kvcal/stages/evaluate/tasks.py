@@ -147,7 +147,6 @@ def wilson_se(num_correct: float, num_problems: int) -> float:
 
 
 def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Sequence]:
-    """All problems, encoded."""
     tokenizer = tokenizer_of(loaded)
     limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
     return [
@@ -165,7 +164,6 @@ def _complete(
     max_new_tokens: int,
     reporter: Reporter,
 ) -> None:
-    """Complete the sequences of one batch."""
     tokenizer = tokenizer_of(loaded)
     model: Any = loaded.model  # transformers declares no type for generate
     config = generation_config(model, tokenizer)

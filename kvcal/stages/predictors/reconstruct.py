@@ -80,13 +80,11 @@ class Start:
     before: Sequence[LayerPages | None]
 
     def to(self, device: torch.device) -> Start:
-        """On another device."""
         before = [pages and {side: x.to(device) for side, x in pages.items()} for pages in self.before]
         return Start(self.layer, self.hidden_BTC.to(device), before)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return self.hidden_BTC.nbytes + sum(x.nbytes for pages in self.before if pages for x in pages.values())
 
 

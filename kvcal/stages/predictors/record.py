@@ -111,7 +111,6 @@ class PredictorRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: predictors and rotary tables."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
@@ -251,7 +250,6 @@ def save(record: PredictorRecord, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> PredictorRecord:
-    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):
@@ -284,7 +282,6 @@ def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
 
 
 def table_rows(record: PredictorRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headers and a row for each layer's side."""
     headers = ("layer", "side", "explained", "bits saved", "measured", "bytes", "saves", "error", "without", "")
     rows = []
     for finding in record.findings:

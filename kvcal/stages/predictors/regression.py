@@ -50,7 +50,6 @@ class LinearFit:
 
     @property
     def extents(self) -> tuple[int, int]:
-        """Numbers of inputs and outputs."""
         return self.weight_OF.shape[1], self.weight_OF.shape[0]
 
     @property
@@ -100,7 +99,6 @@ class NormalEquations:
         return seen
 
     def merge(self, other: NormalEquations) -> NormalEquations:
-        """The statistic of both sets of tokens."""
         sums = {name: total + other.sums[name] for name, total in self.sums.items()}
         return NormalEquations(sums, self.count + other.count)
 

@@ -110,7 +110,6 @@ class _Fitting:
         self, loaded: LoadedModel, layers: tuple[LayerPlan, ...], tensors: Mapping[str, Tensor], data: TokenDataset,
         spec: PredictorSpec, workload: Workload, inputs: dict[str, Any], path: Path, reporter: Reporter,
     ) -> None:  # fmt: skip
-        """As ``run_fit_predictors``."""
         self.loaded, self.layers, self.data, self.spec = loaded, layers, data, spec
         self.workload, self.reporter, device = workload, reporter, loaded.model.device
         self.paged = [layer for layer in layers if layer.is_paged]
@@ -270,7 +269,6 @@ Sums = Callable[[Rows, dict[str, Mean]], Receive]
 
 
 def _sum_equations(targets: Sequence[Target], rows: Rows, found: dict[str, Mean]) -> Receive:
-    """The normal equations of ``targets``."""
     before: list[LayerPages] = []
 
     def receive(index: int, exact: LayerPages, read_back: Sequence[LayerPages]) -> None:

@@ -154,12 +154,7 @@ class GradientPass:
 
     def measure_together(self, batches: Sequence[Batch]) -> list[BatchGradients]:
         """Errors and norms of each sequence, which has at least one loss token after position 0, of batches side by
-        side. All gradients of their logits are held at once.
-
-        Raises:
-            NonFiniteActivations: in keys, values, the loss or gradients, naming layer and sample.
-            UnsupportedModel: a layer's keys or values do not come through the taps, or do not reach the loss.
-        """
+        side. All gradients of their logits are held at once."""
         device = self._model.device
         passes = [_Pass(batch, torch.tensor(batch.lengths, device=device)) for batch in batches]
         with ExitStack() as stack:

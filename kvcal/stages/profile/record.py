@@ -74,7 +74,6 @@ class ProfileSetup:
 
     @property
     def layers(self) -> tuple[AttentionGeometry, ...]:
-        """The profiled layers, in cache order."""
         attention = (layer for layer in self.geometry.layers if isinstance(layer, AttentionGeometry))
         return tuple(layer for layer in attention if layer.window is None)
 
@@ -201,7 +200,6 @@ def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> Profile:
-    """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
     content = record_of(_ProfileBody, stored.body, path)
     setup, counts = content.subject, content.counts

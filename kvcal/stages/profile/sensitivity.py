@@ -88,10 +88,7 @@ def quantization_errors(
 
     Args:
         x_BNTD, g_BNTD: keys or values, and the loss's gradients with respect to them, any float dtype.
-        lengths_B: int64, on the device of x; what lies after a sequence's length is padding.
-    Raises:
-        NonFiniteActivations: pages of another quantizer than "uniform" cannot hold x.
-    """
+        lengths_B: int64, on the device of x; what lies after a sequence's length is padding."""
     B, N, T, D = x_BNTD.shape
     found = [(x_BNTD.new_zeros(B, N, 0, dtype=torch.float64), x_BNTD.new_zeros(B, 0, dtype=torch.float64))]
     if num_sink_tokens >= T:

@@ -81,13 +81,7 @@ def run_profile(
     basis: FeedbackRecord | None = None,
 ) -> Profile:
     """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
-    ``basis``: of the pages whose KL is measured.
-
-    Raises:
-        NonFiniteActivations: NaN or infinity, naming layer and sample.
-        UsageError: no sequence is long enough for the KL.
-        UnsupportedModel: keys, values or their projections cannot be found.
-    """
+    ``basis``: of the pages whose KL is measured."""
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
@@ -210,7 +204,6 @@ def _indices(setup: ProfileSetup) -> list[int]:
 
 
 def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
-    """The statistics of each batch by name."""
     every = []
     for found in gradients.measure_together(batches):
         means = {"loss": Mean.of(found.loss_B)}
@@ -223,7 +216,6 @@ def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[di
 def divergence_means(
     loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room, basis: FeedbackRecord | None = None
 ) -> dict[str, Mean]:
-    """The KL of a step, by name."""
     places, texts = step
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
