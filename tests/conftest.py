@@ -1,7 +1,5 @@
 """Shared by all tests: the embedded tokenizer, and a folder of caches."""
 
-from __future__ import annotations
-
 import os
 
 # Before the libraries read it: a test that would need the hub fails at once instead of waiting for a network.

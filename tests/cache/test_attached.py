@@ -1,7 +1,5 @@
 """A static cache after ``attached`` decodes as the dynamic cache does, whatever the formats and lengths."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Listening to attention: it hears the true queries, keys and values, changes no logits, and leaves no trace."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predicted bytes equal allocated bytes, whatever is fed; and nothing else is held."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 

@@ -1,8 +1,6 @@
 """What the cache gives back, at every token count: sinks raw, pages quantized once from the original values, the ring
 raw, new tokens raw. Pages never change once written."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """What an error leaves: a refused crop changes nothing, and a forward pass that did not end is not built upon. And
 modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of it, and the reverse."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import replace

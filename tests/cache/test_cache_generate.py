@@ -1,8 +1,6 @@
 """generate() with a PlanCache: every way of decoding runs, a 16-bit plan changes nothing, and bytes stay exact; in
 other families, too: biases, QK-norm, sliding windows, attention sinks, linear attention, latents."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

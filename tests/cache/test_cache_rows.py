@@ -1,7 +1,5 @@
 """Batches: padded rows equal the rows alone whatever stands in the padding; rows are selected, repeated, cropped."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft tokens, which a cache verifies several at a time and takes back: bytes and results of one token at a time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

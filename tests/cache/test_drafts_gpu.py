@@ -1,7 +1,5 @@
 """Steps with drafts of a static cache on a GPU: the bytes of one token at a time, and graphs of a fixed number."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """KVmix's windows through the cache: pages, bytes and contents against a simulation token by token, in fractions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from math import floor

@@ -1,7 +1,5 @@
 """A prompt's cache on disk: what follows the loaded cache is what follows the saved one; other files are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Pages that shrink: bytes at every token count, codes against a chain of shifts written out with numbers, every way
 in which a cache can lose, gain or reorder tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,8 +1,6 @@
 """What the predictor stage reads back, against a PlanCache that is fed the very same queries, keys and values as in
 decoding: chunks that end where a page is packed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

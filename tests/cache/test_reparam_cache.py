@@ -1,7 +1,5 @@
 """λ through the packed cache: a block run again reads what the cache reads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The static cache: exact bytes, memory that stays where it is, prompts in chunks, reuse, and what it refuses."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Where both are fed the same tokens, the pages of a first layer are equal byte fo
 depend on the tokens alone. After it attention's last bits differ, so that a code may, too (test_static_tokens).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """A whole decode step from a static cache on a GPU: captured in a CUDA graph by hand, or compiled by ``generate``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as hf

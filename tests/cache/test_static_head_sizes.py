@@ -3,8 +3,6 @@
 With one layer, keys, values and queries depend on the tokens alone, so that both caches store the very same bytes.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager
 

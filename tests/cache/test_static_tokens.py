@@ -7,8 +7,6 @@ token. Are the pages that the reference packs, from the same pages before them, 
 codes? And from the same pages, are its tokens the same, but for ties?
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Sliding-window layers of a static cache: the tokens, bytes and masks of the dynamic one, in a ring."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

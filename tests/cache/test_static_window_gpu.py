@@ -1,8 +1,6 @@
 """Sliding windows, marks and prefixes of a static cache on a GPU: the CPU's bytes, captured steps, the dynamic cache's
 logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as hf

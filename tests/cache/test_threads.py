@@ -1,7 +1,5 @@
 """One context serves many threads: every request reads its own cache, whichever thread runs when."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Boosted keys through the cache: bytes, pages, contents and decoding with Kitty's recipes, and with other tiers."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

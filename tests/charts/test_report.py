@@ -1,8 +1,6 @@
 """The report: what the records say stands in it, it refers to nothing outside, hostile text stays text;
 and its two figures are PNGs of equal bytes, with the points where their values are."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """What tests of commands that fail share: a model, a recipe, and what its stages leave."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands that load no model: sizes that the runtime allocates, lists that the files back, a machine's findings."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

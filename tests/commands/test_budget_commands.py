@@ -1,7 +1,5 @@
 """A budget through the commands: allocate, reparam, fit-predictors and compile keep within it, or exit with 3."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line from a model to numbers, as a user would type it, on a tiny random model."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Data on the command line: spelled alike, used where the command says, and told when they are toys or shared."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

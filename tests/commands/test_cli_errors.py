@@ -1,7 +1,5 @@
 """Bad input at the command line: a clear message, the right exit code, nothing half-written."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """The kvcal compare command, with the pipeline itself, on a tiny random model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

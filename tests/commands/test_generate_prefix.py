@@ -1,8 +1,6 @@
 """``kvcal generate --prefix``: a prompt that begins with a packed prefix gives what it gives in two parts, and another
 prompt, plan or model is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

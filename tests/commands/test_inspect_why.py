@@ -1,7 +1,5 @@
 """``kvcal inspect --why``: what each option of a layer costs, after a profile and a search; and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

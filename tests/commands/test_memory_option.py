@@ -1,7 +1,5 @@
 """--memory: the stages of a run write the same bytes with streamed layers, and says what it did."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """From a model to a plan in one command, plans of several budgets side by side, their difference; and what everyone
 types first."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``kvcal reparam`` in a folder: λ reaches the plan; the recipes that use it can be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The terminal: tables that fit 80 columns, the remaining time, a closed pipe, completion."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

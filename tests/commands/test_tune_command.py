@@ -1,7 +1,5 @@
 """``kvcal tune`` on a tiny model, every trial through the packed cache: its files, its resumption, its refusals."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace

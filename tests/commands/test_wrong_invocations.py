@@ -1,7 +1,5 @@
 """Wrong invocations: an exit code and a line for people, never a traceback, a hang, or a stage that runs in vain."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

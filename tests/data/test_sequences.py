@@ -1,7 +1,5 @@
 """Token sequences: every kind of source, packing, masks, determinism, streaming, and each way to be wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

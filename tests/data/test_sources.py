@@ -1,7 +1,5 @@
 """Several sources: how they are spelled, shared out, named and kept apart; and the sources that need no network."""
 
-from __future__ import annotations
-
 import os
 import random
 from itertools import islice

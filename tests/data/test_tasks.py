@@ -1,8 +1,6 @@
 """The task generator: the training distribution exactly, right by an independent interpreter, and bounded. Readings:
 answers can be found in the text before."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -1,7 +1,5 @@
 """docs/api.md runs as it is written, and names what the package exports; the commands call the same functions."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

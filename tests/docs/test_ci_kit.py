@@ -1,8 +1,6 @@
 """The CI kit: its templates are well-formed and fit the script, the container installs what it says, the job runs.
 The jobs for clusters give torchrun and kvcal options that they have."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

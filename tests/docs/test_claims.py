@@ -1,7 +1,5 @@
 """The documentation's claims: links, commands, paths, targets and Python exist; figures are the measured ones."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

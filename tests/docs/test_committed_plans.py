@@ -1,7 +1,5 @@
 """Committed plans stay readable: each loads with its old bytes, or is refused by the name of its schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every example runs as its docstring says, on the embedded model."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Pages that come from the code are current: recipe keys, models, and the outputs that troubleshooting quotes."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import sys

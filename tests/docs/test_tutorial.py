@@ -1,7 +1,5 @@
 """The tutorial: every command works in its order and prints tables of the quoted form; its Python runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

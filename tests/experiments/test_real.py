@@ -1,7 +1,5 @@
 """experiments/real.py: a small model from its plans to the tables; and SmolLM2, where the package index has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

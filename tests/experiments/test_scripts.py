@@ -1,7 +1,5 @@
 """Scripts that print the tables of the docs: the shorter ones run to their end on a small model."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

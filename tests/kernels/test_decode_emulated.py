@@ -1,7 +1,5 @@
 """``decode`` emulated on a CPU, against attention in fp64 over the decoded pages. Needs no GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

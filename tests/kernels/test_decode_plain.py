@@ -3,8 +3,6 @@
 Its arithmetic is fp32 throughout, so it is held to a thirtieth of what the fast kernel is allowed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Rows begin where a page fills, or comes to be read, before, among and after the 
 test_kernels_decode, what no token lies in is poisoned.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

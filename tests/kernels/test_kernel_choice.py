@@ -1,7 +1,5 @@
 """Which kernel serves ``decode``, and what the plain one costs. Needs no GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -7,8 +7,6 @@ Two main variants are compiled for every chip that docs/kernels.md names; the ot
 differs little.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Compiling a kernel: every architecture without a GPU, the resources it asks for, the cache on disk, and errors."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

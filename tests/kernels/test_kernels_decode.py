@@ -5,8 +5,6 @@ workspace too. Pages lie at scattered slots, heads in the middle of larger tenso
 softmax to matter, and keys carry outlier channels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

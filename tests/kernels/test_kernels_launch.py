@@ -1,7 +1,5 @@
 """Launching a kernel: its arguments, its stream, its shared memory, and that a CUDA graph can hold it."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

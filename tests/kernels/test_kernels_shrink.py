@@ -1,7 +1,5 @@
 """``shrink`` and ``slide``: the reference against the conversion of records one by one, and the kernels alike."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,8 +1,6 @@
 """compute-sanitizer over every kernel of a static cache: no access outside of what was allocated, and no hazard between
 the threads of a block."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

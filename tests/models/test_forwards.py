@@ -1,7 +1,5 @@
 """Forwards side by side: the order in which they run, and what becomes of them when one fails or none is wanted."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """A GGUF file is a model like any other: sizes, loading, identity, and a plan of its own."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

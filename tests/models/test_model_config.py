@@ -1,7 +1,5 @@
 """Sizes read from config.json are those that running the model measures, and what loading refuses is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The table of all families that transformers lists: it is whole, and rows of it come out again. The script that writes
 it (tests/support/model_families.py) goes through all of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The adapter's contract over every tiny model: taps equal what is cached and change nothing, or refuse."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Loading: what is found where, in which dtype, under which identity, and every way to be refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

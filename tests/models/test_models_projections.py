@@ -1,7 +1,5 @@
 """KV projections over every tiny model: the right rows of the right weight, against independent gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured

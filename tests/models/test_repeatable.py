@@ -1,7 +1,5 @@
 """Attention whose backward repeats its bits: torch's settings within it, and the bits themselves on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import TINY_MODELS

@@ -1,7 +1,5 @@
 """Rotary maps: what they say turns the model's own pre-RoPE keys into its post-RoPE keys, at any position."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Streamed layers: the same bits as with the whole model in memory, within the memory that was given."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import cache, partial

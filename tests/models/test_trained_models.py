@@ -1,8 +1,6 @@
 """The script that trains models of other families: it computes what transformers computes, learns, and what it saves
 runs through a plan's cache."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

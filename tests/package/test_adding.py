@@ -1,7 +1,5 @@
 """The code of docs/adding.md runs as it is written: a new score chooses channels."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

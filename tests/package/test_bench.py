@@ -1,7 +1,5 @@
 """``kvcal bench`` on a CPU, where the kernels' reference runs and a clock says 10 µs; and the scripts that use it."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

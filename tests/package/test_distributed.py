@@ -1,7 +1,5 @@
 """Ranks: torchrun starts them; they make the plan of one process, within rounding."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

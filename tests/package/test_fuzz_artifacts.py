@@ -1,7 +1,5 @@
 """A few mutations of every kind of artifact, sealed with a right digest (fuzz_artifacts runs as many as one likes)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

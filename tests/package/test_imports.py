@@ -1,7 +1,5 @@
 """Imports point one way, and running a plan needs none of the heavy libraries that making one needs."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

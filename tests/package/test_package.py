@@ -1,7 +1,5 @@
 """What is installed: the wheel carries the model, the recipes and the command; the lock fits the ranges."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

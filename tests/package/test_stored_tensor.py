@@ -1,7 +1,5 @@
 """Tensors as files hold them are torch's, bit for bit: bytes, values, and what is not finite."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Short versions of the scripts whose counts docs/measurements.md states: threads, soaks. Mutated files are in
 test_fuzz_artifacts."""
 
-from __future__ import annotations
-
 import pytest
 import soak_caches
 import threaded_requests

@@ -1,7 +1,5 @@
 """Bases of keys and values against the definitions: products that stay, costs and energies that a basis evens out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """HIGGS pages: bytes against a scalar oracle, errors at the grids' optimum, and how they are made."""
 
-from __future__ import annotations
-
 import math
 import runpy
 from dataclasses import replace

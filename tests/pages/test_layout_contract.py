@@ -1,8 +1,6 @@
 """The contract of page layouts, over cases of each: exact bytes, a bounded error, the same bytes
 of a page in any batch and on a GPU, and nothing stored that is not finite."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

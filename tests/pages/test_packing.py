@@ -1,7 +1,5 @@
 """The bit layout: against a scalar oracle, against golden bytes, and against what mma.m16n8k16 wants of it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

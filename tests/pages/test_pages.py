@@ -1,7 +1,5 @@
 """The page record: bytes against the oracle's and against golden ones, exact sizes, and what reading gives back."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

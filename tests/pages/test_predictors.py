@@ -1,7 +1,5 @@
 """The runtime's predictor: its product in fp32 against fp64, its bytes and its tensors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The shared quantizer against a Python loop: codes equal exactly, not within a tolerance."""
 
-from __future__ import annotations
-
 import oracles
 import pytest
 import torch

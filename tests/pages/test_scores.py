@@ -1,7 +1,5 @@
 """Channel scores against exact arithmetic, and that they decide alike everywhere."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,8 +1,6 @@
 """Bit-width shrinking: every code against rational numbers, chains against direct quantization, the ablations against
 their definitions in the paper."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

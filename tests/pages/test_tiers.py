@@ -1,7 +1,5 @@
 """Pages of keys whose channels have different bits: selection, bytes and values against a Python oracle."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Transforms of pages: what was applied is undone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

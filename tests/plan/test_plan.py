@@ -1,7 +1,5 @@
 """The plan: its cost function, and its file, which is the same in any process, or in a repository of the hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

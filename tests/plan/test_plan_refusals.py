@@ -1,8 +1,6 @@
 """A plan that is wrong is refused, one test per way (those of the container are in test_artifact), and the document
 says what readers say."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors and predictors that do not fit a plan's layers are refused, each with its own words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

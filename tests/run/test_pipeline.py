@@ -1,7 +1,5 @@
 """Bytes kept free, workloads, seeds, digests and errors of means, from stage to stage."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 What a recipe does is left as it is: formats, budget, stages, and more sequences at once than its workload has.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes that come with kvcal: the layers they give are those that their descriptions promise."""
 
-from __future__ import annotations
-
 import itertools
 import tomllib
 from dataclasses import replace

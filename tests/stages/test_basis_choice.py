@@ -1,7 +1,5 @@
 """Bits that are chosen for pages in a basis: the basis first, then KL at 2 bits alone, then the budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

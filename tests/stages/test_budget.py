@@ -1,7 +1,5 @@
 """Budgets: what is asked is what the compiled plan takes, with transforms and scratch, however it was stated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

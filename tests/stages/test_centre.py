@@ -1,7 +1,5 @@
 """Keys that are scaled by token lose their mean before RoPE, however large a bias the key projection has."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

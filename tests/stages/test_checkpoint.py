@@ -1,8 +1,6 @@
 """Unfinished statistics: saved on every way out, taken up by the same inputs alone, gone when the stage is done. And
 batches that are measured together where memory suffices, and alone before they are halved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison with a stand-in for the pipeline: its plans, refused recipes as rows, what a second run keeps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The evaluation file: saved row by row, resumed, started anew, refused; and tasks that are read: an answer is right
 where greedy decoding through the packed cache writes it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Text quality: decode-faithful, equal to independent loops, with errors where it must fail; and
 accuracy by generation, and the decoded copy that it reads through."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from dataclasses import replace

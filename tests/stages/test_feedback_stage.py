@@ -1,7 +1,5 @@
 """The feedback stage: Hessians against loops, the record, and what its factors do in a cache and in a folder."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

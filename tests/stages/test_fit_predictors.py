@@ -1,8 +1,6 @@
 """The predictor stage (AQUA-KV, Alg. 1) against numbers computed apart: quantizer by loops, regression by least
 squares, keys before RoPE as the model has them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The fused errors of candidates against torch's: on a GPU bit for bit but for sums, and in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Tasks of the lm-evaluation-harness: two small ones from a folder, by `kvcal eval` and by the harness's own command,
 and what is read from its results."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

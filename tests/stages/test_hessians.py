@@ -1,7 +1,5 @@
 """Statistics of a basis against loops over queries and tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Layers with pages and a state (Falcon-H1, Zamba2): bytes, budgets, and what cannot take them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

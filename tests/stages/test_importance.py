@@ -1,7 +1,5 @@
 """KVmix's scores against transformers' own loss, its ranking, and the correlation of two rankings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

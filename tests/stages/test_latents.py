@@ -3,8 +3,6 @@
 The models are transformers' own modules, tiny, with random weights: a latent of 32 and a rotary key of 8 in each layer.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The regression that fits AQUA-KV's predictors, against loops over numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Sensitivity and gradient norms against references that share no code with them: NumPy scalars, retained gradients,
 finite differences."""
 
-from __future__ import annotations
-
 import gc
 import math
 from itertools import product

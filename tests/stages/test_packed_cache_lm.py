@@ -1,8 +1,6 @@
 """The lm-evaluation-harness's model, through the packed cache: its calls of the model by themselves, and the harness's
 questions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

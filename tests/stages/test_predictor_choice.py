@@ -1,7 +1,5 @@
 """Which predictors are tried, which pay, and are kept while there is room, and the file that holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fitted weights rounded to two thin matrices or to 4 bits, against other ways to compute the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

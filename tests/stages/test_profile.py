@@ -1,7 +1,5 @@
 """The profile stage: what it stores, that it resumes to the same bits, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Divergence through the packed cache: decode-faithful feeding, and the KL itself."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

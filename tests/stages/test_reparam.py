@@ -1,7 +1,5 @@
 """PM-KVQ's λ: the formula, the search against loops in fp64, the stage and its record."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

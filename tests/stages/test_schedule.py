@@ -1,7 +1,5 @@
 """The schedule of progressive quantization: at every token count, by a scan written from the rule alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import oracles

@@ -1,7 +1,5 @@
 """The search among systems' plans, through the pipeline on a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

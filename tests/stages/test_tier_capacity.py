@@ -1,7 +1,5 @@
 """Scores of calibration pages, and the room that tiers need there: against loops, and against the runtime's own."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The threshold search: a study that goes on, that processes share; its front, its choice, its damaged journal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a dynamic cache takes for a moment while it packs and shrinks: measured storages against the stated bound."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

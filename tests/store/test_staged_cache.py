@@ -1,8 +1,6 @@
 """Plans that shrink, in a static cache: at every token count the bytes of the dynamic cache, in the memory that the
 plan says, whatever the schedule, the padding and the chunks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

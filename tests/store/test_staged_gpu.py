@@ -1,8 +1,6 @@
 """Plans that shrink, in a static cache on a GPU: the bytes of the CPU's and of the dynamic cache, and captured steps
 that cross stages."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Stored forms in a static cache: the bytes and the values of the dynamic cache, whatever is fed and how."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Sequence

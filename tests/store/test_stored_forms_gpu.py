@@ -1,8 +1,6 @@
 """Stored forms of a static cache on a GPU: the CPU's bytes, but for the rounding of predictions, steps that no host
 takes part in, and captured ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

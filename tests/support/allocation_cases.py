@@ -1,7 +1,5 @@
 """What the tests of allocations share: profiles made by hand, of models that are not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """One small artifact of every kind, and what a file of that kind is used for: load it, and rely on what it says."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the cache tests share: tiny models, plans for them, and ways to feed a cache."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What the command-line tests share: a tiny model in a folder, a small recipe, and the command in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """What the comparison's tests share: a recipe that allocates a budget, and one that does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cli_cases import RECIPE

@@ -7,8 +7,6 @@ since sm_90. Left out: spills apart from arrays in local memory, which only ptxa
 of functions that are called (an entry's stack already includes theirs).
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ So a machine without a GPU runs the kernel as it is launched: fragments, shuffle
 stays untested is what fibers do not have: races, and the rounding of tensor cores within a product.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What the evaluation tests share: a tiny model as loaded, plans for it, random text, and a noting reporter."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

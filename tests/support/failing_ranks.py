@@ -7,8 +7,6 @@ It ends with the second sequence of rank 1, when the statistics of λ hold one s
     killed   the system kills the process
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 """What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to feed the
 same queries, keys and values to a dynamic and to a static cache, layer by layer, without a model."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ raised another kvcal error than ArtifactError ("other"), raised anything else ("
 second file carries two mutations of its JSON or its tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

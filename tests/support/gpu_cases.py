@@ -1,7 +1,5 @@
 """What the tests of the static cache on a GPU share: models, plans for them, and ways to feed a cache."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator

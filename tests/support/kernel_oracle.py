@@ -1,8 +1,6 @@
 """What ``append``, ``pack`` and ``unpack`` must store: the torch reference, on the CPU, for formats over the whole
 range that a plan can hold; and tokens that try the quantizer."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 

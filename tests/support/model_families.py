@@ -8,8 +8,6 @@ takes no such sizes, or needs other inputs than token ids, is "not built". Weigh
 model's quality.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -5,8 +5,6 @@ A Python float is an IEEE fp64; rounding the fp64 result of one +, -, * or / to 
 because 53 >= 2 * 24 + 2 bits.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """The most bytes that tensors take at a time while something runs: every storage from its first tensor to its last."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of predictors share: data to fit on, fits, and int4 weights read code by code."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What the tests of the predictor stage and of prefixes share: a tiny loaded model, data, formats, and one run."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Plans whose pages shrink: on the schedule of a workload, or at given token counts."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from cache_cases import llama_plan, plan_of

@@ -1,8 +1,6 @@
 """Messages between ranks, without a model: `torchrun ... rank_checks.py FOLDER`. Each rank writes what it has seen to
 FOLDER/RANK.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the tests of λ share: models with a loud rotary pair, data, and a run of the stage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

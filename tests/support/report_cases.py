@@ -1,7 +1,5 @@
 """Rows of an evaluation with given figures, and the plans they are of."""
 
-from __future__ import annotations
-
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.plan.plan import Format, LayerPlan, Plan, Workload
 from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits

@@ -4,8 +4,6 @@ A layer of a static cache, two rows of unlike lengths: a prompt that is packed a
 has packed a page by itself. Small, since every access is checked: 2 KV heads, 45 steps.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -9,8 +9,6 @@ as it is alone. Prints tokens (of all rows, padding apart), rounds, what was wro
 the first tenth is above the most in it: of the process, or of the GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """What the tests of static caches of plans that shrink share: schedules, and both caches fed alike."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """What the tests of static caches share: formats, caches and ways to compare them with the dynamic cache."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import replace
 

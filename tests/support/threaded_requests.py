@@ -5,8 +5,6 @@
 prints how many requests were served at once, and how many of them differ from those alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """An independent oracle of pages whose channels have different bits: selection, values and record, by Python loops."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import oracles

@@ -4,8 +4,6 @@
 GQA ratios 1, 4 and 8. Norm weights and biases are random too, so that forgetting one of them shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """The formats, limits, data and recipe of the tests that tune thresholds."""
 
-from __future__ import annotations
-
 from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.plan.page_format import Boost, Format, Tier
