@@ -174,25 +174,36 @@ def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept)
     assert_exact_bytes(cache, [kept + 300] * 2)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda cache: cache.crop(-100), lambda cache: cache.batch_select_indices(torch.tensor([1]))]
-)
-def test_a_decoded_copy_follows(change):
-    """Pages that are decoded once, and again once rows or tokens have gone."""
-    config, caches = tiny_llama(HEADS, 1).config, []
-    for keep_decoded in (False, True):
-        cache = PlanCache(PLAN, config, keep_decoded=keep_decoded)
-        caches.append(cache)
-        cache.verify_decoded()  # nothing yet
-        for part in random_states(2, HEADS, 300).split(97, dim=2):
-            cache.update(part, part.flip(1), 0)
-        change(cache)
-        cache.verify_decoded()
-    more = random_states(len(caches[0].lengths), HEADS, 150, seed=3)
-    for part in more.split(7, dim=2):
-        plain, kept = (cache.update(part, part.flip(1), 0) for cache in caches)
-        assert all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
+CHANGES = {
+    "crop": lambda cache: cache.crop(-100),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("formats", "side"), [(KIVI_2, "left"), (SINKS_3, "right")], ids=["kivi", "sinks"])
+def test_a_decoded_copy_follows(formats, side, change):
+    """Pages that are decoded once, and again once rows or tokens have gone: every update gives what others give."""
+    plan, config = llama_plan(*formats, num_layers=1), tiny_llama(2, 1).config
+    states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (300, 170, 1)], 300, side)
+    caches = [PlanCache(plan, config, mask, keep_decoded=keeps) for keeps in (False, True)]
+
+    def feed_both(states: torch.Tensor, size: int) -> None:
+        for part in states.split(size, dim=2):
+            plain, copied = (cache.update(part, part.flip(1), 0) for cache in caches)
+            assert all(torch.equal(one, other) for one, other in zip(plain, copied, strict=True))
+        caches[1].verify_decoded()
+
+    caches[1].verify_decoded()  # nothing yet
+    feed_both(states, 97)
+    feed_both(random_states(3, 2, 150, seed=3), 7)
+    for cache in caches:
+        CHANGES[change](cache)
     caches[1].verify_decoded()
+    feed_both(states[: len(caches[0].lengths) or 3], 50)
+    assert caches[0].nbytes == caches[1].nbytes == plan.nbytes(caches[1].lengths, caches[1].get_seq_length())
     caches[1].layers[0].sides["v"].pool.records[0] ^= 1
     with pytest.raises(ArtifactError, match="layer 0: the decoded v differ from the packed cache by"):
         caches[1].verify_decoded()

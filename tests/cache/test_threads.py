@@ -13,7 +13,7 @@ from tiny_models import built, measured
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from kvcal import Plan, PlanCache, attached
+from kvcal import PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.models.taps import Captured, tap
 
@@ -27,24 +27,6 @@ def threads_take_turns() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
-
-
-def request(model: torch.nn.Module, plan: Plan, max_tokens: int | None, seed: int) -> Tensor:
-    """Logits of a prompt that fills a page and of steps after it, through a cache of its own."""
-    cache = PlanCache(plan, model.config, max_tokens=max_tokens)
-    logits = feed(model, cache, random_ids(1, PROMPT + STEPS, seed), range(PROMPT, PROMPT + STEPS))
-    assert cache.lengths == [PROMPT + STEPS]
-    return logits
-
-
-@pytest.mark.parametrize(("name", "max_tokens"), [("kivi", 160), ("queries", 160), ("queries", None)])
-def test_every_request_is_what_it_is_alone(name: str, max_tokens: int | None) -> None:
-    model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
-    with attached(model), ThreadPoolExecutor(THREADS) as pool:
-        alone = [request(model, plan, max_tokens, seed) for seed in range(REQUESTS)]
-        together = list(pool.map(lambda seed: request(model, plan, max_tokens, seed), range(REQUESTS)))
-    for found, expected in zip(together, alone, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:

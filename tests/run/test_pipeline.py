@@ -8,7 +8,8 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import SMALL, Notes, make_plan, spec, tiny
+from evaluation_cases import SMALL, make_plan, spec, tiny
+from listener import Listener
 from report_cases import UNIFORM, row
 from transformers import PreTrainedTokenizerBase
 
@@ -113,13 +114,13 @@ def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedMode
 
 
 def test_a_profile_of_other_settings_or_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
-    folder, notes = Folder.create(tmp_path / "out"), Notes()
+    folder, notes = Folder.create(tmp_path / "out"), Listener()
     formats.profile_folder(loaded, folder, recipe_of(tmp_path, '"9MB"'))
     recipe = recipe_of(tmp_path, '"9MB"', "num_bits = [2, 4]", "num_bits = [2, 3]")
     formats.profile_folder(loaded, folder, recipe)
     assert profile_record.load(folder.profile).setup.spec.num_bits == (2, 3)
     formats.profile_folder(load(loaded.source, device="cpu", dtype="bfloat16"), folder, recipe, notes)
-    assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
+    assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.said
 
 
 def test_the_digest_of_a_recipe_is_of_every_knob_but_its_name() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation_cases import Notes, as_loaded
+from evaluation_cases import as_loaded
+from listener import Listener
 from reparam_cases import outlier_model
 from tiny_models import VOCAB_SIZE, built
 from torch import Tensor
@@ -59,7 +60,7 @@ def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
     """The stored mean is that of an fp64 loop after the first tokens, and pages are read back to 4 bits."""
     loaded = as_loaded(built(name))
     layers = layers_in(loaded, LATTICE)
-    found = centring(loaded, layers, list(TOKENS), Notes())
+    found = centring(loaded, layers, list(TOKENS), Listener())
     applied, tensors = found.apply(layers), lattice_tensors(layers) | found.tensors()
     assert {x.geometry.index for x in applied if x.k_offset} == {x.geometry.index for x in layers if x.is_paged}
     for layer in filter(lambda layer: layer.k_offset, applied):
@@ -85,7 +86,7 @@ def test_a_bias_takes_no_codes() -> None:
     def divergence(times: float, is_centred: bool) -> float:
         loaded = as_loaded(biased(times))
         layers = layers_in(loaded, replace(LATTICE, num_bits=2))
-        found = centring(loaded, layers, list(TOKENS), Notes())
+        found = centring(loaded, layers, list(TOKENS), Listener())
         tensors = lattice_tensors(layers)
         layers, tensors = (found.apply(layers), tensors | found.tensors()) if is_centred else (layers, tensors)
         plan = Plan(loaded.identity, "float32", layers, Workload(1, 300), {}, tensors)
@@ -101,7 +102,7 @@ def test_a_bias_takes_no_codes() -> None:
 def test_kernels_formats_take_a_constant_where_it_serves() -> None:
     """A bias of slow channels is the same at all positions; one of fast channels swings: then keys are before RoPE."""
     rope = {"rope_type": "default", "rope_theta": 1e8}
-    model, notes = outlier_model(1, 1.0, Qwen2Config, rope_parameters=rope), Notes()
+    model, notes = outlier_model(1, 1.0, Qwen2Config, rope_parameters=rope), Listener()
     bias = model.model.layers[0].self_attn.k_proj.bias
     loaded, places = as_loaded(model), {}
     for channel in (7, 0):
@@ -120,7 +121,7 @@ def test_kernels_formats_take_a_constant_where_it_serves() -> None:
                 expected_N = k_pre_ND[:, a] * cos - k_pre_ND[:, b] * sin
                 torch.testing.assert_close(offset_ND[:, a].double(), expected_N, rtol=1e-4, atol=1e-4)
     assert places == {7: (True, "post"), 0: (True, "pre")}
-    assert len(notes.messages) == 1 and "layers [0]" in notes.messages[0]
+    assert len(notes.said) == 1 and "layers [0]" in notes.said[0]
 
 
 def test_other_layers_keep_theirs(tmp_path: Path) -> None:
@@ -135,9 +136,9 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
         replace(first, k=(shrinking,)),
     ]
     for layer in others:
-        assert not centring(loaded, (layer,), list(TOKENS), Notes()).stored
+        assert not centring(loaded, (layer,), list(TOKENS), Listener()).stored
     layers = layers_in(loaded, LATTICE)
-    made = run_centre(loaded, layers, list(TOKENS), {}, tmp_path / "centre.safetensors", Notes())
+    made = run_centre(loaded, layers, list(TOKENS), {}, tmp_path / "centre.safetensors", Listener())
     read = load(tmp_path / "centre.safetensors")
     assert read.stored.keys() == made.stored.keys() and read.apply(layers) == made.apply(layers)
     with pytest.raises(ArtifactError, match="do not go with the layers"):
@@ -145,4 +146,4 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
     with torch.no_grad():
         loaded.model.model.layers[0].self_attn.k_proj.bias[0] = math.inf
     with pytest.raises(NonFiniteActivations, match="keys of layer 0"):
-        centring(loaded, layers, list(TOKENS), Notes())
+        centring(loaded, layers, list(TOKENS), Listener())

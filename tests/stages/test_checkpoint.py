@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from listener import Listener
 from predictor_runs import sequences
-from test_profile import Listener
 
 from kvcal import artifact
 from kvcal.errors import UsageError

@@ -8,7 +8,8 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, by_name, write_recipes
-from evaluation_cases import Notes, make_plan, text, tiny
+from evaluation_cases import make_plan, text, tiny
+from listener import Listener
 from safetensors.torch import save_file
 
 from kvcal.data.reading import EvaluateSpec
@@ -43,12 +44,12 @@ def build(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workloa
 
 
 def run(
-    folder: Path, names: tuple[str, ...], bits: list[float], notes: Notes | None = None, builder: Build = build,
+    folder: Path, names: tuple[str, ...], bits: list[float], notes: Listener | None = None, builder: Build = build,
     loaded: LoadedModel | None = None, workload: Workload = WORKLOAD,
 ) -> Comparison:  # fmt: skip
     points = points_of(names, bits)
     data, into = text(140, 160), Folder.create(folder)
-    return compare(loaded or tiny(), points, workload, SPEC, data, into, builder, notes or Notes())
+    return compare(loaded or tiny(), points, workload, SPEC, data, into, builder, notes or Listener())
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +84,19 @@ def test_rows_and_a_refused_recipe(first: tuple[Path, Comparison]) -> None:
 def test_second_run_keeps_plans_and_rows(first: tuple[Path, Comparison], small_recipes: tuple[str, str]) -> None:
     """Also one that is interrupted."""
     folder, comparison = first
-    notes = Notes()
+    notes = Listener()
     content = (folder / "compare.json").read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        run(folder, small_recipes, [1, 3], Notes(interrupt_at="compare: fixed"))
+        run(folder, small_recipes, [1, 3], Listener(at="compare: fixed"))
     assert (folder / "compare.json").read_bytes() == content
     assert run(folder, small_recipes, [1, 3], notes) == comparison
-    assert sum("is measured already, kept" in message for message in notes.messages) == 5
+    assert sum("is measured already, kept" in message for message in notes.said) == 5
     assert (folder / "compare.json").read_bytes() == content
 
 
 def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
     """Its schedule ends before the texts do; the others are measured, one sequence at a time as it would need."""
-    notes = Notes()
+    notes = Listener()
     comparison = run(tmp_path, small_recipes, [5], notes, workload=Workload(1, 150))
     entries = by_name(comparison)
     refusal = entries["small @ 5"].refusal
@@ -103,7 +104,7 @@ def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: 
     assert "the plan's pages shrink on a schedule" in refusal.message
     assert [entry.name for entry, _ in comparison.measured] == [*BASELINE_NAMES, "fixed"]
     assert comparison.inputs["evaluate.batch"] == 1
-    assert any("evaluate: 1 sequences at a time" in message for message in notes.messages)
+    assert any("evaluate: 1 sequences at a time" in message for message in notes.said)
 
 
 def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: tuple[str, str]) -> None:

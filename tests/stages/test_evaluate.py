@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from cache_cases import KIVI_2
-from evaluation_cases import COARSE, RAW_PAIR, WORDY_CONTEXT, Notes, as_loaded, make_plan, text, tiny, wordy_llama
+from evaluation_cases import COARSE, RAW_PAIR, WORDY_CONTEXT, as_loaded, make_plan, text, tiny, wordy_llama
+from listener import Listener
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.cache.plan_cache import PlanCache
@@ -38,7 +39,7 @@ def plans() -> list[tuple[str, Plan]]:
     return [(name, make_plan(loaded, pair)) for name, pair in pairs.items()]
 
 
-def run(path: Path, named: list[tuple[str, Plan]], notes: Notes, **changes) -> Evaluation:
+def run(path: Path, named: list[tuple[str, Plan]], notes: Listener, **changes) -> Evaluation:
     return evaluate(tiny(), named, SPEC, text(140, 140), {**INPUTS, **changes}, path, notes)
 
 
@@ -48,7 +49,7 @@ def without_time(evaluation: Evaluation) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
-    return run(tmp_path_factory.mktemp("whole") / "evaluation.json", plans(), Notes())
+    return run(tmp_path_factory.mktemp("whole") / "evaluation.json", plans(), Listener())
 
 
 def test_rows_hold_what_was_measured_and_exact_bytes(whole: Evaluation) -> None:
@@ -81,11 +82,11 @@ def num_values(plan: Plan, lengths: list[int]) -> int:
 def test_interrupted_run_loses_one_row_at_most(tmp_path: Path, whole: Evaluation) -> None:
     path = tmp_path / "evaluation.json"
     with pytest.raises(KeyboardInterrupt):
-        run(path, plans(), Notes(interrupt_at="coarse"))
+        run(path, plans(), Listener(at="coarse"))
     assert without_time(load_evaluation(path)).rows == without_time(whole).rows[:2]
-    notes = Notes()
+    notes = Listener()
     assert without_time(run(path, plans(), notes)) == without_time(whole)
-    assert notes.messages == [
+    assert notes.said == [
         "evaluate: raw is measured already, kept",
         "evaluate: kivi is measured already, kept",
         "evaluate: coarse (3 of 3)",
@@ -95,12 +96,12 @@ def test_interrupted_run_loses_one_row_at_most(tmp_path: Path, whole: Evaluation
 
 def test_rows_follow_the_plans_and_equal_plans_are_measured_once(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.json"
-    (raw, kivi, coarse), notes = plans(), Notes()
-    run(path, [raw, kivi], Notes())
+    (raw, kivi, coarse), notes = plans(), Listener()
+    run(path, [raw, kivi], Listener())
     renamed = replace(kivi[1], provenance={"recipe": "another"})
     evaluation = run(path, [coarse, ("mine", renamed), kivi], notes)
     assert [row.name for row in evaluation.rows] == ["coarse", "mine", "kivi"]
-    assert notes.messages == [
+    assert notes.said == [
         "evaluate: mine is measured already, kept",
         "evaluate: kivi is measured already, kept",
         "evaluate: coarse (1 of 3)",
@@ -109,10 +110,10 @@ def test_rows_follow_the_plans_and_equal_plans_are_measured_once(tmp_path: Path)
 
 
 def test_other_inputs_start_anew(tmp_path: Path, whole: Evaluation) -> None:
-    path, notes = tmp_path / "evaluation.json", Notes()
+    path, notes = tmp_path / "evaluation.json", Listener()
     save_evaluation(whole, path)
     evaluation = run(path, plans()[:1], notes, **{"data.fingerprint": "g"})
-    assert notes.messages == ['evaluate: starts anew, data.fingerprint is "f", expected "g"', "evaluate: raw (1 of 1)"]
+    assert notes.said == ['evaluate: starts anew, data.fingerprint is "f", expected "g"', "evaluate: raw (1 of 1)"]
     assert load_evaluation(path) == evaluation
 
 
@@ -121,11 +122,11 @@ def test_another_model_is_refused(tmp_path: Path, whole: Evaluation) -> None:
     save_evaluation(whole, path)
     before = path.read_bytes()
     with pytest.raises(ArtifactError, match="made from another model: model.weights_sha256"):
-        run(path, plans(), Notes(), **{"model.weights_sha256": "z", "data.fingerprint": "g"})
+        run(path, plans(), Listener(), **{"model.weights_sha256": "z", "data.fingerprint": "g"})
     assert path.read_bytes() == before
     foreign = replace(plans()[0][1], model=replace(plans()[0][1].model, weights_sha256="z"))
     with pytest.raises(ArtifactError, match="weights_sha256"):
-        run(path, [("foreign", foreign)], Notes())
+        run(path, [("foreign", foreign)], Listener())
 
 
 def test_truncated_and_missing_files_are_refused(tmp_path: Path, whole: Evaluation) -> None:

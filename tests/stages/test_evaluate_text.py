@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, KIVI_2, SINKS_3, tiny_llama
-from evaluation_cases import COARSE, RAW_PAIR, SMALL, Notes, as_loaded, make_plan, spec, text, tiny
+from cache_cases import KIVI_2, tiny_llama
+from evaluation_cases import COARSE, RAW_PAIR, SMALL, as_loaded, make_plan, spec, text, tiny
+from listener import Listener
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -203,7 +204,7 @@ def test_nan_logits_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_progress_and_bytes(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = Notes()
+    notes = Listener()
     measure_tasks(embedded, make_plan(embedded), spec(tasks=("times",), num_problems=1), notes)
     monkeypatch.setattr(PlanCache, "nbytes", property(lambda cache: 1))
     with pytest.raises(ArtifactError, match="take 1 bytes"):
@@ -217,76 +218,6 @@ def test_wilson_against_the_interval_itself() -> None:
         centre = (share + 1 / (2 * n)) / (1 + 1 / n)
         for p in (centre - half, centre + half):
             assert (p - share) ** 2 == pytest.approx(p * (1 - p) / n, abs=1e-12)
-
-
-# ---- the decoded copy
-
-
-def run_both(pair, mask, steps, act=None):
-    """The same random tokens through caches without and with a decoded copy: what both return must be equal, always."""
-    loaded = tiny()
-    plan = make_plan(loaded, pair)
-    caches = [PlanCache(plan, loaded.model.config, mask, keep_decoded=keeps) for keeps in (False, True)]
-    generator = torch.Generator().manual_seed(1)
-    batch = mask.shape[0]
-    for number, new in enumerate(steps):
-        if act is not None:
-            batch = act(number, caches, batch)
-        for index in range(len(plan.layers)):
-            k, v = (torch.randn(batch, 2, new, HEAD_DIM, generator=generator) for _ in range(2))
-            if k.shape[2] == mask.shape[1] and not caches[1].layers[index].columns:  # the prompt
-                k, v = (x * mask.bool()[:, None, :, None] for x in (k, v))
-            plain, copied = (cache.update(k, v, index) for cache in caches)
-            assert torch.equal(plain[0], copied[0]) and torch.equal(plain[1], copied[1]), number
-    caches[1].verify_decoded()
-    assert caches[0].nbytes == caches[1].nbytes == plan.nbytes(caches[1].lengths, caches[1].get_seq_length())
-    return caches
-
-
-def ragged_mask(*lengths: int, left: bool = True) -> torch.Tensor:
-    width = max(lengths)
-    rows = [[0] * (width - n) + [1] * n if left else [1] * n + [0] * (width - n) for n in lengths]
-    return torch.tensor(rows)
-
-
-@pytest.mark.parametrize(("pair", "left"), [(KIVI_2, True), (SINKS_3, False), (COARSE, True)])
-def test_the_decoded_copy_returns_what_the_packed_cache_returns(pair, left: bool) -> None:
-    run_both(pair, ragged_mask(170, 170, 90, 1, left=left), [170, 100, *[1] * 150, 7, 260, *[1] * 20])
-
-
-def test_the_decoded_copy_when_rows_leave_and_when_tokens_are_taken_back() -> None:
-    def act(number: int, caches, batch: int) -> int:
-        if number == 40:
-            for cache in caches:
-                cache.batch_select_indices(torch.tensor([0, 2]))
-            return 2
-        if number == 60:
-            for cache in caches:
-                cache.reorder_cache(torch.tensor([1, 1]))
-        if number in (45, 46, 130):
-            for cache in caches:
-                cache.crop(-3)
-        return batch
-
-    run_both(KIVI_2, ragged_mask(200, 150, 120), [200, *[1] * 160], act)
-
-
-def test_the_decoded_copy_after_reset() -> None:
-    def act(number: int, caches, batch: int) -> int:
-        if number == 5:
-            for cache in caches:
-                cache.reset()
-        return batch
-
-    run_both(KIVI_2, ragged_mask(140, 100), [140, 120, 9, 1, 1, 140, 130, *[1] * 5], act)
-
-
-def test_verify_finds_a_page_that_changed() -> None:
-    _, cache = run_both(KIVI_2, ragged_mask(300, 280), [300, 1, 1])
-    pages = cache.paged_layers[1].sides["v"].pool.records
-    pages[0, 0, 0] ^= 1
-    with pytest.raises(ArtifactError, match="layer 1: the decoded v differ from the packed cache"):
-        cache.verify_decoded()
 
 
 def test_every_segment_compares_what_was_read_with_the_packed_cache(

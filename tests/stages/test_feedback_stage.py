@@ -9,9 +9,9 @@ import torch
 from cache_cases import random_ids
 from cli_cases import ran_well, save_llama
 from form_cases import rotary_table
+from listener import Listener
 from predictor_runs import as_loaded, sequences
 from reparam_cases import outlier_model
-from test_profile import Listener
 from tiny_models import built, captured_by
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,6 @@ squares, keys before RoPE as the model has them."""
 
 import copy
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from cache_cases import assert_exact_bytes, feed
 from cli_cases import run_kvcal, save_llama
+from listener import Listener
 from oracles import dequantize_code, quantize_group
 from predictor_runs import (
     FIRST,
@@ -94,17 +94,6 @@ def regress(x: np.ndarray, y: np.ndarray, ridge: float) -> tuple[np.ndarray, np.
     return weight, y_mean - weight @ x_mean
 
 
-def predictions(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """With 14 bits of each row of contributions and of weights (transforms/linear_predictor.py)."""
-    columns = np.exp2(np.frexp(np.abs(weight).max(0))[1])
-    return fourteen_bits(x * columns) @ fourteen_bits(weight / columns).T + bias
-
-
-def fourteen_bits(rows: np.ndarray) -> np.ndarray:
-    unit = np.exp2(np.frexp(np.abs(rows).max(1, keepdims=True))[1] - 14)
-    return np.round(rows / unit) * unit
-
-
 def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,11 +148,7 @@ def test_sequences_of_a_batch_run_together(monkeypatch: pytest.MonkeyPatch) -> N
 def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds three sequences: six, then three at a time."""
     loaded, data, spec = loaded_llama(), sequences([260] * 6), PredictorSpec(drop=False)
-    layers, raw_pages, said = aqua_layers(loaded), reconstruct._raw_pages, list[str]()
-
-    class Listener(Silent):
-        def say(self, message: str) -> None:
-            said.append(message)
+    layers, raw_pages, listener = aqua_layers(loaded), reconstruct._raw_pages, Listener()
 
     def run_in(most_tokens: int, most_sequences: int) -> bytes:
         def limited(*given: Any) -> Any:
@@ -174,11 +159,11 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch:
         path = tmp_path / "predictors.safetensors"
         monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", most_tokens)
         monkeypatch.setattr(reconstruct, "_raw_pages", limited)
-        run_fit_predictors(loaded, layers, {}, data, spec, WORKLOAD, {}, path, Listener())
+        run_fit_predictors(loaded, layers, {}, data, spec, WORKLOAD, {}, path, listener)
         return path.read_bytes()
 
     assert run_in(5000, 3) == run_in(780, 3)
-    assert said == ["predictors: pass 1 of 3: out of memory, goes on with at most 780 tokens in a batch"]
+    assert listener.said == ["predictors: pass 1 of 3: out of memory, goes on with at most 780 tokens in a batch"]
     with pytest.raises(UsageError, match="one sequence of 260 tokens does not fit into the device's memory"):
         run_in(5000, 0)
 
@@ -209,7 +194,7 @@ def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
             measured = kept[layer, side].fit
             assert measured is not None and measured.explained == pytest.approx(1 - error / spread, abs=2e-3)
             for i in rows:
-                predicted = predictions(inputs[i], weight, bias)
+                predicted = inputs[i] @ weight.T + bias
                 read_back[i][side] = predicted + quantized(rows[i][layer][side] - predicted, REST.num_bits)
             measured_error = sum(((read_back[i][side] - rows[i][layer][side]) ** 2).sum() for i in held_out) / spread
             assert measured.error == pytest.approx(measured_error, rel=0.02)
@@ -270,8 +255,6 @@ def test_fitting_on_exact_inputs_is_another_fit() -> None:
     loaded, (layers, record) = loaded_llama(), fitted_llama()
     spec = PredictorSpec(drop=False, inputs="exact")
     exact = fit(loaded, layers, sequences([260] * 6), spec)
-    rows = np.vstack([captured_rows(tokens)[0]["k"] for tokens in sequences([260] * 6).sequences])
-    assert rows.shape == (6 * 256, 16)
     name = "layers.1.k_predictor.weight"
     assert not torch.allclose(exact.stored[name], record.stored[name], atol=1e-3)
     by_side = {(f.layer, f.side): f.fit for f in record.kept}
@@ -280,11 +263,10 @@ def test_fitting_on_exact_inputs_is_another_fit() -> None:
         assert fit_ is not None and other is not None and fit_.explained > other.explained
 
 
-@pytest.mark.parametrize("spec", [PredictorSpec("int4", None, 8)])
-def test_other_kinds(spec: PredictorSpec) -> None:
+def test_another_kind() -> None:
     loaded = loaded_llama()
     layers, linear = fitted_llama()
-    record = fit(loaded, layers, sequences([260] * 6), replace(spec, drop=False))
+    record = fit(loaded, layers, sequences([260] * 6), PredictorSpec("int4", None, 8, drop=False))
     plan = plan_with(loaded, layers, record)
     whole = {(f.layer, f.side): f.fit for f in linear.kept}
     for finding in record.kept:
@@ -315,9 +297,6 @@ def test_layers_behind_a_left_out_predictor_are_fitted_without_it() -> None:
     assert found is not None and other is not None
     assert found.explained == pytest.approx(explained, abs=1e-3)
     assert abs(other.explained - found.explained) > 2e-3
-
-
-# --- other models ---
 
 
 @pytest.mark.parametrize("name", ["glm4", "smollm3"])
@@ -352,24 +331,6 @@ def test_keys_changed_after_rope_are_refused() -> None:
         fit(loaded, aqua_layers(loaded), sequences([140] * 4, vocab_size=TINY_VOCAB))
 
 
-# --- runs ---
-
-
-class Interrupted(Silent):
-    """Stops before a step of a pass."""
-
-    def __init__(self, label: str, step: int) -> None:
-        self.label, self.step = label, step
-        self.said: list[str] = []
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        if label == self.label and done == self.step:
-            raise KeyboardInterrupt
-
-
 def run(path: Path, reporter: Silent, lengths: list[int]) -> PredictorRecord:
     loaded, data = loaded_llama(), sequences(lengths)
     spec, inputs = PredictorSpec(drop=False), {"data": data.fingerprint}
@@ -381,12 +342,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatc
     whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
     run(whole, Silent(), [140] * 4)
     with pytest.raises(KeyboardInterrupt):
-        run(resumed, Interrupted("predictors: pass 3 of 3", 3), [140] * 4)
+        run(resumed, Listener(at=("predictors: pass 3 of 3", 3)), [140] * 4)
     assert not resumed.exists() and (tmp_path / "resumed.partial.safetensors").exists()
-    said = Interrupted("", -1)
-    run(resumed, said, [140] * 4)
+    listener = Listener()
+    run(resumed, listener, [140] * 4)
     assert resumed.read_bytes() == whole.read_bytes()
-    assert any("goes on after 2 passes, 3 sequences" in line for line in said.said)
+    assert any("goes on after 2 passes, 3 sequences" in line for line in listener.said)
     assert not (tmp_path / "resumed.partial.safetensors").exists()
 
 
@@ -417,8 +378,6 @@ def test_keys_that_are_not_finite_name_layer_and_sequence(monkeypatch: pytest.Mo
     with pytest.raises(NonFiniteActivations, match=r"sequence \d: the values of layer 1 hold NaN"):
         fit(loaded, aqua_layers(loaded), data)
 
-
-# --- the command ---
 
 RECIPE = """
 [data]

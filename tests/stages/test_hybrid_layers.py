@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from cache_cases import model_plan
-from test_profile import Listener, data_of
+from listener import Listener
+from test_profile import data_of
 from tiny_models import built, measured
 
 from kvcal.errors import UnsupportedModel

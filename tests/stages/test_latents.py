@@ -11,8 +11,9 @@ import pytest
 import torch
 from cache_cases import model_plan
 from cli_cases import RECIPE, ran_well, run_kvcal
+from listener import Listener
 from test_observers import FEW, Watched, measure, reference_errors, sample_of
-from test_profile import Listener, data_of
+from test_profile import data_of
 from tiny_models import TINY_MODELS, built, measured
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 

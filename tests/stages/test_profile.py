@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listener import Listener
 from test_observers import gqa_model, measure
 from tiny_models import TINY_MODELS, built, measured
 
@@ -50,23 +51,6 @@ def data_of(*lengths: int) -> TokenDataset:
 
 
 DATA = data_of(170, 60, 200, 180)
-
-
-class Listener:
-    """A Reporter that notes what it hears, and interrupts at the ``stop_at``-th step, if told to."""
-
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.steps: list[tuple[str, int, int]] = []
-        self.said: list[str] = []
-        self._stop_at = stop_at
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        self.steps.append((label, done, total))
-        if len(self.steps) == self._stop_at:
-            raise KeyboardInterrupt
 
 
 def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other) -> profile_record.Profile:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import llama_plan, tiny_llama
+from listener import Listener
 from peak_bytes import PeakBytes
 from predictor_runs import HEAD_DIM, as_loaded, loaded_llama, plan_of_random_predictors
 from static_cases import drifting_ids, plan_for
-from test_profile import CACHE, Listener, loaded_model
+from test_profile import CACHE, loaded_model
 from tiny_models import TINY_MODELS, measured
 
 from kvcal.cache.dense_layer import DenseLayer, UnreadPages

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from listener import Listener
 from oracles import quantized_page
 from reparam_cases import DATA, INPUTS, PER_TOKEN, SPEC, data_of, layers_of, loaded_with, outlier_model, run
-from test_profile import Listener
 from tiny_models import _IDS, _SHAPE, _build, built
 from torch import Tensor
 

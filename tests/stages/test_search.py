@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_cases import save_llama
+from listener import Listener
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data.sequences import DataSpec
@@ -71,16 +72,6 @@ SYSTEMS = ("kivi-2", "kitty", "kvmix", "aqua-kv")
 def loaded(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     folder = save_llama(tmp_path_factory.mktemp("model") / "tiny", tokenizer, dtype=torch.float32)
     return load(str(folder), device="cpu")
-
-
-class Told(Silent):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def say(self, message: str) -> None:
-        self.messages.append(message)
 
 
 def recipe_of(folder: Path, bits: float, systems: tuple[str, ...] = SYSTEMS, serve: str = "decode") -> Recipe:
@@ -179,10 +170,10 @@ def test_an_interrupted_search_writes_the_same_bytes(
     assert all(path.stat().st_mtime_ns == time for path, time in made.items())
     for name in ("search.safetensors", "plan.safetensors"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
-    reporter = Told()
+    reporter = Listener()
     built(recipe_of(whole, 5.0), loaded, tmp_path, reporter)
-    assert any("search.safetensors is current" in line for line in reporter.messages)
-    assert not any("of 5)" in line for line in reporter.messages)  # no system is looked at again
+    assert any("search.safetensors is current" in line for line in reporter.said)
+    assert not any("of 5)" in line for line in reporter.said)  # no system is looked at again
 
 
 def test_plans_beyond_the_budget_are_left_out(whole: Path, loaded: LoadedModel, tmp_path: Path) -> None:
@@ -192,11 +183,11 @@ def test_plans_beyond_the_budget_are_left_out(whole: Path, loaded: LoadedModel, 
     profile = folder.of_system("solved").profile
     profile.parent.mkdir(parents=True)
     profile.write_bytes((whole / "systems" / "solved" / "profile.safetensors").read_bytes())
-    stamp, reporter = profile.stat().st_mtime_ns, Told()
+    stamp, reporter = profile.stat().st_mtime_ns, Listener()
     pipeline.build_plan(loaded, folder, recipe_of(whole, 3.7, ("kivi-2",)), reporter=reporter)
     rows = {one.name: one for one in load_search(folder.search).report.systems}
     assert "it takes" in str(rows["kivi-2"].left_out) and "the budget is" in str(rows["kivi-2"].left_out)
-    assert any("kivi-2 is left out: it takes" in line for line in reporter.messages)
+    assert any("kivi-2 is left out: it takes" in line for line in reporter.said)
     assert load_search(folder.search).report.shipped == "solved" and 3.5 < (rows["solved"].bits or 0) <= 3.7
     assert profile.stat().st_mtime_ns == stamp
     with pytest.raises(

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from listener import Listener
 
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
-from kvcal.progress import SILENT, Silent
+from kvcal.progress import SILENT
 from kvcal.stages.tune import FILE, Outcome, Search, Trial, Tuning, choose, load_tuning, tune
 
 SEARCH = Search({"tau_16": (0.1, 2.0), "tau_4": (0.1, 2.0)}, num_trials=6, seed=7)
@@ -37,18 +38,6 @@ class Tiers:
 
 def refuse(thresholds: Mapping[str, float]) -> Outcome:
     raise UsageError(f"cannot measure {sorted(thresholds)}", hint="a hint")
-
-
-class Listener(Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.steps: list[tuple[int, int, str]] = []
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        self.steps.append((done, total, label))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +73,7 @@ def test_an_interrupted_study_goes_on_after_its_trials(stop_at: int, tmp_path: P
     before = load_tuning(tmp_path).trials
     tuning = tune(SEARCH, rest, INPUTS, tmp_path, listener)
     assert rest.calls == 6 - (stop_at - 1) and tuning.trials[: stop_at - 1] == before
-    assert listener.steps[-1] == (6, 6, "tune: trials")
+    assert listener.steps[-1] == ("tune: trials", 6, 6)
     assert stop_at == 1 or listener.said[1] == f"tune: goes on after {stop_at - 1} trials in {tmp_path}"
     assert tune(SEARCH, refuse, INPUTS, tmp_path, SILENT) == tuning  # nothing is left to do
     assert len(tune(replace(SEARCH, num_trials=7), Tiers(), INPUTS, tmp_path, SILENT).trials) == 7

@@ -12,28 +12,11 @@ from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
-from kvcal.progress import Silent
 
 RAW_PAIR = (RAW, RAW)
 WORDY_CONTEXT = 640  # tokens at most, of ``wordy_llama``
 COARSE = (Format(1, "channel", 128), Format(2, "token", 64, 3, 20))
 SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
-
-
-class Notes(Silent):
-    """A Reporter that keeps the messages, and can interrupt at a message."""
-
-    def __init__(self, interrupt_at: str | None = None) -> None:
-        self.messages: list[str] = []
-        self.interrupt_at = interrupt_at
-
-    def say(self, message: str) -> None:
-        self.messages.append(message)
-        if self.interrupt_at is not None and self.interrupt_at in message:
-            raise KeyboardInterrupt
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        assert 0 <= done <= total
 
 
 def as_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
