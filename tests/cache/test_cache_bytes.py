@@ -5,6 +5,7 @@ import itertools
 
 import oracles
 import pytest
+import tier_oracle
 import torch
 from cache_cases import (
     HEAD_DIM,
@@ -21,6 +22,7 @@ from cache_cases import (
     tiny_llama,
 )
 from peak_bytes import PeakBytes
+from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
 
 from kvcal import PlanCache
 from kvcal.plan.page_format import Boost, Tier
@@ -28,16 +30,19 @@ from kvcal.plan.plan import RAW, Format, Plan
 from kvcal.store import paged_tensor, workspace
 
 TOKENS = (1, 63, 127, 128, 129, 1000)
-# Boosted records are counted by hand in test_tiered_cache, lattices in test_lattice.
+# The bytes of lattices are those of test_lattice.
 RECIPES = {
     name: formats
     for name, formats in recipe_formats().items()
-    if all(fmt.boost is None and fmt.lattice_dim is None and fmt.quantizer == "uniform" for fmt in formats)
+    if all(fmt.lattice_dim is None and fmt.quantizer == "uniform" and not fmt.needs_queries for fmt in formats)
 }
 PLANS = {name: llama_plan(*formats) for name, formats in RECIPES.items()}
 PLANS["windows, bf16"] = llama_plan(*KINDS["windows"], cache_dtype="bfloat16")
 PLANS["GQA 8"] = llama_plan(*SINKS_3, num_kv_heads=1, cache_dtype="float16")
 PLANS["GQA 1"] = llama_plan(*KINDS["sinks"], num_kv_heads=8)
+PLANS["Kitty, GQA 8"] = llama_plan(*KITTY, 1, "float16")
+PLANS["three tiers"] = llama_plan(THREE_TIERS, V, cache_dtype="bfloat16")
+PLANS["4 bits, GQA 1"] = llama_plan(BASE_4, V, 8)
 
 
 def expected_bytes(plan: Plan, lengths: list[int]) -> int:
@@ -46,9 +51,12 @@ def expected_bytes(plan: Plan, lengths: list[int]) -> int:
     for layer in plan.layers:
         for side, formats in (("k", layer.k), ("v", layer.v)):
             for fmt in formats * (layer.attention.num_kv_heads // len(formats)):
-                record = oracles.record_bytes(
-                    fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, fmt.param_dtype, plan.cache_dtype
-                )
+                dtypes = fmt.param_dtype, plan.cache_dtype
+                if fmt.boost is None:
+                    record = oracles.record_bytes(fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, *dtypes)
+                else:
+                    tiers = tier_oracle.tiers_of(fmt, HEAD_DIM)
+                    record = tier_oracle.record_bytes(fmt.num_bits, tiers, fmt.group_size, HEAD_DIM, *dtypes)
                 token = HEAD_DIM * oracles.ITEM_BYTES[plan.cache_dtype]
                 for length in lengths:
                     ring = fmt.recent_window + 128

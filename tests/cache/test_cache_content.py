@@ -21,6 +21,8 @@ from cache_cases import (
     tiny_llama,
 )
 from static_cases import pages_of
+from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
+from tier_oracle import BoostedHead
 
 from kvcal import PlanCache
 from kvcal.errors import NonFiniteActivations
@@ -30,6 +32,14 @@ from kvcal.plan.plan import RAW, SIDES, Format, Plan
 
 HEADS, TOKENS = 2, 290
 PLANS = {name: llama_plan(*pair, num_kv_heads=HEADS, num_layers=1) for name, pair in KINDS.items()}
+BOOSTED = {
+    name: llama_plan(fmt, V, HEADS, dtype, 1)
+    for name, fmt, dtype in (
+        ("three tiers", THREE_TIERS, "bfloat16"),
+        ("4 bits, boosted", BASE_4, "float32"),
+        ("Kitty", KITTY[0], "bfloat16"),
+    )
+}
 PLANS_BF16 = {name: replace(plan, cache_dtype="bfloat16") for name, plan in PLANS.items()}
 
 
@@ -41,7 +51,8 @@ def oracle_of(plan: Plan, side: str, states: torch.Tensor) -> list[list[oracles.
     """[batch][head] of states [B, N, T, D]."""
     original = states.to(CACHE_DTYPES[plan.cache_dtype])
     fmt = plan.layers[0].format(side)
-    return [[oracles.StoredHead(head, fmt) for head in row] for row in original]
+    kind = oracles.StoredHead if fmt.boost is None else BoostedHead
+    return [[kind(head, fmt) for head in row] for row in original]
 
 
 def stored(oracle: list[list[oracles.StoredHead]], num_tokens: int) -> torch.Tensor:
@@ -60,7 +71,9 @@ def records(cache: PlanCache) -> dict[tuple[str, int, int, int], bytes]:
     return found
 
 
-@pytest.mark.parametrize("plan", [*PLANS.values(), PLANS_BF16["sinks"]], ids=[*PLANS, "bf16"])
+@pytest.mark.parametrize(
+    "plan", [*PLANS.values(), PLANS_BF16["sinks"], *BOOSTED.values()], ids=[*PLANS, "bf16", *BOOSTED]
+)
 def test_every_token_count_reads_what_the_oracle_says(plan):
     keys, values = random_states(2, HEADS, TOKENS, seed=1), random_states(2, HEADS, TOKENS, seed=2)
     expected = {"k": oracle_of(plan, "k", keys), "v": oracle_of(plan, "v", values)}
@@ -75,11 +88,7 @@ def test_every_token_count_reads_what_the_oracle_says(plan):
         written = now
     assert len(written) == 2 * 2 * 2 * HEADS
     for (side, row, head, page), record in written.items():
-        oracle = expected[side][row][head]
-        fmt = oracle.fmt
-        assert record == oracles.page_record(
-            oracle.page_tokens(page), side, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype, plan.cache_dtype
-        )
+        assert record == expected[side][row][head].record(page, side)
 
 
 @pytest.mark.parametrize("name", PLANS)

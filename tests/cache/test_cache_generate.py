@@ -18,6 +18,8 @@ from cache_cases import (
     random_ids,
     tiny_llama,
 )
+from test_kvmix_cache import kvmix_plan
+from test_tiered_cache import KITTY, THREE_TIERS, V
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcal import PlanCache
@@ -25,7 +27,8 @@ from kvcal.errors import UsageError
 from kvcal.plan.plan import RAW, Format
 
 RAW_PLAN = llama_plan(RAW, RAW)
-QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3)}
+QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3), "Kitty": llama_plan(*KITTY)}
+QUANTIZED |= {"three tiers": llama_plan(THREE_TIERS, V), "KVmix": kvmix_plan("clamped")}
 PROMPT = 244  # the next pages are full after 12 new tokens
 RAGGED = (244, 180, 3)
 
@@ -91,19 +94,22 @@ def assert_generated_bytes(cache: PlanCache, inputs: dict[str, torch.Tensor], se
     assert_exact_bytes(cache, [length for length in lengths for _ in range(held // len(lengths))], PROMPT + 23)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_generated_rows_of_a_ragged_batch_equal_rows_alone(side):
-    """Greedy tokens under a quantized plan: row by row what a batch of one gives."""
-    inputs = ragged_prompt()
-    if side == "right":
-        ids, mask = padded([random_ids(1, length, seed=length)[0] for length in RAGGED], PROMPT, "right")
-        inputs = {"input_ids": ids, "attention_mask": mask}
-    found = generate(plan_cache(QUANTIZED["sinks"], inputs), inputs)
+@pytest.mark.parametrize(
+    ("name", "side"), [("sinks", "right"), *((name, "left") for name in ("sinks", "Kitty", "three tiers", "KVmix"))]
+)
+def test_generated_rows_of_a_ragged_batch_equal_rows_alone(name, side):
+    """Greedy tokens under a quantized plan: row by row what a batch of one gives, where pages fill and come to be
+    read at other steps in every row."""
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in RAGGED], PROMPT, side)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    cache = plan_cache(QUANTIZED[name], inputs)
+    found = generate(cache, inputs, 40)
+    assert_exact_bytes(cache, [length + 39 for length in RAGGED], PROMPT + 39)
     for row, length in enumerate(RAGGED):
         if side == "right" and length < PROMPT:
             continue  # generate itself goes on from the last column, which is padding
         ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].unsqueeze(0)
-        alone = generate(plan_cache(QUANTIZED["sinks"]), {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        alone = generate(plan_cache(QUANTIZED[name]), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 40)
         assert torch.equal(found[row, PROMPT:], alone[0, length:])
 
 

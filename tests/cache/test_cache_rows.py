@@ -18,6 +18,7 @@ from cache_cases import (
     random_states,
     tiny_llama,
 )
+from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
 
 from kvcal import Plan, PlanCache
 from kvcal.errors import ArtifactError, UsageError
@@ -26,7 +27,8 @@ from kvcal.plan.plan import SIDES, Format
 HEADS = 4
 PLAN = llama_plan(KINDS["windows"][0], KINDS["sinks"][1], num_kv_heads=HEADS, num_layers=1)
 LENGTHS = (300, 1, 129, 0, 129)
-NO_WINDOW = Format(2, "channel", 32), Format(4, "token", 32)
+CROPPED = KINDS | {"no window": (Format(2, "channel", 32), Format(4, "token", 32)), "Kitty": (KITTY[0], V)}
+CROPPED |= {"three tiers": (THREE_TIERS, V), "4 bits, boosted": (BASE_4, V)}
 
 
 def empty_cache(plan: Plan = PLAN, mask: torch.Tensor | None = None) -> PlanCache:
@@ -154,13 +156,13 @@ def test_rows_that_are_not_there_change_nothing(select, message):
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [*((name, kept) for name in (*KINDS, "no window") for kept in (385, 255, 4)),
+    [*((name, kept) for name in CROPPED for kept in (385, 255, 4)),
      *(("windows", kept) for kept in (419, 384, 383, 257, 256, 128, 1))],
 )  # fmt: skip
 def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept):
     """Into the ring or into a page: what comes back into the ring is raw where the ring still has it, else as
     decoded."""
-    plan = llama_plan(*(KINDS | {"no window": NO_WINDOW})[name], num_layers=1)
+    plan = llama_plan(*CROPPED[name], num_layers=1)
     cache = filled(plan, 420, batch=2)
     before, original = read(cache), random_states(2, plan.layers[0].attention.num_kv_heads, 420)
     cache.crop(kept - 420)

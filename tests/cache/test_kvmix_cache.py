@@ -8,12 +8,11 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
-from cache_cases import VOCAB_SIZE, assert_exact_bytes, llama_plan, padded, random_ids, random_states, tiny_llama
-from torch import Tensor
+from cache_cases import assert_exact_bytes, llama_plan, random_states, tiny_llama
 
 from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
-from kvcal.plan.page_format import Format, WindowRule, num_pages
+from kvcal.plan.page_format import Format, WindowRule
 from kvcal.plan.plan import KIND, SCHEMA
 from kvcal.recipe import ImportanceSpec
 from kvcal.stages.allocate.record import importance_formats, layer_format
@@ -112,58 +111,19 @@ def test_pages_are_those_of_a_simulation_token_by_token(fmt: Format) -> None:
         assert fmt.tokens_to_next_event(count, count) == distance
 
 
-class Contents:
-    """What every head must read back as after any number of ``states`` [1, N, T, D]."""
-
-    def __init__(self, states: Tensor, plan: Plan) -> None:
-        self.heads = {
-            (side, head): oracles.StoredHead(states[0, head], plan.layers[0].format(side))
-            for side in ("k", "v")
-            for head in range(HEADS)
-        }
-
-    def after(self, side: str, head: int, count: int) -> Tensor:
-        """[count, D]: sinks raw, pages that are read quantized once, the ring raw."""
-        stored = self.heads[side, head]
-        return stored.after(count, history(stored.fmt, count)[-1][0])
-
-
 @pytest.mark.parametrize(
     ("plan", "cuts"), [*((plan, list(range(40, 520, 37))) for plan in MIXED), (MIXED[2], []), (MIXED[3], [1, 128, 300])]
 )
 def test_contents_depend_on_the_number_of_tokens_alone(plan: Plan, cuts: list[int]) -> None:
     """A prompt at once, or in any chunks, leaves the pages that single steps would have left."""
     states = random_states(1, HEADS, 530, seed=2)
-    contents, cache = Contents(states, plan), PlanCache(plan, tiny_llama(HEADS, 1).config)
-    start = 0
+    cache, start = PlanCache(plan, tiny_llama(HEADS, 1).config), 0
+    contents = [[oracles.StoredHead(head, plan.layers[0].format(side)) for head in states[0]] for side in ("k", "v")]
     for stop in [*cuts, 500, *range(501, 530, 4)]:
         found = cache.update(states[:, :, start:stop], states[:, :, start:stop], 0)
         if start >= 300:
-            for side, read in zip(("k", "v"), found, strict=True):
-                for head in range(HEADS):
-                    assert torch.equal(read[0, head, :start], contents.after(side, head, start))
+            for read, heads in zip(found, contents, strict=True):
+                for head, stored in enumerate(heads):
+                    assert torch.equal(read[0, head, :start], stored.after(start, history(stored.fmt, start)[-1][0]))
         start = stop
         assert_exact_bytes(cache, [stop])
-
-
-def test_generate_keeps_bytes_exact_and_rows_apart() -> None:
-    """A ragged prompt: pages fill during generation, at other steps in every row; each row writes what it would
-    alone."""
-    plan, model, lengths = kvmix_plan("clamped"), tiny_llama(), (150, 120, 9)
-    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], 150, "left")
-    cache = PlanCache(plan, model.config, attention_mask=mask)
-    options = {"do_sample": False, "max_new_tokens": 40}
-    found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
-    assert_exact_bytes(cache, [length + 39 for length in lengths], 189)
-    formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
-    assert num_pages(159) > num_pages(120) and any(fmt.pages_read(189) > fmt.pages_read(150) for fmt in formats)
-    for row, length in enumerate(lengths):
-        alone = ids[row : row + 1, 150 - length :]
-        expected = model.generate(
-            input_ids=alone,
-            attention_mask=torch.ones_like(alone),
-            past_key_values=PlanCache(plan, model.config),
-            **options,
-        )
-        assert torch.equal(found[row, 150:], expected[0, length:])
-    assert int(found.max()) < VOCAB_SIZE

@@ -186,18 +186,25 @@ class StoredHead:
             tokens.append(self.original[token])
         return torch.stack(tokens)
 
+    def decoded(self, page: int) -> Tensor:
+        """[128, D] fp32: the page as it reads back."""
+        fmt, values = self.fmt, self.page_tokens(page)
+        if fmt.num_bits == 16:
+            return values.float()
+        return quantized_page(values, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype)
+
+    def record(self, page: int, side: str) -> bytes:
+        fmt, cache_dtype = self.fmt, str(self.original.dtype).removeprefix("torch.")
+        values = self.page_tokens(page)
+        return page_record(values, side, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype, cache_dtype)
+
     def after(self, num_tokens: int, read: int | None = None) -> Tensor:
         """[num_tokens, D] fp32: sinks raw, pages quantized once from the original values, recent tokens raw. ``read``:
         the pages that are read, where the window is not a fixed one."""
         fmt, found = self.fmt, self.original[:num_tokens].float().clone()
         for page in range(pages_read(num_tokens, fmt.recent_window) if read is None else read):
             if page not in self.pages:
-                values = self.page_tokens(page)
-                self.pages[page] = (
-                    values.float()
-                    if fmt.num_bits == 16
-                    else quantized_page(values, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype)
-                )
+                self.pages[page] = self.decoded(page)
             first = max(fmt.num_sink_tokens, PAGE * page)
             if first < PAGE * (page + 1):
                 found[first : PAGE * (page + 1)] = self.pages[page][first - PAGE * page :]

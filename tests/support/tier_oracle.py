@@ -1,12 +1,15 @@
 """An independent oracle of pages whose channels have different bits: selection, values and record, by Python loops."""
 
+import functools
 from dataclasses import dataclass
 
 import oracles
 import torch
 from torch import Tensor
 
+from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
+from kvcal.plan.page_format import Format
 
 NO_SLOT = 255
 Tiers = tuple[tuple[int, int, float | None], ...]
@@ -103,6 +106,27 @@ class OraclePage:
                 record += b"".join(oracles.param_bytes(value, self.param_dtype) for value in row + padding)
         record += bytes(self.index)
         return record + b"\0" * (-len(record) % 16)
+
+
+class BoostedHead(oracles.StoredHead):
+    """One head of keys whose pages have channels of different bits, chosen by the keys alone."""
+
+    @functools.cache  # noqa: B019
+    def page(self, number: int) -> OraclePage:
+        fmt, tokens = self.fmt, self.page_tokens(number)
+        scores, cache_dtype = channel_scores(fmt.boost.score, tokens), str(tokens.dtype).removeprefix("torch.")
+        tiers = tiers_of(fmt, tokens.shape[1])
+        return OraclePage(tokens, scores.tolist(), fmt.num_bits, tiers, fmt.group_size, fmt.param_dtype, cache_dtype)
+
+    def decoded(self, page: int) -> Tensor:
+        return self.page(page).decoded
+
+    def record(self, page: int, side: str) -> bytes:
+        return self.page(page).record
+
+
+def tiers_of(fmt: Format, head_dim: int) -> Tiers:
+    return tuple((tier.num_bits, max(1, round(tier.share * head_dim)), tier.above) for tier in fmt.boost.tiers)
 
 
 def _planes(codes: list[list[int]], low: int, high: int) -> bytes:
