@@ -13,7 +13,7 @@ from cache_cases import model_plan
 from tiny_models import TINY_MODELS
 
 from kvcal.embedded import MODEL_NAME, model_folder
-from kvcal.errors import ArtifactError, KvcalError, UnsupportedModel, UsageError
+from kvcal.errors import ArtifactError, KvcalError, UsageError
 from kvcal.models.files import embedded_models
 from kvcal.models.load import identity_of, load, weight_bytes
 from kvcal.progress import Silent
@@ -155,47 +155,9 @@ def test_hub_id_from_the_local_hub_cache(saved: Path, tmp_path: Path, monkeypatc
     assert loaded.identity.weights_sha256 == identity_of(saved, "x").weights_sha256
     assert loaded.tokenizer is not None
     (repository / "snapshots" / commit / "tokenizer.json").unlink()
-    refused("owner/tiny", UsageError, "owner/tiny has no tokenizer")
-    assert load("owner/tiny", device="cpu", need_tokenizer=False).tokenizer is None
-
-
-# A file, what becomes of it (None: it is gone; a number: bytes that are left; a dict: other keys), and the refusal.
-DAMAGE: list[tuple[str, object, type[KvcalError], tuple[str, ...]]] = [
-    ("config.json", None, UsageError, ("has no config.json",)),
-    ("config.json", "{", UsageError, ("config.json",)),
-    ("config.json", "[1]", UsageError, ("config.json",)),
-    ("config.json", {"model_type": "no_such_type"}, UnsupportedModel, ("no_such_type",)),
-    ("config.json", {"model_type": "t5"}, UnsupportedModel, ("'t5'",)),
-    ("config.json", {"model_type": "vit"}, UnsupportedModel, ("'vit'",)),
-    ("config.json", {"dtype": "float64"}, UnsupportedModel, ("float64", "bfloat16, float16, float32")),
-    ("model.safetensors", None, UsageError, ("copy has no weights", "model.safetensors")),
-    ("model.safetensors", 4, UsageError, ("the weights cannot be read",)),
-    ("model.safetensors", 1000, UsageError, ("the weights cannot be read",)),
-    ("model.safetensors", -8, UsageError, ("the weights cannot be read",)),
-    ("tokenizer.json", "{", UsageError, ("the tokenizer cannot be read",)),
-    ("tokenizer.json", "{}", UsageError, ("the tokenizer cannot be read",)),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "kind", "parts"), DAMAGE)
-def test_a_damaged_folder_is_refused(
-    name: str, content: object, kind: type[KvcalError], parts: tuple[str, ...], folder: Path
-):
-    path = folder / name
-    if content is None:
-        path.unlink()
-    elif isinstance(content, dict):
-        edit_json(path, **content)
-    elif isinstance(content, int):
-        path.write_bytes(path.read_bytes()[:content])
-    else:
-        path.write_text(str(content))
-    refused(folder, kind, *parts)
-
-
-def test_model_that_the_geometry_refuses(tmp_path: Path):
-    TINY_MODELS["recurrent_gemma"]().save_pretrained(tmp_path / "states")
-    refused(tmp_path / "states", UnsupportedModel, "keeps a state in", need_tokenizer=False)
+    assert "tokenizer.json" in str(refused("owner/tiny", UsageError, "owner/tiny has no tokenizer").hint)
+    loaded = load("owner/tiny", device="cpu", need_tokenizer=False)
+    assert loaded.tokenizer is None and loaded.identity.tokenizer_sha256 == ""
 
 
 def test_weights_of_another_shape_or_depth(folder: Path):
@@ -206,17 +168,7 @@ def test_weights_of_another_shape_or_depth(folder: Path):
         load(str(folder), device="cpu")
 
 
-def test_missing_tokenizer(folder: Path):
-    (folder / "tokenizer.json").unlink()
-    error = refused(folder, UsageError, "copy has no tokenizer")
-    assert "tokenizer.json" in str(error.hint)
-    loaded = load(str(folder), device="cpu", need_tokenizer=False)
-    assert loaded.tokenizer is None and loaded.identity.tokenizer_sha256 == ""
-
-
 def test_wrong_dtype_and_device():
     refused(MODEL_NAME, UsageError, "'int8'", "auto, bfloat16, float16, float32", dtype="int8")
     with pytest.raises(UsageError, match="allowed: auto, cpu, cuda"):
         load(MODEL_NAME, device="tpu")
-    with pytest.raises(UsageError, match="this machine has"):
-        load(MODEL_NAME, device="cuda:99")

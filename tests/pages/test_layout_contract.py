@@ -1,5 +1,5 @@
-"""The contract of page layouts, over cases of each: exact bytes, a bounded error, the same bytes
-of a page in any batch and on a GPU, and nothing stored that is not finite."""
+"""The contract of page layouts, over cases of each: exact bytes, a bounded error, the same bytes of a page in any batch
+and on a GPU, and nothing stored that is not finite; and uniform pages against the oracle's bytes."""
 
 import hashlib
 import itertools
@@ -7,16 +7,19 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import oracles
 import pytest
 import torch
-from test_pages import SIDE_AXES, random_page
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, noted_in
+from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import Boost, Format, Side, Tier
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layouts.json").read_text())
+SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
+DIMS = (16, 20, 64, 80, 96, 128, 256)
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("magnitude", (Tier(16, 0.05, 1.5), Tier(4, 0.125, 0.6)))
 THREE_TIERS = Boost("magnitude", (Tier(16, 0.2, 1.7), Tier(8, 0.15, 1.2), Tier(4, 0.3)))
@@ -105,6 +108,15 @@ CASES: dict[str, list[Case]] = {
 }
 EVERY = [case for cases in CASES.values() for case in cases]
 CODED = [case for case in EVERY if case.format.num_bits != RAW_BITS]
+
+
+def random_page(dim: int, seed: int = 0) -> torch.Tensor:
+    """[128, dim] bf16 values, with an outlier channel, a constant channel and a constant token."""
+    page = torch.randn(PAGE_TOKENS, dim, generator=torch.Generator().manual_seed(seed))
+    page[:, 3] *= 30.0
+    page[:, 5] = -0.75
+    page[7, :] = 0.5
+    return page.to(torch.bfloat16)
 
 
 def pages_of(case: Case, num_pages: int = 3) -> Tensor:
@@ -213,3 +225,57 @@ def test_a_gpu_writes_and_reads_the_same_bytes(case: Case) -> None:
         assert torch.equal(found.cpu(), records)
         decoded = layout.decode_pages(found, case.num_heads, on_device)
         assert torch.equal(decoded.cpu(), layout.decode_pages(records, case.num_heads, operands))
+
+
+def layout_of(side, num_bits, axis, group_size, dim, param_dtype="float16", cache_dtype="bfloat16") -> UniformLayout:
+    return UniformLayout(side, num_bits, axis, group_size, dim, param_dtype, cache_dtype)
+
+
+@pytest.mark.parametrize(("side", "axis"), SIDE_AXES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_record_sizes_are_exact(side, axis, dim):
+    for num_bits, group_size, param_dtype in itertools.product(
+        (1, 2, 3, 4, 8, 16), (32, 64, 128), ("float16", "bfloat16", "float32")
+    ):
+        layout = layout_of(side, num_bits, axis, group_size, dim, param_dtype)
+        expected = oracles.record_bytes(num_bits, side, axis, group_size, dim, param_dtype, "bfloat16")
+        assert layout.record_bytes == expected and expected % 16 == 0
+        record = layout.encode(torch.zeros(PAGE_TOKENS, dim))
+        assert (record.dtype, tuple(record.shape)) == (torch.uint8, (expected,))
+
+
+RECORDS = [
+    (side, axis, num_bits, group_size, dim, param_dtype)
+    for (side, axis), (num_bits, group_size, dim, param_dtype) in itertools.product(
+        SIDE_AXES,
+        [
+            (1, 32, 16, "float16"),
+            (2, 32, 64, "float16"),
+            (3, 64, 20, "bfloat16"),
+            (4, 128, 16, "float32"),
+            (8, 64, 80, "float16"),
+        ],
+    )
+]
+
+
+@pytest.mark.parametrize(("side", "axis", "num_bits", "group_size", "dim", "param_dtype"), RECORDS)
+def test_records_equal_the_oracle_byte_for_byte(side, axis, num_bits, group_size, dim, param_dtype):
+    page = random_page(dim)
+    layout = layout_of(side, num_bits, axis, group_size, dim, param_dtype)
+    record = layout.encode(page)
+    expected = oracles.page_record(page, side, num_bits, axis, group_size, param_dtype, "bfloat16")
+    assert bytes(record.tolist()) == expected
+    values = oracles.quantized_page(page, num_bits, axis, group_size, param_dtype)
+    assert torch.equal(layout.decode(record), values)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [16, 20])
+def test_16_bit_pages_hold_the_values(dim, cache_dtype):
+    page = random_page(dim).float()
+    layout = layout_of("k", 16, "token", 128, dim, cache_dtype=cache_dtype)
+    record = layout.encode(page)
+    assert bytes(record.tolist()) == oracles.page_record(page, "k", 16, "token", 128, "float16", cache_dtype)
+    decoded = layout.decode(record)
+    assert str(decoded.dtype) == f"torch.{cache_dtype}" and torch.equal(decoded.float(), page)

@@ -105,14 +105,6 @@ def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: P
     assert found.inputs["evaluate.batch"] == 1
 
 
-def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedModel) -> None:
-    folder, recipe = Folder.create(tmp_path / "out"), replace(recipe_of(tmp_path, '"9MB"'), reparam=None)
-    plan = pipeline.build_plan(loaded, folder, recipe, Workload(3, 700))
-    assert plan.workload == Workload(3, 700)
-    baseline = pipeline.build_plan(loaded, folder, load_recipe("kivi-2"), Workload(3, 700))
-    assert baseline.workload == Workload(3, 700)
-
-
 def test_a_profile_of_other_settings_or_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
     folder, notes = Folder.create(tmp_path / "out"), Listener()
     formats.profile_folder(loaded, folder, recipe_of(tmp_path, '"9MB"'))
