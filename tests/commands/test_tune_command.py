@@ -121,10 +121,14 @@ def test_a_study_of_something_else_is_refused(
     whole: Path, model: Path, recipe: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase,
 ) -> None:  # fmt: skip
     other = save_llama(tmp_path / "other", tokenizer, seed=1)
-    refused = run_kvcal("tune", recipe, "--model", other, "--out", whole)
-    assert refused.code == 5 and "model.weights_sha256 is" in refused.err
-    refused = run_kvcal("tune", recipe, "--model", model, "--out", whole, "--set", 'tune.tasks=["times"]')
-    assert refused.code == 5 and 'tune.tasks is ["chain"], expected ["times"]' in refused.err
+    for its_model, knob, says in (
+        (other, "tune.num_trials=4", "model.weights_sha256 is"),
+        (model, 'tune.tasks=["times"]', 'tune.tasks is ["chain"], expected ["times"]'),
+        (model, "tune.seed=8", "search.seed is"),
+        (model, "tune.high=3.0", "tune.high is 2.0, expected 3.0"),
+    ):
+        refused = run_kvcal("tune", recipe, "--model", its_model, "--out", whole, "--set", knob)
+        assert refused.code == 5 and "holds a study of something else" in refused.err and says in refused.err
 
 
 def test_a_cap_that_nothing_fits_says_the_smallest(whole: Path, model: Path, recipe: Path) -> None:
@@ -232,8 +236,6 @@ def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase)
 
 def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
-    with pytest.raises(UsageError, match="no tier of the keys has a threshold"):
-        tuned_bits(make_plan(loaded))
     plan = make_plan(loaded, PAIR)
     changed, shape = (
         replace(plan.layers[0], k_rescale=True),

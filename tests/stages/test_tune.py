@@ -95,20 +95,6 @@ def test_processes_share_a_study(tmp_path: Path) -> None:
     assert len({tuple(trial.thresholds.values()) for trial in trials}) == len(trials)  # each draws its own
 
 
-@pytest.mark.parametrize(
-    ("search", "inputs", "field"),
-    [
-        (SEARCH, INPUTS | {"model.weights_sha256": "x"}, "model.weights_sha256 is"),
-        (replace(SEARCH, seed=8), INPUTS, "search.seed is"),
-        (replace(SEARCH, thresholds={"tau_16": (0.2, 2.0), "tau_4": (0.1, 2.0)}), INPUTS, "search.thresholds"),
-    ],
-)
-def test_a_study_of_something_else_is_refused(search: Search, inputs: dict, field: str, whole: Path) -> None:
-    with pytest.raises(ArtifactError, match="holds a study of something else") as error:
-        tune(search, refuse, inputs, whole, SILENT)
-    assert field in error.value.message
-
-
 def test_a_damaged_journal_is_refused(whole: Path, tmp_path: Path) -> None:
     content = (whole / FILE).read_bytes()
     path = tmp_path / FILE
