@@ -103,7 +103,7 @@ ends-oldest ends-newest: $(READY)
 
 # A worker's share of the GPU is small, its share of the host's memory is not.
 gpu: $(READY)
-	$(PYTEST) -m gpu -n 8
+	$(PYTEST) -m gpu -n auto --dist worksteal
 
 # The environment of each engine is made at the first run, in a folder of caches; some minutes a version.
 engines: $(READY)
