@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import ran_well, run_kvcal, save_falcon, save_family
+from cli_cases import ran_well, run_kvcal, save_family
 from transformers import FalconForCausalLM, PreTrainedTokenizerBase
 
 from kvcal.commands import about
@@ -99,7 +99,7 @@ def test_weights_that_are_not_here_are_stated(tmp_path: Path) -> None:
 
 def test_size_of_a_model_that_cannot_be_calibrated(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Its plans are made by recipes with [formats], of the bytes that are told; capacity takes them, too."""
-    model = save_falcon(tmp_path / "falcon", tokenizer)
+    model = save_family(tmp_path / "falcon", tokenizer, "falcon")
     FalconForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)  # as engines take it
     rows = {row["recipe"]: row for row in sized(model, "--memory", "1GB")["rows"]}
     done = ran_well("size", model, "--memory", rows["uniform-2"]["fit"]["total"])

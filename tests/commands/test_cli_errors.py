@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import ran_well, run_kvcal, save_falcon, save_llama
+from cli_cases import ran_well, run_kvcal, save_family, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +35,7 @@ def test_a_prompt_that_is_no_text(made: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unsupported_model(made: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    falcon = save_falcon(tmp_path / "falcon", tokenizer)
+    falcon = save_family(tmp_path / "falcon", tokenizer, "falcon")
     without_fit = ("plan", falcon, "--kv-budget", "1KB", "-o", tmp_path / "plan.safetensors")
     for command in (("profile", falcon, "--out", tmp_path / "out", "--recipe", made / "small.toml"), without_fit):
         done = run_kvcal(*command)

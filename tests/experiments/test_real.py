@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from cli_cases import save_llama
+from transformers import PreTrainedTokenizerBase
 
 from kvcal import Folder, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.progress import SILENT
@@ -32,14 +33,7 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0,
-        pad_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    save_llama(tmp_path / "model", tokenizer, dtype=torch.float32, head_dim=64, hidden_size=128)
     monkeypatch.delenv("KVCAL_DATA", raising=False)
     out = tmp_path / "out"
     arguments = ["--quick", "--model", str(tmp_path / "model"), "--out", str(out), "--tokens", "512", "--problems", "4"]

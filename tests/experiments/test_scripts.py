@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from cli_cases import save_llama
+from transformers import PreTrainedTokenizerBase
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SMALL = "--texts 1 --tokens 256"
@@ -26,16 +27,8 @@ LONGER = ("show_aqua_kv", "show_feedback", "show_mixkvq", "show_reparam")  # myp
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random Llama of two layers and two KV heads of 64, with the embedded tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=8192, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("small")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    shape = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 8192}
+    return save_llama(tmp_path_factory.mktemp("small"), tokenizer, dtype=torch.float32, **shape)
 
 
 @pytest.fixture

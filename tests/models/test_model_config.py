@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from cli_cases import save_family, save_llama
+from cli_cases import save_llama
 from safetensors.torch import load_file
 from tiny_models import SUPPORTED, TINY_MODELS, UNSUPPORTED, built, measured
 from transformers import PreTrainedTokenizerBase
@@ -163,8 +163,3 @@ def test_weights_are_counted_by_headers_or_the_index(tmp_path: Path, tokenizer: 
     index = {"metadata": {"total_size": 16060522496}, "weight_map": {"a": "model-00001-of-00004.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert checkpoint_bytes(location) == 16060522496
-
-
-def test_a_model_of_sliding_layers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    geometry = read_sizes(str(save_family(tmp_path / "gemma3", tokenizer, "gemma3"))).geometry
-    assert [layer.window for layer in geometry.layers] == [40, None, 40]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from cache_cases import model_plan
-from cli_cases import RECIPE, ran_well, run_kvcal
+from cli_cases import RECIPE, ran_well, run_kvcal, save_family
 from listener import Listener
 from test_observers import FEW, Watched, measure, reference_errors, sample_of
 from test_profile import data_of
 from tiny_models import TINY_MODELS, built, measured
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
 from kvcal import PlanCache, load_plan
 from kvcal.engines.support import require_served
@@ -184,24 +184,10 @@ def test_a_step_has_room_for_the_expanded_heads() -> None:
     assert step_workspace(layers, "float32", 2, 512).unpacked == 2 * 512 * (latent + expanded)
 
 
-def save_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """The tiny model with the embedded tokenizer's words."""
-    config = TINY_MODELS[name]().config
-    config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", ["deepseek_v2"])
 def test_from_a_model_to_text(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Profile, allocate, compile, evaluate, verify, inspect, generate, size."""
-    model, out, recipe = save_model(name, tmp_path / name, tokenizer), tmp_path / "out", tmp_path / "tiny.toml"
+    model, out, recipe = save_family(tmp_path / name, tokenizer, name, 512), tmp_path / "out", tmp_path / "tiny.toml"
     recipe.write_text(RECIPE.replace('same_bytes_as = "kivi-2"', 'kv_budget = "290KB"'))
     ran_well("run", recipe, "--model", model, "--out", out, "--json", "-q")
     plan = load_plan(out / "plan.safetensors")

@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers as hf
 import typer
-from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from tiny_models import TINY_MODELS, _build
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvcal import __main__ as cli
 
@@ -72,47 +72,26 @@ def save_llama(
     dtype: torch.dtype = torch.bfloat16,
     num_layers: int = 2,
     head_dim: int = 16,
-    vocab_size: int | None = None,
+    **shape: int,
 ) -> Path:
     """A random Llama with the embedded tokenizer, and an embedding for each of its tokens unless told otherwise."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size or len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=1024, bos_token_id=0,
-        eos_token_id=0, pad_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def save_family(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
-    """A random model of another family: biased keys, QK-norm, or sliding layers between full ones."""
-    torch.manual_seed(0)
     shape = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 0,
-        "eos_token_id": 0, "pad_token_id": 1,
-    }  # fmt: skip
-    configs = {
-        "qwen2": lambda: hf.Qwen2Config(**shape),
-        "qwen3": lambda: hf.Qwen3Config(**shape, head_dim=24),
-        "gemma3": lambda: hf.Gemma3TextConfig(
-            **shape, head_dim=16, sliding_window=40,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
-    }  # fmt: skip
-    hf.AutoModelForCausalLM.from_config(configs[family]()).save_pretrained(folder)
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 0,
+        "pad_token_id": 1, "num_hidden_layers": num_layers, "head_dim": head_dim,
+    } | shape  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**shape)).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def save_falcon(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A family that bypasses the attention interface: it cannot be profiled."""
-    config = FalconConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False
-    )
-    FalconForCausalLM(config).save_pretrained(folder)
+def save_family(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str, context: int = 1024) -> Path:
+    """The tiny model of another family, with the embedded tokenizer's words."""
+    config = TINY_MODELS[family]().config
+    config.update({"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1})
+    config.update({"max_position_embeddings": context})
+    _build(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
