@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from test_pages import random_page
+from test_layout_contract import random_page
 from torch import Tensor
 
 from kvcal.pages.feedback import factor_row, factor_spec, feedback_factor, round_with_feedback
