@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, feed, model_plan, padded, random_ids, random_qkv, tiny_llama
+from cache_cases import HEAD_DIM, feed, model_plan, padded, ragged_ids, random_ids, random_qkv, tiny_llama
 from static_cases import (
     FORMATS,
     QUERY,
@@ -76,11 +76,10 @@ def test_groups_of_query_heads(num_kv_heads: int) -> None:
 @pytest.mark.parametrize(("name", "side"), [("kivi", "left"), ("queries", "right"), ("paged window", "left")])
 def test_ragged_batches(name: str, side: str) -> None:
     """Padding is stored nowhere, and no step attends to it. A page fills in two rows at different steps."""
-    width = max(RAGGED)
-    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in RAGGED], width, side)
-    ids = torch.cat([ids, random_ids(3, 46, seed=9)], dim=1).long()
-    mask = torch.nn.functional.pad(mask, (0, 46), value=1)
-    (dynamic, expected), (static, found) = both(plan_for(name), ids, width, mask)
+    ids, mask = ragged_ids(RAGGED, 46)
+    if side == "right":
+        ids[:, :240], mask[:, :240] = padded([random_ids(1, n, seed=n)[0] for n in RAGGED], 240, side)
+    (dynamic, expected), (static, found) = both(plan_for(name), ids, 240, mask)
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
     assert static.lengths == [length + 46 for length in RAGGED]

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from gpu_cases import plan_for, random_ids, reasoner, task_prompts
+from gpu_cases import graph_of, plan_for, random_ids, reasoner, task_prompts
 from static_cases import assert_same_pages
 from torch import Tensor
 
@@ -32,15 +32,7 @@ def test_a_captured_step_with_drafts_is_an_eager_one_bit_for_bit() -> None:
             logits = torch.zeros(2, 4, model.config.vocab_size, dtype=model.dtype, device="cuda")
             step = call = partial(verify, model, cache, ids, positions, logits)
             if is_captured:
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    step()
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    step()
-                call = graph.replay
+                call = graph_of(step).replay
                 cache.reset()
             model(prompt, past_key_values=cache, logits_to_keep=1)
             history, columns = [], 100

@@ -6,7 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, plan_of, random_ids, random_qkv, tiny_llama
+from cache_cases import (
+    HEAD_DIM,
+    attended,
+    feed,
+    llama_plan,
+    padded,
+    plan_of,
+    ragged_ids,
+    random_ids,
+    random_qkv,
+    tiny_llama,
+)
 from static_cases import FORMATS, TRANSFORMED, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,9 +92,7 @@ def test_prompts_in_chunks_are_those_of_the_dynamic_cache(name: str, cuts: tuple
 
 def test_ragged_prompts_in_chunks_that_end_within_padding() -> None:
     plan = plan_for("queries")
-    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (300, 130, 3)], 300, "left")
-    ids = torch.cat([ids, random_ids(3, 60)], dim=1).long()
-    mask = torch.nn.functional.pad(mask, (0, 60), value=1)
+    ids, mask = ragged_ids((300, 130, 3), 60)
     for cuts in ((1, 170, 171, 298, 299, 300, 301), (299,)):
         dynamic = PlanCache(plan, tiny_llama(2, 1).config, mask[:, :300])
         static = static_cache(plan, 360, mask[:, :300])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cache_cases import KIVI_2, llama_plan, padded, random_states, tiny_llama
-from gpu_cases import PAIRS, logits_of, plan_for, random_ids, random_llama, relative
+from cache_cases import KIVI_2, llama_plan, random_states, tiny_llama
+from gpu_cases import PAIRS, logits_of, plan_for, ragged_ids, random_ids, random_llama, relative
 from static_cases import TRANSFORMED, assert_same_pages
 
 from kvcal import PlanCache, attached
@@ -24,9 +24,7 @@ def test_pages_of_a_ragged_batch_are_those_of_the_dynamic_cache(name: str) -> No
     """Prompts of 300, 130 and 3 tokens, padded on the left; then 300 steps, which fill pages in every row."""
     model = random_llama()
     plan = plan_for(model, name)
-    ids, mask = padded([random_ids(n, seed=n).cpu() for n in (300, 130, 3)], 300, "left")
-    ids = torch.cat([ids.long().cuda(), random_ids(3, 300)], dim=1)
-    mask = torch.nn.functional.pad(mask.cuda(), (0, 300), value=1)
+    ids, mask = ragged_ids((300, 130, 3), 300)
     static = PlanCache(plan, model.config, mask[:, :300], max_tokens=640)
     static.allocate(3, "cuda")
     held = static.nbytes
@@ -78,9 +76,7 @@ def test_steps_tell_check_what_they_met() -> None:
 @pytest.mark.parametrize("sizes", [(200,), (150, 130, 3)])
 def test_generate_gives_the_tokens_of_the_dynamic_cache(sizes: Sequence[int]) -> None:
     model = random_llama(num_layers=2, dtype=torch.float32)
-    plan, width = plan_for(model, "kitty"), max(sizes)
-    ids, mask = padded([random_ids(n, seed=n).cpu() for n in sizes], width, "left")
-    ids, mask = ids.long().cuda(), mask.cuda()
+    plan, (ids, mask) = plan_for(model, "kitty"), ragged_ids(tuple(sizes), 0)
     options = {"max_new_tokens": 150, "do_sample": False, "attention_mask": mask, "disable_compile": True}
     expected = model.generate(ids, past_key_values=PlanCache(plan, model.config, mask), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=360)

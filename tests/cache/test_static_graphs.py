@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from gpu_cases import mixed_plan, plan_for, random_ids, random_llama, reasoner, task_prompts
+from gpu_cases import graph_of, mixed_plan, plan_for, random_ids, random_llama, reasoner, task_prompts
 from torch import Tensor
 from transformers import CompileConfig
 
@@ -33,22 +33,6 @@ class Step:
         logits = self.model(prompt, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
         self.ids.copy_(logits.argmax(-1, keepdim=True))
         self.positions.fill_(prompt.shape[1])
-
-    def warm_up(self) -> None:
-        """What lazily initialises itself must have done so before a capture, on a stream that is not the default."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def capture(self) -> torch.cuda.CUDAGraph:
-        self.warm_up()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self()
-        return graph
 
     def run(self, call) -> Tensor:
         for place in self.history:
@@ -83,7 +67,7 @@ def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(monke
             step = Step(model, PlanCache(plan, model.config, max_tokens=500), 2, 300)
             if is_captured:
                 step.cache.allocate(2, "cuda")
-                call = step.capture().replay  # before the prompt, which may begin anew
+                call = graph_of(step).replay  # before the prompt, which may begin anew
                 step.cache.reset()
             else:
                 call = step

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers as hf
-from cache_cases import feed, model_plan, padded, random_ids, tiny_llama
+from cache_cases import feed, model_plan, ragged_ids, random_ids, tiny_llama
 from cubin_resources import resources
 from static_cases import assert_generate_compiles_one_graph
 from tiny_models import built
@@ -40,12 +40,6 @@ def both(name: str, plan: Plan, ids: Tensor, cuts, mask: Tensor, prompt: int):
     return found
 
 
-def ragged(new: int = 22) -> tuple[Tensor, Tensor]:
-    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in RAGGED], max(RAGGED), "left")
-    ids = torch.cat([ids, random_ids(len(RAGGED), new)], dim=1).long()
-    return ids, torch.nn.functional.pad(mask, (0, new), value=1)
-
-
 def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = True) -> int:
     """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. After a step, keys of
     later layers differ in their last bits."""
@@ -71,7 +65,7 @@ def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = Tru
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ragged_prompts_chunks_and_steps_are_those_of_the_dynamic_cache(name: str, cuts) -> None:
     """Windows of 6 tokens: chunks end before, on and after them, and within padding."""
-    ids, mask = ragged()
+    ids, mask = ragged_ids(RAGGED, 22)
     (dynamic, expected), (static, found) = both(name, model_plan(built(name)), ids, cuts, mask, prompt=20)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
     assert assert_same_windows(static, dynamic, exact=cuts == CUTS[2]) > 0
@@ -140,7 +134,7 @@ def slid_plan(window: int, dim: int, num_layers: int = 1) -> Plan:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_gives_the_tokens_of_the_models_own_cache(name: str) -> None:
     model, plan = built(name), model_plan(built(name))
-    ids, mask = ragged(0)
+    ids, mask = ragged_ids(RAGGED, 0)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=60)

@@ -4,11 +4,10 @@ logits."""
 import pytest
 import torch
 import transformers as hf
-from cache_cases import KIVI_2, padded, plan_of
-from gpu_cases import VOCABULARY, logits_of, random_ids, relative
+from cache_cases import KIVI_2, plan_of
+from gpu_cases import VOCABULARY, graph_of, logits_of, ragged_ids, random_ids, relative
 from test_static_graphs import Step, allocations
 from test_static_window import assert_same_windows
-from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
@@ -52,13 +51,6 @@ def sliding_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> hf.PreTrain
 
 def kivi(model: hf.PreTrainedModel) -> Plan:
     return plan_of(geometry_of(model, cache_dtype="bfloat16"), *KIVI_2)
-
-
-def ragged(sizes: tuple[int, ...], new: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [B, columns] on the GPU, padded on the left; then ``new`` tokens in every row."""
-    ids, mask = padded([random_ids(n, seed=n).cpu() for n in sizes], max(sizes), "left")
-    ids = torch.cat([ids.long().cuda(), random_ids(len(sizes), new)], dim=1)
-    return ids, torch.nn.functional.pad(mask.cuda(), (0, new), value=1)
 
 
 @pytest.mark.parametrize("ring", [1, 5, 127])
@@ -112,7 +104,7 @@ def test_a_step_is_the_references(head_dim: int, window: int) -> None:
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
 def test_ragged_batches_give_the_logits_of_the_dynamic_cache(kind: str) -> None:
     model = sliding_model(kind, torch.float32)
-    plan, (ids, mask) = kivi(model), ragged((300, 130, 3), 200)
+    plan, (ids, mask) = kivi(model), ragged_ids((300, 130, 3), 200)
     static = PlanCache(plan, model.config, mask[:, :300], max_tokens=520)
     dynamic = PlanCache(plan, model.config, mask[:, :300])
     found, expected = (logits_of(model, cache, ids, 300, mask) for cache in (static, dynamic))
@@ -135,7 +127,7 @@ def test_captured_steps_go_on_behind_a_full_window_(kind: str) -> None:
         for is_captured in (False, True):
             step = Step(model, PlanCache(plan, model.config, max_tokens=500), 2, 250)
             step.cache.allocate(2, "cuda")
-            call = step.capture().replay if is_captured else step
+            call = graph_of(step).replay if is_captured else step
             step.cache.reset()
             step.begin(prompt)
             held = step.cache.workspace_nbytes

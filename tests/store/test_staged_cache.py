@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from cache_cases import attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
+from cache_cases import attended, feed, llama_plan, ragged_ids, random_ids, random_qkv, tiny_llama
 from form_cases import with_tensors
 from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_plan, staged_plan, transformed
 from torch._dynamo.testing import CompileCounter
@@ -33,9 +33,7 @@ def plans() -> dict[str, Plan]:
 def test_every_step_stores_and_reads_what_the_dynamic_cache_does(name: str) -> None:
     """Rows of 40, 9 and 1 tokens, padded on the left; then single steps. Bits go by columns, not by a row's tokens."""
     plan = plans()[name]
-    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (40, 9, 1)], 40, "left")
-    ids = torch.cat([ids, random_ids(3, LENGTH - 40, seed=9)], dim=1).long()
-    mask = torch.nn.functional.pad(mask, (0, LENGTH - 40), value=1)
+    ids, mask = ragged_ids((40, 9, 1), LENGTH - 40)
     static, dynamic = caches(plan, LENGTH, mask[:, :40])
     static.allocate(3, "cpu")
     starts = {at for layer in plan.layers for f in (*layer.k, *layer.v) for at in f.shrink_at if 0 < at < LENGTH}

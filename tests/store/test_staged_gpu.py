@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from cache_cases import padded, plan_of
-from gpu_cases import logits_of, random_ids, random_llama, relative
+from gpu_cases import graph_of, logits_of, ragged_ids, random_llama, relative
 from staged_cases import SCHEDULES, assert_same_bytes, fmt, mixed_plan, transformed
 from static_cases import pages_of
 from torch import Tensor
@@ -40,9 +40,7 @@ def plan_for(name: str, head_dim: int = 64) -> Plan:
 def test_a_ragged_batch_stores_what_the_dynamic_cache_stores(name: str, head_dim: int) -> None:
     """Prompts of 40, 9 and 1 tokens, padded on the left; then 370 steps over all stages."""
     model, plan = random_llama(head_dim=head_dim), plan_for(name, head_dim)
-    ids, mask = padded([random_ids(n, seed=n).cpu() for n in (40, 9, 1)], 40, "left")
-    ids = torch.cat([ids.long().cuda(), random_ids(3, 370)], dim=1)
-    mask = torch.nn.functional.pad(mask.cuda(), (0, 370), value=1)
+    ids, mask = ragged_ids((40, 9, 1), 370)
     static = PlanCache(plan, model.config, mask[:, :40], max_tokens=410)
     static.allocate(3, "cuda")
     held = static.nbytes
@@ -94,16 +92,7 @@ class Steps:
 
     def capture(self) -> torch.cuda.CUDAGraph:
         self.begin()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
-        return graph
+        return graph_of(self.step)
 
 
 def packed(cache: PlanCache) -> list[Tensor]:

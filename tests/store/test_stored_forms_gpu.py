@@ -19,6 +19,7 @@ from form_cases import (
     states,
     static_of,
 )
+from gpu_cases import graph_of
 from static_cases import pages_of
 from torch import Tensor
 
@@ -101,18 +102,6 @@ class Step:
         for number, found in enumerate(advance(self.cache, 0, 1, self.inputs)):
             self.outputs[number].copy_(found)
 
-    def capture(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self()
-        return graph
-
     def run(self, call, given: Sequence[tuple[Tensor, ...]], start: int, stop: int) -> Tensor:
         """[steps, layers, B, H, D]."""
         found = []
@@ -131,7 +120,7 @@ def test_a_captured_step_is_an_eager_one_as_lengths_grow(name: str) -> None:
     for is_captured in (False, True):
         cache = static_of(plan, 430, 2, device="cuda")
         step = Step(cache, 2)
-        call = step.capture().replay if is_captured else step
+        call = graph_of(step).replay if is_captured else step
         cache.reset()
         advance(cache, 0, 100, given)
         found.append(step.run(call, given, 100, 420))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
@@ -131,6 +131,12 @@ def padded(rows: Sequence[Tensor], width: int, side: str, filling: float = 0.0) 
         mask[index, start : start + length] = 1
         batch[index].narrow(token_dim, start, length).copy_(row)
     return batch, mask
+
+
+def ragged_ids(lengths: Sequence[int], more: int) -> tuple[Tensor, Tensor]:
+    """ids and mask [B, columns]: prompts of these lengths, padded on the left; then ``more`` tokens in every row."""
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], max(lengths), "left")
+    return torch.cat([ids, random_ids(len(lengths), more, seed=9)], 1), pad(mask, (0, more), value=1)
 
 
 @torch.no_grad()

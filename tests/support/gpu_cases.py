@@ -2,15 +2,16 @@
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 import transformers as hf
-from cache_cases import plan_of, recipe_formats
+from cache_cases import padded, plan_of, recipe_formats
 from static_cases import FORMATS, TRANSFORMED, V, with_transforms
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
@@ -73,6 +74,26 @@ def mixed_plan(model: hf.PreTrainedModel) -> Plan:
 
 def random_ids(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def ragged_ids(lengths: tuple[int, ...], more: int) -> tuple[Tensor, Tensor]:
+    """ids and mask [B, columns]: prompts of these lengths, padded on the left; then ``more`` tokens in every row."""
+    ids, mask = padded([random_ids(n, seed=n).cpu() for n in lengths], max(lengths), "left")
+    return torch.cat([ids.cuda(), random_ids(len(lengths), more)], 1), pad(mask.cuda(), (0, more), value=1)
+
+
+def graph_of(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What lazily initialises itself does so before the capture, on a stream that is not the default."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManager[None]:
