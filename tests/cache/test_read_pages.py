@@ -8,13 +8,13 @@ import pytest
 import torch
 from cache_cases import HEAD_DIM, NUM_HEADS
 from form_cases import rotary_table
-from predictor_runs import loaded_llama, plan_of_random_predictors
+from predictor_runs import fitted_llama, loaded_llama, plan_of_random_predictors, plan_with, sequences
 from torch import Tensor
 
 from kvcal import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.models.load import LoadedModel
-from kvcal.models.taps import Captured
+from kvcal.models.taps import Captured, tap
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Plan
 from kvcal.stages.checkpoint import Batch
@@ -124,3 +124,35 @@ def test_pages_are_scored_with_the_queries_of_their_own_tokens() -> None:
     for page, channels in enumerate((slice(0, 2), slice(2, 4))):
         expected[page, :, channels] = of_groups[:, None]
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("k_pages", ["post", "pre"])
+def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
+    """Bit for bit what Prediction hands on in a PlanCache that was given the same keys and values."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama(k_pages)
+    plan = plan_with(loaded, layers, record)
+    data = sequences([300], seed=5)
+    cache, expected = PlanCache(plan, loaded.model.config), {}
+
+    def store(captured: Captured) -> None:
+        layer = cache.layers[captured.layer]
+        layer.update(captured.k_post_BNTD, captured.v_BNTD)
+        for side in ("k", "v"):
+            pages = layer.store.prediction.before_rope(side, [(0, 0, 2)])
+            expected[captured.layer, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    with torch.no_grad(), tap(loaded.model, store, loaded.geometry):
+        loaded.model(input_ids=data.sequences[0].unsqueeze(0), use_cache=False)
+    found = {}
+
+    def receive(index, exact, read_back) -> None:
+        found[index, "k"], found[index, "v"] = read_back[0]["k"], read_back[0]["v"]
+        assert exact["k"].shape == read_back[0]["k"].shape == (256, 16)
+
+    tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
+    way = Reconstruction(plan.layers, plan.tensors, "float32")
+    wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
+    PageReader(loaded.model, loaded.geometry, wanted, [way], tables).read(Batch.of(data, (0,)), receive)
+    assert found.keys() == expected.keys() and len(found) == 6
+    for key, pages in expected.items():
+        assert torch.equal(found[key], pages), key

@@ -22,10 +22,6 @@ VOCABULARY = 128
 SIZES = {"llama, 72": 72, "llama, 80": 80, "gemma, 256": 256}
 FORMAT_NAMES = ("kitty", "queries", "different sinks")
 PROMPT, STEPS = 250, 80
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: kernels are compared"),
-]
 
 
 @functools.cache
@@ -85,22 +81,16 @@ def test_on_a_cpu(name: str, formats: str) -> None:
     assert_like_the_dynamic_cache(model, static, 1e-4)
 
 
-class TestOnCuda:
-    pytestmark = on_gpu
-
-    def allocated(self, model: hf.PreTrainedModel, formats: str, batch: int, mask: Tensor | None = None) -> PlanCache:
-        cache = PlanCache(plan_for(model, formats), model.config, mask, max_tokens=400)
-        with pytest.warns(SlowPath, match=rf"layers 0: head size {model.config.head_dim}\b") as caught:
-            cache.allocate(batch, "cuda")
-        assert len(caught) == 1
-        return cache
-
-    @pytest.mark.parametrize("formats", FORMAT_NAMES)
-    @pytest.mark.parametrize("name", SIZES)
-    def test_logits_and_pages_are_those_of_the_dynamic_cache(self, name: str, formats: str) -> None:
-        """The kernels count queries as the cache rounds them, so that a model in fp32 would have other statistics."""
-        dtype, tolerance = (torch.bfloat16, 0.03) if formats == "queries" else (torch.float32, 1e-4)
-        model = model_of(name, "cuda", dtype)
-        static = self.allocated(model, formats, 3, random_batch("cuda")[1][:, :PROMPT])
-        assert_like_the_dynamic_cache(model, static, tolerance)
-        static.check()
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", FORMAT_NAMES)
+@pytest.mark.parametrize("name", SIZES)
+def test_on_a_gpu(name: str, formats: str) -> None:
+    """The kernels count queries as the cache rounds them, so that a model in fp32 would have other statistics."""
+    dtype, tolerance = (torch.bfloat16, 0.03) if formats == "queries" else (torch.float32, 1e-4)
+    model = model_of(name, "cuda", dtype)
+    static = PlanCache(plan_for(model, formats), model.config, random_batch("cuda")[1][:, :PROMPT], max_tokens=400)
+    with pytest.warns(SlowPath, match=rf"layers 0: head size {model.config.head_dim}\b") as caught:
+        static.allocate(3, "cuda")
+    assert len(caught) == 1
+    assert_like_the_dynamic_cache(model, static, tolerance)
+    static.check()

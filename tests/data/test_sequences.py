@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -99,69 +98,6 @@ def test_a_text_file_is_dealt_in_pieces_that_grow(tmp_path: Path, tokenizer: Pre
 def marked(num_marks: int, first: int = 0) -> str:
     """Text in which every mark stands once."""
     return "".join(f"mark {i:06d} and some words to fill the line\n" for i in range(first, num_marks))
-
-
-def write_sources(folder: Path) -> dict[str, str]:
-    (folder / "line.txt").write_text(marked(1500).replace("\n", " "))
-    (folder / "books").mkdir()
-    for i in range(3):
-        (folder / "books" / f"{i}.txt").write_text(marked(600 * (i + 1), 600 * i))
-    texts = [f"{i:06d} is a short document\n" * (1 + i % 5) for i in range(1000)]
-    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in texts])
-    write_jsonl(folder / "pairs.jsonl", [{"question": f"q {i:06d}", "answer": f"{i:06d} a"} for i in range(400)])
-    chats = [[{"role": "user", "content": f"{i:06d}"}, {"role": "assistant", "content": "yes"}] for i in range(400)]
-    write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
-    names = ("line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl")
-    return {name: str(folder / name) for name in names}
-
-
-@pytest.mark.parametrize("name", ["line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl"])
-def test_purposes_share_no_text_whatever_the_seed_count_and_length(name: str, tmp_path: Path) -> None:
-    source, tokenizer = write_sources(tmp_path)[name], chat_tokenizer()
-    seen: dict[str, set[str]] = {purpose: set() for purpose in PURPOSES}
-    for purpose in PURPOSES:
-        for seed, num_samples, seq_len in ((0, 8, 64), (1, 3, 400)):
-            is_plain = "pairs" not in name and "chats" not in name
-            spec = DataSpec(source, num_samples, seq_len if is_plain else max(seq_len, 128), seed)
-            data = load_sequences(spec, tokenizer, None, purpose)
-            for tokens_T in data.sequences:
-                seen[purpose] |= set(re.findall(r"(?<!\d)\d{6}(?!\d)", tokenizer.decode(tokens_T)))
-    assert all(len(marks) > 9 for marks in seen.values())
-    assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
-
-
-def test_purposes_share_no_problem(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Two numbers of two digits: few enough for chance to repeat them."""
-    seen: dict[str, set[str]] = {}
-    for purpose in PURPOSES:
-        data = load_sequences(DataSpec("tasks:times", 20, 512), tokenizer, None, purpose)
-        opening = {tokenizer.decode(tokens_T).split("<think>")[0] for tokens_T in data.sequences}
-        posed = [problem for seed in (0, 1) for problem in problems("times", 150, seed, purpose, max_digits=2)]
-        seen[purpose] = {o.removeprefix("<eos>") for o in opening} | {problem.prompt for problem in posed}
-    assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
-
-
-def test_copies_of_a_record_lie_in_one_pool(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    records = [{"question": f"question {i % 40}", "answer": "yes"} for i in range(400)]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    digests = [
-        set(load_sequences(DataSpec(source, 20, 64, seed=seed), tokenizer, None, purpose).digests)
-        for purpose, seed in (("fit", 0), ("report", 0), ("select", 1), ("validate", 2))
-    ]
-    assert sum(map(len, digests)) == len(set.union(*digests))
-
-
-def test_a_small_file_reaches_every_pool(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    path = tmp_path / "small.txt"
-    path.write_text(words(20_000)[: 60 * 1024])
-    for purpose in PURPOSES:
-        assert load_sequences(DataSpec(str(path), 8, 512), tokenizer, None, purpose).num_tokens == 8 * 512
-    path.write_text(words(2000)[: 5 * 1024])
-    for purpose in PURPOSES:
-        assert load_sequences(DataSpec(str(path), 2, 128), tokenizer, None, purpose).num_tokens == 256
-        with pytest.raises(UsageError) as caught:
-            load_sequences(DataSpec(str(path), 16, 1024), tokenizer, None, purpose)
-        assert_says(caught.value, [f"pool '{purpose}'", "64 records", "65536 tokens", "of its own"])
 
 
 def load_any(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from decode_cases import CASES, TOLERANCE, Case, relative_error, variant_of
 from emulated import emulate
 from test_draft_steps import DraftCase, drafts
-from test_kernels_decode import CASES, TOLERANCE, Case, relative_error, variant_of
 
 from kvcal.kernels import decode
 

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_decode import CASES, ROTATED, TOLERANCE, Case, in_turn, k_format, relative_error, v_format, variant_of
-from test_kernels_decode import LENGTHS as FAST_LENGTHS
+from decode_cases import CASES, ROTATED, TOLERANCE, Case, in_turn, k_format, relative_error, v_format, variant_of
+from decode_cases import LENGTHS as FAST_LENGTHS
 
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import Format
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: kernels run nowhere else"),
-]
+pytestmark = pytest.mark.gpu
 
 HEAD_DIMS = (16, 24, 32, 40, 48, 72, 80, 96, 112, 136, 160, 192, 256, 512)
 LENGTHS = (0, 1, 31, 127, 128, 129, 1000)

@@ -1,7 +1,7 @@
 """Steps of several tokens through the fast kernel, on a GPU: against fp64, and against the same tokens one by one.
 
-Rows begin where a page fills, or comes to be read, before, among and after the tokens of the step. As in
-test_kernels_decode, what no token lies in is poisoned.
+Rows begin where a page fills, or comes to be read, before, among and after the tokens of the step. What no
+token lies in is poisoned.
 """
 
 import math
@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_cases import CASES, TOLERANCE, Case, relative_error, variant_of
 from kernel_oracle import Paged, pair_variant, states
-from test_kernels_decode import CASES, TOLERANCE, Case, relative_error, variant_of
 from torch import Tensor
 
 from kvcal.kernels.choice import MAX_DRAFTS, is_plain
@@ -18,10 +18,7 @@ from kvcal.kernels.variants import Variant
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: kernels run nowhere else"),
-]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 3, 121, 125, 127, 128, 300, 377, 380, 383, 384, 505)
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from reparam_cases import outlier_model
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
 from transformers import BartConfig, BartForCausalLM
 
 from kvcal.errors import UnsupportedModel
 from kvcal.models.geometry import attention_layers, geometry_of
-from kvcal.models.projections import kv_projections, output_dim
+from kvcal.models.projections import kv_projections, output_dim, output_weights
 
 
 def flows_of(model, projections, inputs) -> dict:
@@ -103,3 +104,28 @@ def test_cross_attention_that_is_not_called_is_no_layer() -> None:
     for index, layer in enumerate(decoder.layers):
         assert found[index, "k"] is layer.self_attn.k_proj and found[index, "v"] is layer.self_attn.v_proj
     assert all(hasattr(layer, "encoder_attn") for layer in decoder.layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "glm4"])
+def test_output_weights_are_what_reads_the_heads(name: str) -> None:
+    model = built(name)
+    geometry = geometry_of(model)
+    weights = output_weights(model, geometry)
+    for layer in geometry.layers:
+        found = weights[layer.index]
+        assert found.shape[1:] == (layer.num_query_heads, layer.v_head_dim)
+        modules = [m for m in model.modules() if getattr(m, "layer_idx", None) == layer.index]
+        module = next(m for m in modules if any(hasattr(m, child) for child in ("o_proj", "dense", "c_proj")))
+        projection = next(getattr(module, n) for n in ("o_proj", "dense", "c_proj") if hasattr(module, n))
+        heads = torch.randn(3, layer.num_query_heads, layer.v_head_dim)
+        bias = projection.bias if projection.bias is not None else 0.0
+        torch.testing.assert_close(torch.einsum("thd,chd->tc", heads, found) + bias, projection(heads.flatten(1)))
+
+
+def test_an_output_projection_of_other_inputs_is_refused() -> None:
+    model = outlier_model()
+    geometry = geometry_of(model)
+    projection = model.model.layers[1].self_attn.o_proj
+    projection.weight = torch.nn.Parameter(projection.weight[:, :-1])
+    with pytest.raises(UnsupportedModel, match="layer 1: .* known output projections of 64 inputs: o_proj"):
+        output_weights(model, geometry)

@@ -1,6 +1,5 @@
 """The feedback stage: Hessians against loops, the record, and what its factors do in a cache and in a folder."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from kvcal.models.rope import rotary_maps
 from kvcal.pages.basis import fitted_basis, moved_hessian
 from kvcal.pages.feedback import feedback_factor
 from kvcal.pages.rotated import rotate as rotate_channels
-from kvcal.pages.transforms import rotate
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, load_plan
@@ -39,7 +37,6 @@ from kvcal.run.formats import fix_folder
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import feedback
 from kvcal.stages.hessians import (
-    DISTANCES,
     mean_and_covariance,
     moments,
     output_products,
@@ -87,61 +84,6 @@ def queries_of(loaded: LoadedModel, layer: int) -> list[Tensor]:
         captured_by(loaded.model, loaded.geometry, {"input_ids": ids[None]})[0][layer].q_post_BHTD[0]
         for ids in DATA.sequences
     ]
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
-def test_products_of_queries_are_those_of_a_loop(num_kv_heads: int) -> None:
-    q = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(0))
-    found = query_products(q, num_kv_heads, torch.arange(5))
-    expected = torch.zeros(num_kv_heads, 6, 6, dtype=torch.float64)
-    for head in range(8):
-        for token in range(5):
-            row = q[head, token].double()
-            expected[head * num_kv_heads // 8] += torch.outer(row, row)
-    torch.testing.assert_close(found, expected)
-
-
-def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
-    """q_s' R(t) e for an error e of a key before RoPE at t: a quadratic form of the mean over t."""
-    table = rotary_table(16, 6)
-    table[:, 3] = 1.25  # an amplitude, as of YaRN
-    q = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
-    hessian = query_products(q, 1, 3 * torch.arange(40), table)[0]
-    error = torch.randn(16, generator=torch.Generator().manual_seed(1))
-    scores = []
-    for s in range(40):
-        for number in range(DISTANCES):
-            t = 3 * s * (2 * number + 1) // (2 * DISTANCES)
-            assert 0 <= t <= 3 * s
-            turned = rotate(error, table, torch.tensor(t))
-            scores.append(float((q[:, s] @ turned.reshape(-1)).double().square().sum()))
-    expected = sum(scores) / DISTANCES
-    assert float(error.double() @ hessian @ error.double()) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "glm4"])
-def test_output_weights_are_what_reads_the_heads(name: str) -> None:
-    model = built(name)
-    geometry = geometry_of(model)
-    weights = output_weights(model, geometry)
-    for layer in geometry.layers:
-        found = weights[layer.index]
-        assert found.shape[1:] == (layer.num_query_heads, layer.v_head_dim)
-        modules = [m for m in model.modules() if getattr(m, "layer_idx", None) == layer.index]
-        module = next(m for m in modules if any(hasattr(m, child) for child in ("o_proj", "dense", "c_proj")))
-        projection = next(getattr(module, n) for n in ("o_proj", "dense", "c_proj") if hasattr(module, n))
-        heads = torch.randn(3, layer.num_query_heads, layer.v_head_dim)
-        bias = projection.bias if projection.bias is not None else 0.0
-        torch.testing.assert_close(torch.einsum("thd,chd->tc", heads, found) + bias, projection(heads.flatten(1)))
-
-
-def test_an_output_projection_of_other_inputs_is_refused() -> None:
-    model = outlier_model()
-    geometry = geometry_of(model)
-    projection = model.model.layers[1].self_attn.o_proj
-    projection.weight = torch.nn.Parameter(projection.weight[:, :-1])
-    with pytest.raises(UnsupportedModel, match="layer 1: .* known output projections of 64 inputs: o_proj"):
-        output_weights(model, geometry)
 
 
 def test_factors_are_those_of_the_hessians(tmp_path: Path, llama: LoadedModel) -> None:
@@ -299,28 +241,6 @@ def test_what_takes_no_feedback_is_refused() -> None:
     window = bare_layers(geometry_of(built("mistral_all_sliding")))[0]
     with pytest.raises(ValueError, match="is bounded and takes no transforms"):
         replace(window, v_feedback=True)
-
-
-def test_sums_over_the_context_are_those_of_texts_at_its_places(llama: LoadedModel) -> None:
-    generator, context = torch.Generator().manual_seed(5), 1000
-    rotary = rotary_maps(llama.model, llama.geometry)[0]
-    k_pre_NTD = torch.randn(2, 60, 16, generator=generator) + 1
-    firsts = torch.linspace(0, context - 60, -(-context // 60), dtype=torch.float64)
-    table = rotary.tensor()
-    table[:, 3] = 1.0
-    expected = torch.zeros(2, 17, 17, dtype=torch.float64)
-    for first in firsts:
-        for head in range(2):
-            for token in range(60):
-                position = first + token
-                k = k_pre_NTD[head, token].double()
-                for a, b, frequency, _ in table.tolist():
-                    a, b, cos, sin = int(a), int(b), math.cos(position * frequency), math.sin(position * frequency)
-                    k[a], k[b] = k[a] * cos - k[b] * sin, k[b] * cos + k[a] * sin
-                one = torch.cat([k, k.new_ones(1)])
-                expected[head] += torch.outer(one, one) / len(firsts)
-    sums = moments(rotate(k_pre_NTD, table, torch.arange(60)))
-    torch.testing.assert_close(over_context(sums, rotary, 60, context), expected, atol=1e-3, rtol=1e-5)
 
 
 ROTATED = Format(2, "token", 128, 2, 16, quantizer="rotated")

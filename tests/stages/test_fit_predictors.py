@@ -34,14 +34,14 @@ from kvcal import PlanCache, load_plan
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.folder import Folder
 from kvcal.models.load import load as load_model
-from kvcal.models.taps import Captured, tap
+from kvcal.models.taps import tap
 from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import build_plan
-from kvcal.stages.checkpoint import Batch, host_bytes
+from kvcal.stages.checkpoint import host_bytes
 from kvcal.stages.predictors import reconstruct, stage
-from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, PageReader, Reconstruction, Wanted, split_sequences
+from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, split_sequences
 from kvcal.stages.predictors.record import PredictorRecord, load
 from kvcal.stages.predictors.stage import run_fit_predictors
 
@@ -200,38 +200,6 @@ def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
             assert measured.error == pytest.approx(measured_error, rel=0.02)
         before = read_back
     assert record.subject.num_fit_tokens == 256 * 4 and record.subject.num_held_out_tokens == 256 * 2
-
-
-@pytest.mark.parametrize("k_pages", ["post", "pre"])
-def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
-    """Bit for bit what Prediction hands on in a PlanCache that was given the same keys and values."""
-    loaded, (layers, record) = loaded_llama(), fitted_llama(k_pages)
-    plan = plan_with(loaded, layers, record)
-    data = sequences([300], seed=5)
-    cache, expected = PlanCache(plan, loaded.model.config), {}
-
-    def store(captured: Captured) -> None:
-        layer = cache.layers[captured.layer]
-        layer.update(captured.k_post_BNTD, captured.v_BNTD)
-        for side in ("k", "v"):
-            pages = layer.store.prediction.before_rope(side, [(0, 0, 2)])
-            expected[captured.layer, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
-
-    with torch.no_grad(), tap(loaded.model, store, loaded.geometry):
-        loaded.model(input_ids=data.sequences[0].unsqueeze(0), use_cache=False)
-    found = {}
-
-    def receive(index, exact, read_back) -> None:
-        found[index, "k"], found[index, "v"] = read_back[0]["k"], read_back[0]["v"]
-        assert exact["k"].shape == read_back[0]["k"].shape == (256, 16)
-
-    tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
-    way = Reconstruction(plan.layers, plan.tensors, "float32")
-    wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
-    PageReader(loaded.model, loaded.geometry, wanted, [way], tables).read(Batch.of(data, (0,)), receive)
-    assert found.keys() == expected.keys() and len(found) == 6
-    for key, pages in expected.items():
-        assert torch.equal(found[key], pages), key
 
 
 def test_predictors_lower_the_error_of_the_cache_as_foretold() -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_observers import ALL
+from profile_cases import ALL
 
 from kvcal.stages.profile import sensitivity
 from kvcal.stages.profile.sensitivity import fused_errors

@@ -1,11 +1,25 @@
 """Statistics of a basis against loops over queries and tokens."""
 
+import math
+
 import pytest
 import torch
+from form_cases import rotary_table
+from reparam_cases import outlier_model
 from torch import Tensor
 
+from kvcal.models.geometry import geometry_of
+from kvcal.models.rope import rotary_maps
+from kvcal.pages.transforms import rotate
 from kvcal.stages import hessians as module
-from kvcal.stages.hessians import mean_and_covariance, moments, weighted_queries
+from kvcal.stages.hessians import (
+    DISTANCES,
+    mean_and_covariance,
+    moments,
+    over_context,
+    query_products,
+    weighted_queries,
+)
 
 TOKENS, DIM = 23, 6
 
@@ -47,3 +61,56 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
     mean, second = mean_and_covariance(sums, False)
     assert not mean.any()
     torch.testing.assert_close(second, covariance + torch.einsum("ni,nj->nij", *[x.double().mean(1)] * 2))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_products_of_queries_are_those_of_a_loop(num_kv_heads: int) -> None:
+    q = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(0))
+    found = query_products(q, num_kv_heads, torch.arange(5))
+    expected = torch.zeros(num_kv_heads, 6, 6, dtype=torch.float64)
+    for head in range(8):
+        for token in range(5):
+            row = q[head, token].double()
+            expected[head * num_kv_heads // 8] += torch.outer(row, row)
+    torch.testing.assert_close(found, expected)
+
+
+def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
+    """q_s' R(t) e for an error e of a key before RoPE at t: a quadratic form of the mean over t."""
+    table = rotary_table(16, 6)
+    table[:, 3] = 1.25  # an amplitude, as of YaRN
+    q = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
+    hessian = query_products(q, 1, 3 * torch.arange(40), table)[0]
+    error = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    scores = []
+    for s in range(40):
+        for number in range(DISTANCES):
+            t = 3 * s * (2 * number + 1) // (2 * DISTANCES)
+            assert 0 <= t <= 3 * s
+            turned = rotate(error, table, torch.tensor(t))
+            scores.append(float((q[:, s] @ turned.reshape(-1)).double().square().sum()))
+    expected = sum(scores) / DISTANCES
+    assert float(error.double() @ hessian @ error.double()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_sums_over_the_context_are_those_of_texts_at_its_places() -> None:
+    generator, context = torch.Generator().manual_seed(5), 1000
+    model = outlier_model(1)
+    rotary = rotary_maps(model, geometry_of(model))[0]
+    k_pre_NTD = torch.randn(2, 60, 16, generator=generator) + 1
+    firsts = torch.linspace(0, context - 60, -(-context // 60), dtype=torch.float64)
+    table = rotary.tensor()
+    table[:, 3] = 1.0
+    expected = torch.zeros(2, 17, 17, dtype=torch.float64)
+    for first in firsts:
+        for head in range(2):
+            for token in range(60):
+                position = first + token
+                k = k_pre_NTD[head, token].double()
+                for a, b, frequency, _ in table.tolist():
+                    a, b, cos, sin = int(a), int(b), math.cos(position * frequency), math.sin(position * frequency)
+                    k[a], k[b] = k[a] * cos - k[b] * sin, k[b] * cos + k[a] * sin
+                one = torch.cat([k, k.new_ones(1)])
+                expected[head] += torch.outer(one, one) / len(firsts)
+    sums = moments(rotate(k_pre_NTD, table, torch.arange(60)))
+    torch.testing.assert_close(over_context(sums, rotary, 60, context), expected, atol=1e-3, rtol=1e-5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cache_cases import model_plan
 from listener import Listener
-from test_profile import data_of
+from profile_cases import data_of
 from tiny_models import built, measured
 
 from kvcal.errors import UnsupportedModel

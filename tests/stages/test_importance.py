@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_observers import gqa_model
+from profile_cases import gqa_model
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset

@@ -12,8 +12,7 @@ import torch
 from cache_cases import model_plan
 from cli_cases import RECIPE, ran_well, run_kvcal, save_family
 from listener import Listener
-from test_observers import FEW, Watched, measure, reference_errors, sample_of
-from test_profile import data_of
+from profile_cases import FEW, Watched, data_of, measure, reference_errors, sample_of
 from tiny_models import TINY_MODELS, built, measured
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
@@ -61,13 +60,12 @@ def layers_in(name: str, latent: Format, rotary: Format = RAW) -> tuple[LayerPla
     )
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3"])
-def test_the_sensitivity_is_of_what_is_cached(name: str) -> None:
+def test_the_sensitivity_is_of_what_is_cached() -> None:
     """The gradients of latents and rotary keys, as the official cache is given them; norms of their projection's rows,
     the norms' and the rotation's own included."""
     tokens_T, mask_T = sample_of(4 + 128 + 20)
-    model = TINY_MODELS[name]()
-    found = measure(GradientPass(model, measured(name), FEW, 4, "float16"), 0, tokens_T, mask_T)
+    model = TINY_MODELS["deepseek_v3"]()
+    found = measure(GradientPass(model, measured("deepseek_v3"), FEW, 4, "float16"), 0, tokens_T, mask_T)
     cache = Watched(model.config)
     logits_TV = model(input_ids=tokens_T.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
     torch.nn.functional.cross_entropy(logits_TV[:-1], tokens_T[1:], reduction="none")[mask_T[1:]].mean().backward()
@@ -99,15 +97,10 @@ def test_more_bits_are_nearer_to_16() -> None:
     assert 0 < rotated < kl[0] and raw == 0
 
 
-@pytest.mark.parametrize("granularity", ["block"])
-def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
-    measured_profile: profile_record.Profile, granularity: str
-) -> None:
+def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(measured_profile: profile_record.Profile) -> None:
     found = {}
     for rotary in (False, True):
-        spec = AllocateSpec(
-            kv_budget="330KB", **WORKLOAD, granularity=granularity, objective="sensitivity", rotary=rotary
-        )
+        spec = AllocateSpec(kv_budget="330KB", **WORKLOAD, granularity="block", objective="sensitivity", rotary=rotary)
         found[rotary] = allocate(measured_profile, spec, {})
         taken = sum(layer.nbytes("float32", (640, 640), 640) for layer in found[rotary].layers)
         assert found[rotary].split.paged == taken <= 330_000
@@ -184,10 +177,13 @@ def test_a_step_has_room_for_the_expanded_heads() -> None:
     assert step_workspace(layers, "float32", 2, 512).unpacked == 2 * 512 * (latent + expanded)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2"])
-def test_from_a_model_to_text(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Profile, allocate, compile, evaluate, verify, inspect, generate, size."""
-    model, out, recipe = save_family(tmp_path / name, tokenizer, name, 512), tmp_path / "out", tmp_path / "tiny.toml"
+    model, out, recipe = (
+        save_family(tmp_path / "model", tokenizer, "deepseek_v2", 512),
+        tmp_path / "out",
+        tmp_path / "tiny.toml",
+    )
     recipe.write_text(RECIPE.replace('same_bytes_as = "kivi-2"', 'kv_budget = "290KB"'))
     ran_well("run", recipe, "--model", model, "--out", out, "--json", "-q")
     plan = load_plan(out / "plan.safetensors")

@@ -8,10 +8,21 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-import transformers as hf
+from profile_cases import (
+    ALL,
+    FEW,
+    Watched,
+    batch_of,
+    gqa_model,
+    measure,
+    quantization_error,
+    reference_errors,
+    row_of,
+    sample_of,
+)
 from tiny_models import built, measured
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
@@ -20,64 +31,12 @@ from kvcal.models.geometry import geometry_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import UniformLayout
 from kvcal.stages.checkpoint import Batch, Mean
-from kvcal.stages.profile.observers import OBSERVERS, BatchGradients, GradientPass, next_token_losses
-from kvcal.stages.profile.sensitivity import Candidate, Errors, candidates, quantization_errors, range_refusal
-
-IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
-CONFIGS = {"llama": hf.LlamaConfig, "qwen3": hf.Qwen3Config}
-ALL = {
-    "k": candidates("k", (1, 2, 3, 4, 8), ("channel", "token"), (32, 64, 128)),
-    "v": candidates("v", (1, 2, 3, 4, 8), ("channel", "token"), (32, 64, 128)),
-}
-FEW = {"k": (Candidate(2, "channel", 32), Candidate(3, "token", 128)), "v": (Candidate(2, "token", 128),)}
-
-
-def gqa_model(name: str, dtype: torch.dtype = torch.float32, num_layers: int = 4) -> PreTrainedModel:
-    """Layers of very different sensitivity, 2 KV heads for 4 query heads; the same weights in any dtype."""
-    torch.manual_seed(3)
-    config = CONFIGS[name](**IDS, **SHAPE, num_hidden_layers=num_layers)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.15)
-        for number, layer in enumerate(model.model.layers):
-            layer.self_attn.o_proj.weight.mul_(2.0**-number)
-    return model.to(dtype)
-
-
-def sample_of(length: int, num_prompt: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    tokens_T = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
-    return tokens_T, torch.arange(length) >= num_prompt
+from kvcal.stages.profile.observers import OBSERVERS, GradientPass, next_token_losses
+from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors, range_refusal
 
 
 def observer(model: PreTrainedModel, wanted=ALL, sinks: int = 4) -> GradientPass:
     return GradientPass(model, geometry_of(model, "float32"), wanted, sinks, "float16")
-
-
-def batch_of(number: int, tokens_T: Tensor, mask_T: Tensor) -> Batch:
-    """One sequence."""
-    return Batch((number,), tokens_T[None], mask_T[None], (len(tokens_T),))
-
-
-def measure(gradients: GradientPass, number: int, tokens_T: Tensor, mask_T: Tensor) -> BatchGradients:
-    """Of one sequence, without the dimension of the batch."""
-    return row_of(gradients.measure_together([batch_of(number, tokens_T, mask_T)])[0], 0)
-
-
-def row_of(found: BatchGradients, row: int) -> BatchGradients:
-    """Of one sequence of a batch."""
-    errors = {place: Errors(*(part[row] for part in of_place)) for place, of_place in found.errors.items()}
-    return BatchGradients(
-        found.loss_B[row], errors, {place: norm_B[row] for place, norm_B in found.weight_grad_norms.items()}
-    )
 
 
 def errors_of(x_NTD: Tensor, g_NTD: Tensor, *others) -> Errors:
@@ -100,25 +59,6 @@ def test_losses_on_a_gpu_have_the_same_bits_each_time() -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-class Watched(DynamicCache):
-    """Keeps the keys and values that a model caches, with their gradients, and adds ``nudges`` to them first."""
-
-    def __init__(self, config, nudges: dict | None = None) -> None:
-        super().__init__(config=config)
-        self.kept: dict[tuple[int, str], Tensor] = {}
-        self.nudges = nudges or {}
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        states = {}
-        for side, x in (("k", key_states), ("v", value_states)):
-            nudge = self.nudges.get((layer_idx, side))
-            states[side] = x if nudge is None else x + nudge
-            self.kept[layer_idx, side] = states[side]
-            if x.requires_grad:
-                states[side].retain_grad()
-        return super().update(states["k"], states["v"], layer_idx, *args, **kwargs)
-
-
 def loss_by_hand(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
     """-log p of token t from the logits of position t - 1, one token at a time."""
     terms = []
@@ -127,29 +67,6 @@ def loss_by_hand(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
             row = logits_TV[t - 1]
             terms.append(torch.log(torch.exp(row - row.max()).sum()) + row.max() - row[tokens_T[t]])
     return torch.stack(terms).mean()
-
-
-def quantization_error(x_TD: np.ndarray, candidate: Candidate, sinks: int) -> np.ndarray:
-    """Q(x) - x of one head with a float16 scale and zero, one number at a time, fp32 as the specification says."""
-    error = np.zeros(x_TD.shape)
-    T, D = x_TD.shape
-    bits, axis, size, _ = candidate
-    blocks = [range(a, min(a + PAGE_TOKENS, T)) for a in range(sinks, T, PAGE_TOKENS)]
-    for block in blocks:
-        if axis == "channel":
-            starts = range(block.start, block.stop, size)
-            groups = [[(t, d) for t in range(a, min(a + size, block.stop))] for a in starts for d in range(D)]
-        else:
-            groups = [[(t, d) for d in range(a, min(a + size, D))] for a in range(0, D, size) for t in block]
-        for group in groups:
-            values = [np.float32(x_TD[place]) for place in group]
-            zero = np.float32(np.float16(min(values)))
-            levels = np.float32(2**bits - 1)
-            scale = np.float32(np.float16((max(values) - min(values)) / levels))
-            for place, value in zip(group, values, strict=True):
-                code = 0.0 if scale == 0 else min(max(np.rint((value - zero) / scale), 0), 2**bits - 1)
-                error[place] = float(np.float32(np.float32(code) * scale) + zero) - float(value)
-    return error
 
 
 def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
@@ -208,13 +125,12 @@ def test_a_range_beyond_the_parameters_is_refused() -> None:
     assert torch.isfinite(wide.weighted_BNC).all()
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
-def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference(name: str) -> None:
+def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference() -> None:
     """Reference: the model in fp64 with all weights trained and every key and value retaining its gradient. Pairing
     a layer's error with the gradient of the layer at the other end, as the paper's public code does, must fail."""
     tokens_T, mask_T = sample_of(4 + 128 + 41)
-    found = measure(observer(gqa_model(name), FEW), 0, tokens_T, mask_T)
-    model = gqa_model(name, torch.float64)
+    found = measure(observer(gqa_model("qwen3"), FEW), 0, tokens_T, mask_T)
+    model = gqa_model("qwen3", torch.float64)
     cache = Watched(model.config)
     logits_TV = model(input_ids=tokens_T.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
     loss = loss_by_hand(logits_TV, tokens_T, mask_T)
@@ -229,24 +145,13 @@ def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference(name: str
             assert not torch.isclose(found.errors[number, side].weighted_BNC, opposite, rtol=0.3).any()
 
 
-def reference_errors(cache: Watched, number: int, gradient_of: int, wanted, side: str) -> Tensor:
-    """Eq. 5 with layer ``number``'s errors and layer ``gradient_of``'s gradients."""
-    x_NTD, g_NTD = cache.kept[number, side][0].detach(), cache.kept[gradient_of, side].grad[0]
-    sums = [
-        [float(np.abs(g.numpy() * quantization_error(x.numpy(), candidate, 4)).sum()) for candidate in wanted]
-        for x, g in zip(x_NTD, g_NTD, strict=True)
-    ]
-    return torch.tensor(sums, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("name", ["llama"])
-def test_sensitivities_agree_with_finite_differences_of_the_loss(name: str) -> None:
+def test_sensitivities_agree_with_finite_differences_of_the_loss() -> None:
     """No gradient at all: every cached key and value of every layer is nudged up and down, and the loss is measured.
     A reversed or shifted order of the layers fails, and so does a gradient of another loss."""
     tokens_T, mask_T = sample_of(9, num_prompt=2)
     wanted = {"k": (Candidate(2, "token", 32),), "v": (Candidate(2, "token", 32),)}
-    found = measure(observer(gqa_model(name), wanted, sinks=0), 0, tokens_T, mask_T)
-    model = gqa_model(name, torch.float64)
+    found = measure(observer(gqa_model("llama"), wanted, sinks=0), 0, tokens_T, mask_T)
+    model = gqa_model("llama", torch.float64)
     slopes, states = {}, {}
     for number, side in product(range(4), "kv"):
         slopes[number, side], states[number, side] = finite_differences(model, tokens_T, mask_T, number, side)

@@ -9,20 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from listener import Listener
-from test_observers import gqa_model, measure
+from profile_cases import CACHE, data_of, loaded_model, measure
 from tiny_models import TINY_MODELS, built, measured
 
 from kvcal import artifact
-from kvcal.data.sequences import TokenDataset
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.taps import tap
 from kvcal.pages.uniform import dequantize, quantize
 from kvcal.plan.plan import RAW, SIDES, bare_layers
 from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
+from kvcal.recipe import AllocateSpec, ProfileSpec
 from kvcal.stages import divergence
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import graph_bytes, parameter_bytes
@@ -34,20 +32,7 @@ from kvcal.stages.profile.observers import GradientPass
 SPEC = ProfileSpec(
     num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
 )
-CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
 INPUTS = {"data.fingerprint": "f", "profile.num_bits": [2, 4]}
-
-
-def loaded_model(name: str = "llama", num_layers: int = 2) -> LoadedModel:
-    model = gqa_model(name, num_layers=num_layers)
-    return LoadedModel(model, None, ModelIdentity(name, name, "c", "w", "t"), geometry_of(model), name)
-
-
-def data_of(*lengths: int) -> TokenDataset:
-    generator = torch.Generator().manual_seed(5)
-    sequences = tuple(torch.randint(3, 64, (length,), generator=generator) for length in lengths)
-    masks = tuple(torch.arange(length) >= 7 for length in lengths)
-    return TokenDataset(sequences, masks, "f", "random tokens")
 
 
 DATA = data_of(170, 60, 200, 180)

@@ -177,12 +177,10 @@ def test_only_layers_per_token_are_searched(tmp_path, outliers):
     assert reparam_stage.load(tmp_path / "none" / "reparam.safetensors").layers == ()
 
 
-@pytest.mark.parametrize("scaling", ["longrope"])
-def test_lambda_needs_pairs_and_no_angles(tmp_path, scaling):
+def test_lambda_needs_pairs_and_no_angles(tmp_path):
     """Frequencies that change with the length leave the pairs as they are, and λ is equal on each."""
-    rope = {"rope_type": scaling, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
-    if scaling == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     model = _build(hf.LlamaConfig(**_IDS, **_SHAPE | {"num_hidden_layers": 2}, rope_parameters=rope))
     record = run(tmp_path, loaded_with(model))
     assert [layer.index for layer in record.layers] == [0, 1] and any(layer.alpha > 0 for layer in record.layers)
