@@ -2,12 +2,15 @@
 
 A format may fit a budget and destroy a model: keys with a large bias, an outlier that no calibration text had. So
 KL(16 bits || plan) and the share of tokens whose most likely next token stays are measured on texts of the pool
-*report*, where every layer reads a packed page. Of a plan beyond the limits (``kvcal.plan.plan``) each layer, then
-each side of the worst layers, is quantized alone. Pages that shrink at more tokens than these are not seen.
+*report*, where every layer reads a packed page. Texts stand at places from the first to the last of the plan's context:
+a format that is right for the first positions may fail at the last ones. Keys that are stored before RoPE are of no
+position. Of a plan beyond the limits (``kvcal.plan.plan``) each layer, then each side of the worst layers, is quantized
+alone. Pages that shrink at more tokens than these are not seen.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +43,7 @@ class Texts(NamedTuple):
 
     tokens_BT: Tensor
     mask_BT: Tensor
+    first_B: Tensor | None  # positions of the first tokens, int64
     description: str
     fingerprint: str
 
@@ -52,7 +56,8 @@ def measure_damage(
     texts = _texts(plan, loaded, sources, reporter)
     if texts is None:
         return None
-    asked = {"fingerprint": texts.fingerprint, "num_tokens": int(texts.mask_BT.sum())}
+    first = None if texts.first_B is None else texts.first_B.tolist()
+    asked = {"fingerprint": texts.fingerprint, "num_tokens": int(texts.mask_BT.sum()), "first": first}
     inputs = {**model_inputs(loaded), **compute_dtype(loaded), **asked}
     damage = None if path is None else load_damage(path, plan)
     if damage is None or damage.inputs != inputs:
@@ -110,10 +115,22 @@ def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Re
         mask_BT = torch.stack([mask[:width] for mask in data.loss_masks])
         mask_BT[:, :first] = False
         if mask_BT.any(1).all():
-            return Texts(tokens_BT, mask_BT, data.description, data.fingerprint)
+            return Texts(
+                tokens_BT, mask_BT, first_positions(plan, loaded, tokens_BT), data.description, data.fingerprint
+            )
         refusal = f"{data.description}: no token to predict after token {first}"
     reporter.say(f"warning: damage is not measured: {refusal}")
     return None
+
+
+def first_positions(plan: Plan, loaded: LoadedModel, tokens_BT: Tensor) -> Tensor | None:
+    """Positions of the texts' first tokens, evenly from the first to the last place of the context [B]."""
+    takes_positions = "position_ids" in inspect.signature(loaded.model.forward).parameters
+    if not takes_positions or any(layer.k_pages == "pre" for layer in plan.layers):
+        return None
+    count, width = tokens_BT.shape
+    context = min(plan.workload.context, loaded.max_context or plan.workload.context)
+    return torch.linspace(0, max(0, context - width), count).long()
 
 
 def _against_16_bits(
@@ -121,7 +138,7 @@ def _against_16_bits(
 ) -> list[tuple[float, float | None, float]]:
     """(KL, its standard error over texts, top-1 agreement) of each plan."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
-    found = deviations(loaded.model, reference, plans, texts.tokens_BT, texts.mask_BT)
+    found = deviations(loaded.model, reference, plans, texts.tokens_BT, texts.mask_BT, first_B=texts.first_B)
     kl_PB = found.kl_of_sequences(len(texts.tokens_BT)).clamp_min(0)
     count = kl_PB.shape[1]
     errors = [None] * len(plans) if count < 2 else (kl_PB.std(1) / count**0.5).tolist()
@@ -132,7 +149,9 @@ def _against_16_bits(
 def _worst(plan: Plan, loaded: LoadedModel, texts: Texts, reporter: Reporter) -> tuple[SideDamage, ...]:
     """The sides that do most by themselves: of the worst layers, keys and values apart."""
     reporter.say("damage: which layers do it")
-    one = texts._replace(tokens_BT=texts.tokens_BT[:1], mask_BT=texts.mask_BT[:1])
+    # The last text, which stands farthest.
+    one = texts._replace(tokens_BT=texts.tokens_BT[-1:], mask_BT=texts.mask_BT[-1:])
+    one = one if one.first_B is None else one._replace(first_B=one.first_B[-1:])
     paged = [layer for layer in plan.layers if layer.is_paged and {*layer.k, *layer.v} != {RAW}]
     alone = _against_16_bits(loaded, [_only(plan, layer, SIDES) for layer in paged], one)
     by_kl = sorted(zip(alone, paged, strict=True), key=lambda pair: -pair[0][0])[:NUM_WORST]

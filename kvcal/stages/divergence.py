@@ -86,10 +86,11 @@ def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterato
 
 
 def lockstep(
-    model: PreTrainedModel, caches: Sequence[PlanCache], tokens_BT: Tensor
+    model: PreTrainedModel, caches: Sequence[PlanCache], tokens_BT: Tensor, first_B: Tensor | None = None
 ) -> Generator[tuple[int, int, Tensor]]:
     """Feed the same tokens to each of ``caches`` (empty ones): (number of the cache, start, logits [B, t, V]), for
-    every chunk, for every cache in order. No gradients.
+    every chunk, for every cache in order. No gradients. ``first_B``: the position of each sequence's first token,
+    int64; without it, 0.
 
     Sequences of different lengths may be padded on the right: a page that holds padding is written after the last
     real token, so that real tokens see and group real tokens only.
@@ -106,21 +107,31 @@ def lockstep(
             free = min(cache.tokens_to_next_page() for cache in caches)
             stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))
             chunk_BT = tokens_BT[:, start:stop]
+            at = {} if first_B is None else {"position_ids": first_B[:, None] + torch.arange(start, stop)}
+            at = {name: ids_BT.to(model.device) for name, ids_BT in at.items()}
             forwards = [Forward(wanted={later.layer for later in begins if later.parent == n}) for n in numbers]
             # The first forward of all shows whether others may begin later.
             for together in (numbers[:1], numbers[1:]) if is_shared and not start else (numbers,):
                 for number in together if inputs.can_begin_later else ():
                     forwards[number].begin(begins[number].layer, forwards[begins[number].parent])
-                calls = [partial(_fed, model, caches[n], inputs, forwards[n], chunk_BT) for n in together]
+                calls = [partial(_fed, model, caches[n], inputs, forwards[n], chunk_BT, at) for n in together]
                 logits = side_by_side(calls, model.device) if is_streamed(model) else (call() for call in calls)
                 yield from zip(together, repeat(start), logits, strict=False)
             start = stop
 
 
-def _fed(model: PreTrainedModel, cache: PlanCache, inputs: LayerInputs, forward: Forward, chunk_BT: Tensor) -> Tensor:
+def _fed(
+    model: PreTrainedModel,
+    cache: PlanCache,
+    inputs: LayerInputs,
+    forward: Forward,
+    chunk_BT: Tensor,
+    at: dict[str, Tensor],
+) -> Tensor:
+    """The logits of a chunk through one cache. ``at``: the model's argument for positions, if it gets one."""
     inputs.forward = forward
     with torch.no_grad():
-        logits_BTV = model(input_ids=chunk_BT, use_cache=True, **with_cache(model, cache)).logits
+        logits_BTV = model(input_ids=chunk_BT, use_cache=True, **at, **with_cache(model, cache)).logits
     cache.skip(forward.first, *chunk_BT.shape)
     return logits_BTV
 
@@ -247,10 +258,11 @@ def deviations(
     tokens_BT: Tensor,
     loss_mask_BT: Tensor,
     room: Room | None = None,
+    first_B: Tensor | None = None,
 ) -> Deviations:
     """Changes by P plans at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
     Sequences may be padded on the right, where there are no loss tokens. ``room``: of earlier calls, which it
-    limits."""
+    limits. ``first_B``: as for ``lockstep``."""
     predicting_BT = loss_mask_BT.roll(-1, dims=1).cpu()  # the position before each loss token; 0 is never one
     columns: list[list[Tensor]] = []
 
@@ -258,7 +270,7 @@ def deviations(
         unread = UnreadPages()
         caches = [PlanCache.for_measurement(plan, model.config, unread) for plan in (reference, *group)]
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
-        with closing(lockstep(model, caches, tokens_BT)) as fed:
+        with closing(lockstep(model, caches, tokens_BT, first_B)) as fed:
             for number, start, logits_BTV in fed:
                 sequence_n, position_n = predicting_BT[:, start : start + logits_BTV.shape[1]].nonzero().unbind(1)
                 logits_nV = logits_BTV[sequence_n.to(logits_BTV.device), position_n.to(logits_BTV.device)]

@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import GateFailed, UsageError
 from kvcal.models.load import LoadedModel, load
+from kvcal.models.rope import rotary_maps
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import (
     Plan,
@@ -28,7 +31,7 @@ from kvcal.plan.plan import (
 from kvcal.progress import SILENT
 from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import formats_plan
-from kvcal.stages.damage import measure_damage
+from kvcal.stages.damage import first_positions, measure_damage
 from kvcal.stages.divergence import unquantized_plan
 from kvcal.stages.evaluate.stage import Gates, read_accuracies
 
@@ -73,6 +76,24 @@ def test_a_good_plan_passes_and_is_measured_once(loaded: LoadedModel, tmp_path: 
     save_damage(kept, path)
     assert measure_damage(plan, loaded, (), SILENT, path) == kept
     require_undamaged(damage, is_allowed=False)
+
+
+def test_texts_stand_at_both_ends_of_the_context(loaded: LoadedModel) -> None:
+    positions: set[int] = set()
+    plan = formats_plan(load_recipe("kivi-4"), loaded, Workload(2, 2048))
+
+    def note(_module: object, _args: object, given: dict[str, Any]) -> None:
+        positions.update(given["position_ids"].flatten().tolist())
+
+    with loaded.model.register_forward_pre_hook(note, with_kwargs=True):
+        measure_damage(plan, loaded, (), SILENT)
+    assert min(positions) == 0 and max(positions) == 2047
+    # Keys that are stored before RoPE get that of their place in the cache.
+    maps = rotary_maps(loaded.model, loaded.geometry, {layer.geometry.index for layer in plan.layers})
+    tensors = {f"layers.{index}.rotary": found.tensor() for index, found in maps.items()}
+    layers = tuple(replace(layer, k_pages="pre") for layer in plan.layers)
+    pre = replace(plan, layers=layers, tensors=plan.tensors | tensors)
+    assert first_positions(pre, loaded, torch.zeros(2, 512)) is None
 
 
 def test_a_destroyed_plan_names_the_layer_and_side(destroyed: tuple[Path, int], tmp_path: Path) -> None:

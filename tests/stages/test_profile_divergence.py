@@ -285,9 +285,9 @@ def test_out_of_memory_halves_the_plans_at_once(monkeypatch: pytest.MonkeyPatch)
     given = (loaded.model, reference, plans, tokens_of(1, 300), torch.arange(300)[None] > 150)
     expected, original, most = deviations(*given), divergence.lockstep, 2
 
-    def limited(model, caches, tokens_BT):
+    def limited(model, caches, *given):
         sizes.append(len(caches) - 1)
-        for fed in original(model, caches, tokens_BT):
+        for fed in original(model, caches, *given):
             if fed[0] > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             yield fed
