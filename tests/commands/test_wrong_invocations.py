@@ -309,14 +309,14 @@ def test_a_line_of_megabytes_is_read_in_parts(tmp_path: Path) -> None:
         pieces = list(read_source(Source(str(tmp_path / name)), 0, purpose))
         return [piece.text for piece in pieces if isinstance(piece, Piece)]
 
-    text = "".join(f"word{number} " for number in range(400_000))
-    assert len(text) > 4_000_000
+    text = "".join(f"word{number} " for number in range(150_000))
+    assert len(text) > 1_500_000
     (tmp_path / "long.txt").write_text(text)
-    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text[:3_000_000]}) + "\n" + '{"text": "next"}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text[:1_000_000]}) + "\n" + '{"text": "next"}\n')
     by_pool = [texts("long.txt", purpose) for purpose in PURPOSES]
     first = next(number for number, pieces in enumerate(by_pool) if text.startswith(pieces[0]))
     in_turn = zip_longest(*by_pool[first:], *by_pool[:first], fillvalue="")
     assert "".join(chain.from_iterable(in_turn)) == text
     assert max(len(piece) for pieces in by_pool for piece in pieces) <= MAX_PIECE_CHARS
     records = [texts("long.jsonl", purpose) for purpose in PURPOSES]
-    assert sum(len(piece) for pieces in records for piece in pieces) == 3_000_000 + len("next")
+    assert sum(len(piece) for pieces in records for piece in pieces) == 1_000_000 + len("next")

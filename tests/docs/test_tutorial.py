@@ -21,7 +21,7 @@ import generate  # noqa: E402
 SHORTER = {
     "--samples 4 --seq-len 1024": "--samples 2 --seq-len 520 --set profile.kl_samples=1 --set profile.kl_tokens=256",
     "--samples 2 --set": "--samples 2 --seq-len 400 --set",
-    "num_problems=4": "num_problems=1",
+    "num_problems=4": "num_problems=1 --set evaluate.max_new_tokens=20",
     "--max-new-tokens 200": "--max-new-tokens 20",
 }
 

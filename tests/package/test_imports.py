@@ -1,6 +1,7 @@
 """Imports point one way, and running a plan needs none of the heavy libraries that making one needs."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -34,6 +35,11 @@ RUNTIME = (
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
     found = {}
@@ -46,7 +52,7 @@ def modules() -> dict[str, Path]:
 def imports(path: Path) -> set[str]:
     """All that a module imports, anywhere in it; ``from a import b`` counts as a.b where that is a module."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,7 +86,7 @@ def test_a_module_imports_only_its_own_level_or_lower(module: str) -> None:
 def names_of(path: Path) -> set[str]:
     """Names that a module defines or lists in ``__all__``."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         targets = (
@@ -101,7 +107,7 @@ def test_names_are_imported_from_their_home() -> None:
         for folder in ("kvcal", "tests", "experiments", "examples", "docs")
         for path in root.glob(f"{folder}/**/*.py")
     ):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module in homes:
                 wrong = [
                     one.name
@@ -123,7 +129,7 @@ def test_no_import_cycle() -> None:
 @pytest.mark.parametrize("module", [name for name in GRAPH if "kvcal.lazy_torch" in GRAPH[name]])
 def test_a_class_that_is_for_annotations_alone_is_not_used(module: str) -> None:
     """``lazy_torch.Tensor`` is no class at run time: neither its methods nor its instances can be asked for."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in nodes(MODULES[module]):
         asked: list[ast.expr] = [node.value] if isinstance(node, ast.Attribute) else []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"isinstance", "issubclass", "map", "partial"}:
             asked = node.args
@@ -144,7 +150,7 @@ def test_nothing_is_read_that_could_run_code() -> None:
         assert not re.search(r"^\s*(import|from) (cloudpickle|dill|joblib|marshal|pickle|shelve|yaml)\b", text, re.M), (
             name
         )
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in nodes(path) if isinstance(node, ast.Call)]
         called = {ast.unparse(function) for function in calls}
         assert not called & {"eval", "exec", "torch.load", "numpy.load", "np.load", "pandas.read_pickle"}, name
 

@@ -19,6 +19,7 @@ from kvcal.pages.shrink import SHIFTS
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 from kvcal.stages.allocate.schedule import progressive_layers
+from kvcal.store.state import Serving
 
 LENGTH = 410
 
@@ -81,10 +82,15 @@ def test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget(batch: 
                for count in range(1, 561)]  # fmt: skip
         assert sum(max(own[i : i + 560]) for i in range(0, len(own), 560)) > budget  # each with memory of its own
     if (max_tokens, batch) == (560, 1):
-        states = torch.zeros(batch, 2, 1, 8)
-        for _ in range(560):
+        q, states = torch.zeros(1, 8, 400, 8), torch.zeros(1, 2, 400, 8)
+        static.static.serving = Serving()
+        for layer in static.paged_layers:
+            layer.update(states, states)
+            layer.observe(q)
+        for _ in range(160):
             for layer in static.paged_layers:
-                layer.attend(torch.zeros(batch, 8, 1, 8), states, states, None, 1.0, 0.0)
+                layer.attend(q[:, :, :1], states[:, :, :1], states[:, :, :1], None, 1.0, 0.0)
+        assert static.lengths == [560]
         assert static.nbytes == max(by_count)
 
 
@@ -99,7 +105,12 @@ def test_layers_that_shrink_apart_keep_their_pages() -> None:
     static, dynamic = caches(plan, 400)
     static.allocate(2, "cpu")
     parts = [random_qkv(2, 2, 400, seed=i) for i in range(3)]
-    for t in range(300):
+    static.static.serving = Serving()
+    for index, (q, k, v) in enumerate(parts):
+        for layer in (static.layers[index], dynamic.layers[index]):
+            layer.update(k[:, :, :120], v[:, :, :120])
+            layer.observe(q[:, :, :120])
+    for t in range(120, 300):
         one = slice(t, t + 1)
         for index, (q, k, v) in enumerate(parts):
             dynamic.update(k[:, :, one], v[:, :, one], index)
