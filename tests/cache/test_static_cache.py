@@ -286,13 +286,9 @@ def test_what_the_kernels_refuse() -> None:
         "shrinking, before RoPE": list(refusals(layer(SHRINKING, V, k_pages="pre"), "bfloat16")),
     }
     counts = {
-        "rotated, head size": 1,
-        "float32": 1,
-        "head size": 1,
-        "unequal": 1,
-        "all queries": 1,
+        "rotated, head size": 1, "float32": 1, "head size": 1, "unequal": 1, "all queries": 1,
         "shrinking, before RoPE": 1,
-    }
+    }  # fmt: skip
     assert {name: len(reasons) for name, reasons in found.items()} == dict.fromkeys(found, 0) | counts
     assert "float32" in found["float32"][0] and "36" in found["head size"][0]
     assert found["rotated, head size"] == ["head size 256; of rotated pages the kernels take up to 128"]

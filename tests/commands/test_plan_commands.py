@@ -102,19 +102,8 @@ kl_tokens = 256
 
 def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(made: Path, tmp_path: Path) -> None:
     few = ("--samples", 1, "--seq-len", 512, "--set", "reparam.num_samples=1", "--set", "reparam.num_steps=2")
-    arguments = (
-        "plan",
-        made / "model",
-        "--recipe",
-        "pm-kvq",
-        "--bits",
-        9,
-        "--out",
-        tmp_path,
-        "--set",
-        "data.min_len=1",
-    )
-    done = ran_well(*arguments, *few, "--set", "reparam.seq_len=512", *SIZES)
+    arguments = ("plan", made / "model", "--recipe", "pm-kvq", "--bits", 9, "--out", tmp_path)
+    done = ran_well(*arguments, *few, "--set", "data.min_len=1", "--set", "reparam.seq_len=512", *SIZES)
     assert "the plan's alone" in done.out
     path = next(tmp_path.glob("pm-kvq-*/plan.safetensors"))
     verified = ran_well("verify", path, "--model", made / "model")  # for batches of 2, not of 3

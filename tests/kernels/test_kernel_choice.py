@@ -71,13 +71,9 @@ def test_tiles_of_eight_heads_serve_larger_groups() -> None:
         assert [is_wide(variant(*pair, group=group)) for group in (1, 4, 5, 8, 16)] == [False, False, True, True, True]
         assert is_wide(variant(*pair, dim=64, group=8)) and is_wide(variant(*pair, dim=256, group=1))
     for k, v in (
-        (replace(K, group_size=32), V),
-        (RAW, V),
-        (K, replace(V, param_dtype="bfloat16")),
-        (K, replace(V, group_size=32)),
-        (K, replace(V, recent_window=9)),
-        (Format(4, "channel"), V),
-    ):
+        (replace(K, group_size=32), V), (RAW, V), (K, replace(V, param_dtype="bfloat16")),
+        (K, replace(V, group_size=32)), (K, replace(V, recent_window=9)), (Format(4, "channel"), V),
+    ):  # fmt: skip
         assert not is_wide(variant(k, v, group=8)) and decode.pass_heads(variant(k, v, group=8)) == 8
     assert [decode.pass_heads(variant(K, V, group=group)) for group in (1, 4, 5, 8, 16)] == [4, 4, 8, 8, 8]
     assert decode.pass_heads(variant(K, V, 256, 1)) == 8
@@ -155,14 +151,8 @@ def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
     device = torch.device("cuda")
     # The most query heads of a pass of the fast kernel.
     for dim, group, heads in (
-        (64, 1, 4),
-        (128, 4, 4),
-        (128, 7, 8),
-        (128, 16, 8),
-        (80, 4, 0),
-        (256, 2, 8),
-        (512, 16, 0),
-    ):
+        (64, 1, 4), (128, 4, 4), (128, 7, 8), (128, 16, 8), (80, 4, 0), (256, 2, 8), (512, 16, 0),
+    ):  # fmt: skip
         shape = plain_shape(dim, group, ROOMS[2])
         held = decode.workspace_bytes(3, 2, group, dim, device)
         counters = -(-6 * -(-group // 8) * 4 // 256) * 256

@@ -69,14 +69,9 @@ def test_a_gpu_repeats_the_bits_of_a_backward(head_dim: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=1024 // head_dim,
-        num_key_value_heads=4,
-        head_dim=head_dim,
-        vocab_size=256,
-    )
+        hidden_size=1024, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=1024 // head_dim,
+        num_key_value_heads=4, head_dim=head_dim, vocab_size=256,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     tokens_BT = torch.randint(3, 256, (4, 2048), generator=torch.Generator().manual_seed(1))

@@ -22,13 +22,9 @@ def llama_with(**rope) -> PreTrainedModel:
 
 def llama3() -> PreTrainedModel:
     return llama_with(
-        rope_type="llama3",
-        rope_theta=5e5,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
+        rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=64,
-    )
+    )  # fmt: skip
 
 
 def linear() -> PreTrainedModel:

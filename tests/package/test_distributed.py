@@ -71,13 +71,10 @@ def torchrun(num_ranks: int, *command: object, program: Path | None = None) -> s
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     launch += ["-m", "kvcal"] if program is None else ["--no-python", str(program)]
     return subprocess.run(
-        [*launch, *map(str, command)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [*launch, *map(str, command)], capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         timeout=600,
-    )
+    )  # fmt: skip
 
 
 def ranks(count: int, program: Path, *command: object) -> list[tuple[int, str, str]]:

@@ -163,11 +163,8 @@ def test_importing_the_runtime_loads_no_heavy_library() -> None:
     code = code.replace("*sys.modules", "*set(sys.modules) - before")
     run = subprocess.run(
         [sys.executable, "-c", code, "kvcal", "kvcal.data.sequences", *RUNTIME_MODULES],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     loaded = set(run.stdout.split())
     assert "kvcal.cache.plan_cache" in loaded and not loaded & TOO_HEAVY_FOR_THE_RUNTIME
     assert not loaded & {"kvcal.stages", "kvcal.run.pipeline", "kvcal.__main__", "kvcal.models.load"}

@@ -34,18 +34,10 @@ def shortened(recipe: Recipe) -> Recipe:
         data=replace(recipe.data, num_samples=4, seq_len=320, min_len=0),
         profile=replace(recipe.profile, kl_samples=min(1, recipe.profile.kl_samples), kl_tokens=320),
         evaluate=replace(
-            recipe.evaluate,
-            against=(),
-            tasks=("chain",),
-            num_problems=2,
-            max_steps=6,
-            max_size=20,
-            max_hops=4,
-            max_digits=2,
-            max_new_tokens=3,
-            data=replace(recipe.evaluate.data, num_samples=2, seq_len=320, min_len=0),
+            recipe.evaluate, against=(), tasks=("chain",), num_problems=2, max_steps=6, max_size=20, max_hops=4,
+            max_digits=2, max_new_tokens=3, data=replace(recipe.evaluate.data, num_samples=2, seq_len=320, min_len=0),
         ),
-    )
+    )  # fmt: skip
     if recipe.reparam is not None:
         found = replace(found, reparam=replace(recipe.reparam, num_samples=2, seq_len=320, num_steps=2))
     if recipe.feedback is not None:

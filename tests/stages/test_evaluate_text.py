@@ -152,12 +152,9 @@ def independent(loaded: LoadedModel, plan, task: str, count: int) -> tuple[int, 
     for problem in problems(task, count, 1, **SMALL):
         prompt = encode_problem(problem, loaded.tokenizer).unsqueeze(0)
         output = loaded.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=PlanCache(plan, loaded.model.config),
-            do_sample=False,
-            max_new_tokens=60,
-        )
+            prompt, attention_mask=torch.ones_like(prompt), past_key_values=PlanCache(plan, loaded.model.config),
+            do_sample=False, max_new_tokens=60,
+        )  # fmt: skip
         completion = [t for t in output[0, prompt.shape[1] :].tolist() if t != loaded.tokenizer.eos_token_id]
         tokens += len(completion)
         correct += extract_answer(loaded.tokenizer.decode(completion)) == problem.answer

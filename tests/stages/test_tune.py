@@ -99,12 +99,8 @@ def test_a_damaged_journal_is_refused(whole: Path, tmp_path: Path) -> None:
     content = (whole / FILE).read_bytes()
     path = tmp_path / FILE
     for damaged in (
-        b"[]\n",
-        b"{}\n",
-        b"\xff\n" + content,
-        content.replace(b'"accuracy":', b'"accuracies":'),
-        b"1\n" * 3,
-    ):
+        b"[]\n", b"{}\n", b"\xff\n" + content, content.replace(b'"accuracy":', b'"accuracies":'), b"1\n" * 3,
+    ):  # fmt: skip
         path.write_bytes(damaged)
         with pytest.raises(ArtifactError):
             tune(SEARCH, Tiers(), INPUTS, tmp_path, SILENT)

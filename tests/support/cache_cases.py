@@ -45,18 +45,10 @@ def recipe_formats() -> dict[str, tuple[Format, Format]]:
 def tiny_llama(num_kv_heads: int = 2, num_layers: int = 2) -> hf.LlamaForCausalLM:
     """fp32, 8 query heads of 8; keys and attention far from uniform."""
     config = hf.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=num_layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+        hidden_size=32, intermediate_size=32, num_hidden_layers=num_layers, num_attention_heads=NUM_HEADS,
+        num_key_value_heads=num_kv_heads, head_dim=HEAD_DIM, vocab_size=VOCAB_SIZE, max_position_embeddings=2048,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
     torch.manual_seed(num_kv_heads)
     model = hf.LlamaForCausalLM(config).eval()
     with torch.no_grad():

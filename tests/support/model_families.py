@@ -78,24 +78,16 @@ _HEADS = {"num_key_value_heads": 4}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 OWN: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": _LINEAR,
-    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1, 3]},
-    "gemma3_text": _SLIDING,
+    "bailing_hybrid": _LINEAR, "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1, 3]}, "gemma3_text": _SLIDING,
     "gemma3n_text": _SLIDING | {"num_kv_shared_layers": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": _LINEAR | {"mamba_n_heads": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": _LINEAR,
-    "kolibri1": _SLIDING,
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "ministral": _SLIDING,
-    "mistral": {"sliding_window": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]}, "granitemoehybrid": _LINEAR | {"mamba_n_heads": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1}, "kimi_linear": _LINEAR, "kolibri1": _SLIDING,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2}, "mamba2": {"num_heads": 8, "head_dim": 16},
+    "ministral": _SLIDING, "mistral": {"sliding_window": None},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 32)},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zaya": {"num_experts_per_tok": 1},
-}
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2}, "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 PROFILE = ProfileSpec(
     num_bits=(2, 4), group_sizes=(32,), kl_num_bits=(2,), kl_group_size=32, kl_samples=1, kl_tokens=150
 )

@@ -57,9 +57,6 @@ def run(folder: Path, loaded: LoadedModel, layers=None, reporter=None, **other) 
     given = {"data": DATA, "spec": SPEC, "inputs": INPUTS} | other
     folder.mkdir(exist_ok=True)
     return reparam_stage.run_reparam(
-        loaded,
-        layers_of(loaded) if layers is None else layers,
-        path=folder / "reparam.safetensors",
-        reporter=reporter or Silent(),
-        **given,
-    )
+        loaded, layers_of(loaded) if layers is None else layers, path=folder / "reparam.safetensors",
+        reporter=reporter or Silent(), **given,
+    )  # fmt: skip

@@ -18,13 +18,9 @@ from kvcal.models.taps import Captured, tap
 VOCAB_SIZE = 128
 _IDS = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "max_position_embeddings": 512,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
