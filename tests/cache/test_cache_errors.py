@@ -78,11 +78,9 @@ def interrupted(model: torch.nn.Module):
 @pytest.mark.parametrize("max_tokens", [None, 400])
 def test_a_cache_says_that_a_forward_pass_did_not_end(max_tokens: int | None) -> None:
     model, ids = tiny_llama(2, THREE), random_ids(1, 210)
-    cache, fresh = (
-        PlanCache(llama_plan(*TWO_BITS, 2, num_layers=THREE), model.config, max_tokens=max_tokens) for _ in range(2)
-    )
-    context = contextlib.nullcontext() if max_tokens is None else attached(model)
-    with context:
+    plan = llama_plan(*TWO_BITS, 2, num_layers=THREE)
+    cache, fresh = (PlanCache(plan, model.config, max_tokens=max_tokens) for _ in range(2))
+    with contextlib.nullcontext() if max_tokens is None else attached(model):
         feed(model, cache, ids[:, :60])
         with interrupted(model), pytest.raises(KeyboardInterrupt):
             feed(model, cache, ids[:, 60:200])
@@ -175,9 +173,34 @@ def llama_geometry(*layers: AttentionGeometry | StateGeometry) -> Plan:
     return plan_of(Geometry("llama", "float32", layers), RAW, RAW)
 
 
-def attention(index: int, **changes: int) -> AttentionGeometry:
+def attention(index: int, **changes: int | None) -> AttentionGeometry:
     shape = {"num_query_heads": 8, "num_kv_heads": 2, "k_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM}
     return AttentionGeometry(index, **shape | changes)
+
+
+def mistral_plan(window: int | None) -> Plan:
+    return plan_of(Geometry("mistral", "float32", (attention(0, window=window),)), RAW, RAW)
+
+
+MISTRAL = hf.MistralConfig(num_hidden_layers=1, sliding_window=6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "says"),
+    [
+        (llama_geometry(attention(0)), None, "the model caches layer 1, which the plan does not know"),
+        (llama_geometry(*map(attention, range(3))), None, "the plan has layer 2, the model caches only 2 layers"),
+        (llama_geometry(attention(0), attention(1, num_query_heads=4)), None,
+         "layer 1 has 8 query heads, but the plan is for 4"),
+        (mistral_plan(7), MISTRAL, "sliding window of 6 tokens, the plan says 7"),
+        (mistral_plan(None), MISTRAL, "DynamicSlidingWindowLayer, the plan has full attention there"),
+        (llama_geometry(attention(0, window=6), attention(1)), None,
+         "DynamicLayer, the plan has a sliding window there"),
+        (llama_geometry(StateGeometry(0, 64), attention(1)), None, "DynamicLayer, the plan has a state there"),
+    ],
+)  # fmt: skip
+def test_layers_of_another_model(plan: Plan, config: PretrainedConfig | None, says: str) -> None:
+    assert says in refusal(plan, config or tiny_llama().config).message
 
 
 def test_another_model_type():
@@ -186,44 +209,17 @@ def test_another_model_type():
     assert "tiny" in found.hint
 
 
-def test_too_few_and_too_many_layers():
-    config = tiny_llama().config
-    assert (
-        "the model caches layer 1, which the plan does not know"
-        in refusal(llama_geometry(attention(0)), config).message
-    )
-    three = llama_geometry(*(attention(index) for index in range(3)))
-    assert "the plan has layer 2, the model caches only 2 layers" in refusal(three, config).message
-
-
 @pytest.mark.parametrize("changes", [{"num_kv_heads": 4}, {"k_head_dim": 16}, {"v_head_dim": 16}])
 def test_other_heads_are_refused_at_the_first_update(changes):
     model = tiny_llama()
     cache = PlanCache(llama_geometry(attention(0), attention(1, **changes)), model.config)
-    with pytest.raises(
-        ArtifactError, match=r"layer 1 caches 2 KV heads of size 8 \(K\) and 8 \(V\), but the plan"
-    ) as caught:
+    message = r"layer 1 caches 2 KV heads of size 8 \(K\) and 8 \(V\), but the plan"
+    with pytest.raises(ArtifactError, match=message) as caught:
         feed(model, cache, random_ids(1, 4))
     assert caught.value.exit_code == 5 and "another model" in caught.value.hint
 
 
-def test_another_sliding_window():
-    config = hf.MistralConfig(num_hidden_layers=1, sliding_window=6)
-    window = Geometry("mistral", "float32", (attention(0, window=7),))
-    assert "sliding window of 6 tokens, the plan says 7" in refusal(plan_of(window, RAW, RAW), config).message
-
-
-def test_full_attention_where_the_model_slides_and_the_reverse():
-    config = hf.MistralConfig(num_hidden_layers=1, sliding_window=6)
-    full = plan_of(Geometry("mistral", "float32", (attention(0),)), RAW, RAW)
-    assert "DynamicSlidingWindowLayer, the plan has full attention there" in refusal(full, config).message
-    sliding = llama_geometry(attention(0, window=6), attention(1))
-    assert "DynamicLayer, the plan has a sliding window there" in refusal(sliding, tiny_llama().config).message
-
-
-def test_a_state_where_the_model_has_attention_and_the_reverse():
-    state = llama_geometry(StateGeometry(0, 64), attention(1))
-    assert "DynamicLayer, the plan has a state there" in refusal(state, tiny_llama().config).message
+def test_attention_where_the_model_has_a_state():
     model = tiny_models.built("qwen3_next")
     plan = model_plan(model)
     for layer, kind in ((attention(0, window=6), "a sliding window"), (attention(0), "full attention")):
@@ -252,12 +248,6 @@ def test_a_state_of_another_size_is_refused_at_the_first_update(index):
     expected = f"layer {index} keeps a state of {size} bytes per sequence, but the plan is for {size + 4}"
     with pytest.raises(ArtifactError, match=expected):
         feed(model, PlanCache(plan, model.config), random_ids(3, 4))
-
-
-def test_other_query_heads():
-    config = tiny_llama().config
-    found = refusal(llama_geometry(attention(0), attention(1, num_query_heads=4)), config)
-    assert "layer 1 has 8 query heads, but the plan is for 4" in found.message
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,6 @@ def test_generate(finished: Run) -> None:
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_eval(finished: Run, tmp_path: Path) -> None:
-    model, recipe, out = finished
-    done = ran_well("eval", out / "plan.safetensors", "--model", model, "--recipe", recipe, "--out", tmp_path,
-                    "--set", "evaluate.tasks=[]", "--set", 'evaluate.against=["16-bit"]', "--json")  # fmt: skip
-    assert [row["name"] for row in done.json["rows"]] == ["16-bit", "plan"]
-
-
 def test_a_family_with_sliding_layers_goes_through_the_same_commands(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

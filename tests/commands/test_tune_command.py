@@ -17,7 +17,7 @@ from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, sequences
-from kvcal.models.load import load
+from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
@@ -49,16 +49,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, recipe: Path) -> Path:
     """The folder of a study that ran through."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sys.argv", ["kvcal", "tune", str(recipe), "--model", str(model), "--out", str(folder), "--quiet"]
-        )
-        from kvcal import __main__ as cli
-
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-    assert not end.value.code
+    ran_well("tune", recipe, "--model", model, "--out", folder, "--quiet")
     return folder
+
+
+@pytest.fixture(scope="module")
+def wordy(tokenizer: PreTrainedTokenizerBase) -> tuple[LoadedModel, Plan]:
+    """A model of all words, and a plan for it."""
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
+    return loaded, make_plan(loaded, PAIR)
 
 
 def test_a_study_leaves_a_plan_and_a_front(whole: Path, model: Path) -> None:
@@ -164,10 +163,9 @@ def test_refusals(
 
 
 def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    wordy: tuple[LoadedModel, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
-    plan = make_plan(loaded, PAIR)
+    loaded, plan = wordy
     measured: list[Plan] = []
     monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
     monkeypatch.setattr(
@@ -209,13 +207,12 @@ def harness_result(accuracy: float) -> TaskResult:
 
 
 def test_several_tasks_and_the_harness_share_the_mean(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    wordy: tuple[LoadedModel, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
+    loaded, plan = wordy
     spec = TuneSpec(tasks=("chain", "lm-eval:arc:acc", "times"), num_problems=1)
     monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
     monkeypatch.setattr(tune_objective, "measure_harness", lambda *given: (harness_result(0.75),))
-    plan = make_plan(loaded, PAIR)
     objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
     own = measure_tasks(loaded, plan, objective.tasks, Silent(), "select")
     accuracy, accuracy_se = objective.accuracy(plan)
@@ -223,9 +220,8 @@ def test_several_tasks_and_the_harness_share_the_mean(
     assert accuracy_se == pytest.approx((sum(task.accuracy_se**2 for task in own) + 0.1**2) ** 0.5 / 3)
 
 
-def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
-    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
-    plan = make_plan(loaded, PAIR)
+def test_rooms_from_the_recipe_cost_the_same(wordy: tuple[LoadedModel, Plan]) -> None:
+    loaded, plan = wordy
     spec = TuneSpec(tasks=("chain",), num_problems=1, fit_capacity=False)
     objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
     assert objective.search().thresholds["tau_4"][1] == 2.0
@@ -234,15 +230,11 @@ def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase)
     assert found[1].layers[0].k[0].boost == Boost("query_range", (Tier(16, 0.1, 5.0), Tier(4, 0.2, 0.01)))
 
 
-def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
-    plan = make_plan(loaded, PAIR)
-    changed, shape = (
-        replace(plan.layers[0], k_rescale=True),
-        (plan.layers[0].attention.num_kv_heads, plan.layers[0].head_dim("k")),
-    )
+def test_what_cannot_be_tuned_is_refused(wordy: tuple[LoadedModel, Plan]) -> None:
+    layer = wordy[1].layers[0]
+    tensors = {"layers.0.k_rescale": torch.ones(layer.attention.num_kv_heads, layer.head_dim("k"))}
     with pytest.raises(UsageError, match="layer 0 has transforms of its keys"):
-        tuned_bits(replace(plan, layers=(changed,), tensors={"layers.0.k_rescale": torch.ones(shape)}))
+        tuned_bits(replace(wordy[1], layers=(replace(layer, k_rescale=True),), tensors=tensors))
 
 
 def test_rooms_are_what_pages_need(whole: Path, model: Path) -> None:
