@@ -102,14 +102,12 @@ def diff(
     sizes: options.WorkloadOptions,
     given: options.OutputOptions,
 ) -> None:
-    """Compare two plans: formats and bytes of every layer that differs, tensors, model and provenance; and what was
-    measured, where an evaluation.json lies next to both.
+    """Compare two plans: formats and bytes of every layer that differs, tensors, model and provenance.
 
     Example: `kvcal diff artifacts/first/plan.safetensors artifacts/second/plan.safetensors --context 32768`
     """
     plans = plan_file.load_plan(before), plan_file.load_plan(after)
     workload = sizes.workload(plans[0].workload)
-    measured = [_measured(path, one) for path, one in zip((before, after), plans, strict=True)]
     provenance = _changes(*(strict.flat("", one.provenance) for one in plans))
     kept = ("model", "cache_dtype", "workload")
     records = [strict.flat("", plan_file.plan_record(one)) for one in plans]
@@ -140,12 +138,11 @@ def diff(
         "layers": layers,
         "tensors": tensors,
         "provenance": provenance,
-        "measured": [None if row is None else strict.dump(row) for row in measured],
     }
     headers = ("layer", "K", "V", "sinks + window", "bytes per token", "bytes")
     others = [(name, *map(str, pair)) for name, pair in (facts | provenance).items()]
     others += [(f"tensor {name}", "", word) for name, word in tensors.items()]
-    parts: list[console.View] = [_totals_table(totals, measured, workload), ("Layers that differ", headers, rows)]
+    parts: list[console.View] = [_totals_table(totals, workload), ("Layers that differ", headers, rows)]
     parts += [("Model, tensors and provenance", ("", "before", "after"), others)]
     given.show(value, *(part for part in parts if part[2]))
     given.reporter().say("the plans do the same" if is_same else "the plans differ")
@@ -157,30 +154,11 @@ def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, t
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _measured(path: Path, plan: plan_file.Plan) -> evaluate_stage.Row | None:
-    """The row of the plan in the evaluation next to it; None where there is none."""
-    evaluation = path.with_name("evaluation.json")
-    if not evaluation.is_file():
-        return None
-
-    rows = evaluate_stage.load_evaluation(evaluation).rows
-    return next((row for row in rows if row.plan_sha256 == plan.sha256), None)
-
-
-def _totals_table(
-    totals: list[tuple[int, float]], measured: list[evaluate_stage.Row | None], workload: plan_file.Workload
-) -> console.View:
+def _totals_table(totals: list[tuple[int, float]], workload: plan_file.Workload) -> console.View:
     rows = [
         ("cache", *(f"{format_bytes(nbytes)} ({nbytes})" for nbytes, _ in totals), f"{totals[1][0] - totals[0][0]:+d}"),
         ("bits per value", *(f"{bits:.3f}" for _, bits in totals), f"{totals[1][1] - totals[0][1]:+.3f}"),
     ]
-    found = [row for row in measured if row is not None]
-    if len(found) == 2:
-        columns: dict[str, list[Any]] = {"KL": [row.text.kl for row in found]}
-        columns |= {"top-1": [row.text.top1_agreement for row in found], "accuracy": [row.accuracy for row in found]}
-        for name, values in columns.items():
-            if None not in values:
-                rows.append((name, *(f"{one:.5g}" for one in values), f"{values[1] - values[0]:+.3g}"))
     return f"Plans at batch {workload.batch} x {workload.context} tokens", ("", "before", "after", "change"), rows
 
 

@@ -254,7 +254,6 @@ def tune(
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
     """
     base = recipe_files.load_recipe(recipe)
-    _require_formats_alone(base)
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     folder = artifacts.Folder.create(out)
@@ -269,18 +268,6 @@ def tune(
     given.show(value, table)
     reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / tune_stage.FILE}")
     reporter.say(f"report: {folder.report}")
-
-
-def _require_formats_alone(recipe: recipe_keys.Recipe) -> None:
-    others = [
-        name for name in ("progressive", "reparam", "predictors", "feedback") if getattr(recipe, name) is not None
-    ]
-    if recipe.formats is None or others:
-        reason = "no [formats]" if recipe.formats is None else " and ".join(f"[{name}]" for name in others)
-        raise UsageError(
-            f"recipe {recipe.name!r} has {reason}; thresholds are searched for recipes with [formats] alone",
-            hint="tune a recipe such as mixkvq",
-        )
 
 
 @options.spread

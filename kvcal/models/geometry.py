@@ -33,7 +33,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import (
     CACHE_DTYPES,
     AttentionGeometry,
@@ -79,20 +79,12 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
     ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the configuration's dtype,
     float32 if it has none. A state layer's ``bytes_per_sequence`` is the bytes of the tensors that its official cache
     layer holds after a forward at batch 1, in the dtypes of this run: a model computing in float32 holds float32
-    states. Raises UnsupportedModel for what the module docstring lists, UsageError for a model in training mode.
+    states. Raises UnsupportedModel for what the module docstring lists.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder; supported: decoder-only language models")
     require_cache(model)
-    if (model.tp_size or 1) > 1:
-        raise UnsupportedModel(
-            f"{name} is split over {model.tp_size} processes (tp_plan): each has some of the heads, and its geometry "
-            "would be theirs",
-            hint="load the whole model in each process; ranks share the work over sequences and plans",
-        )
-    if model.training:
-        raise UsageError(f"{name} is in training mode", hint="call model.eval() first")
     config = model.config.get_text_config(decoder=True)
     try:
         cache = RecordingCache(config)

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.records import TensorSpec, refusing, require_tensors
+from kvcal.records import TensorSpec
 
 Kind = Literal["linear", "low_rank", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -101,23 +101,12 @@ class LinearPredictor:
 
     @classmethod
     def from_tensors(cls, shape: PredictorShape, tensors: Mapping[str, Tensor], prefix: str) -> LinearPredictor:
-        """The predictor whose tensors are named ``prefix``.<name>; other tensors are not looked at."""
-        declared = {f"{prefix}.{name}": spec for name, spec in shape.tensors().items()}
-        found = {name: tensors[name] for name in declared if name in tensors}
-        with refusing(f"{shape.kind} predictor"):
-            require_tensors(found, declared)
-        return cls(shape, {name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()})
+        """The predictor whose tensors are named ``prefix``.<name>, of a plan, which has checked them."""
+        return cls(shape, {name: tensors[f"{prefix}.{name}"] for name in shape.tensors()})
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """The inverse of :meth:`from_tensors`."""
         return {f"{prefix}.{name}": tensor for name, tensor in self.stored.items()}
-
-    def to(self, device: torch.device | str) -> LinearPredictor:
-        return LinearPredictor(self.shape, {name: tensor.to(device) for name, tensor in self.stored.items()})
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
     def factors(self) -> tuple[Tensor, ...]:
         """W as the product of these fp32 matrices, first the one that is applied last. Exact: what is stored."""

@@ -50,8 +50,8 @@ def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.d
     assert predictor is not None
     (source,) = [other for other in state.plan.layers if other.geometry.index == predictor.source]
     shape = predictor_shape(layer, source, side, state.plan.cache_dtype)
-    tensors, prefix = state.tensors_on(device), f"layers.{layer.geometry.index}.{side}_predictor"
-    return LinearPredictor(shape, {name: tensors[f"{prefix}.{name}"] for name in shape.tensors()})
+    prefix = f"layers.{layer.geometry.index}.{side}_predictor"
+    return LinearPredictor.from_tensors(shape, state.tensors_on(device), prefix)
 
 
 def predicted(predictor: LinearPredictor, inputs: Sequence[Tensor], num_heads: int) -> Tensor:

