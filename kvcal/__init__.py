@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
     from kvcal.recipe import AllocateSpec, Recipe
     from kvcal.recipe_files import load_recipe, with_knobs
-    from kvcal.run.formats import allocate_folder as allocate
-    from kvcal.run.formats import profile_folder as profile
-    from kvcal.run.pipeline import build_plan
-    from kvcal.run.pipeline import compile_folder as compile
+    from kvcal.stages.formats import allocate_folder as allocate
+    from kvcal.stages.formats import profile_folder as profile
+    from kvcal.stages.pipeline import build_plan
+    from kvcal.stages.pipeline import compile_folder as compile
 
 __all__ = [
     "AllocateSpec", "Folder", "Plan", "PlanCache", "Recipe", "Workload", "allocate", "attached", "build_plan",
@@ -36,14 +36,14 @@ _PLACES = {
     "PlanCache": "kvcal.cache.plan_cache:PlanCache",
     "Recipe": "kvcal.recipe:Recipe",
     "Workload": "kvcal.plan.plan:Workload",
-    "allocate": "kvcal.run.formats:allocate_folder",
+    "allocate": "kvcal.stages.formats:allocate_folder",
     "attached": "kvcal.cache.attached:attached",
-    "build_plan": "kvcal.run.pipeline:build_plan",
-    "compile": "kvcal.run.pipeline:compile_folder",
+    "build_plan": "kvcal.stages.pipeline:build_plan",
+    "compile": "kvcal.stages.pipeline:compile_folder",
     "load_model": "kvcal.models.load:load",
     "load_plan": "kvcal.plan.plan:load_plan",
     "load_recipe": "kvcal.recipe_files:load_recipe",
-    "profile": "kvcal.run.formats:profile_folder",
+    "profile": "kvcal.stages.formats:profile_folder",
     "save_plan": "kvcal.plan.plan:save_plan",
     "with_knobs": "kvcal.recipe_files:with_knobs",
 }

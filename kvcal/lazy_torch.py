@@ -9,7 +9,7 @@ A function then imports torch when it computes with it, a module never. ``Tensor
 command line's help runs no module of a stage at all:
 
     with lazy_imports():
-        from kvcal.run import pipeline
+        from kvcal.stages import pipeline
 
 binds ``pipeline`` to a stand-in, which imports the module when one of its names is first looked up. So a block imports
 modules, not names. Python 3.15's ``lazy import`` (PEP 810) says both. importlib's ``LazyLoader`` is no help: it puts

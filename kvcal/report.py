@@ -23,7 +23,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan, load_damage, load_plan
 from kvcal.recipe import Objective
-from kvcal.stages.choices import allocation_of, choices_of
+from kvcal.stages.allocate.stage import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
 from kvcal.stages.compare import load_comparison
 from kvcal.stages.evaluate.stage import Row, load_evaluation

@@ -17,8 +17,8 @@ from kvcal.strict import dump
 if TYPE_CHECKING:
     from kvcal.plan.plan import Damage
     from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.allocate.stage import Choices
     from kvcal.stages.checkpoint import Estimate
-    from kvcal.stages.choices import Choices
     from kvcal.stages.compare import Comparison
     from kvcal.stages.evaluate.stage import Evaluation, GateResult
     from kvcal.stages.profile.record import Profile

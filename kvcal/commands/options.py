@@ -37,7 +37,7 @@ with lazy_imports():
     from kvcal.models import load as model_load
     from kvcal.models import residence
     from kvcal.plan import plan as plan_file
-    from kvcal.run import formats, pipeline
+    from kvcal.stages import formats, pipeline
 
 
 def complete_recipe(incomplete: str) -> list[str]:

@@ -24,11 +24,11 @@ with lazy_imports():
     from kvcal import report as report_page
     from kvcal.cache import prefix_file
     from kvcal.plan import plan as plan_file
-    from kvcal.run import pipeline
-    from kvcal.stages import choices
     from kvcal.stages import damage as damage_stage
     from kvcal.stages import generate as generate_stage
+    from kvcal.stages import pipeline
     from kvcal.stages import verify as verify_stage
+    from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.evaluate import harness
     from kvcal.stages.evaluate import stage as evaluate_stage
 
@@ -73,7 +73,7 @@ def inspect(
     """
     loaded = plan_file.load_plan(plan)
     if why is not None:
-        found = choices.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
+        found = allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         given.show(asdict(found), tables.choices_table(found))
         return
     damage = plan_file.load_damage(plan, loaded)

@@ -10,7 +10,7 @@ from kvcal.folder import Folder, Job
 from kvcal.models.load import load
 from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
-from kvcal.run.pipeline import compile_folder, run_stages
+from kvcal.stages.pipeline import compile_folder, run_stages
 
 
 @pytest.fixture(scope="package")

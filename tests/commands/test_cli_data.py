@@ -130,7 +130,7 @@ def test_eval_says_that_the_plan_saw_the_source(folder: Path, done: Outcome, tmp
 
 @pytest.mark.parametrize(
     ("arguments", "stage"),
-    [(("search", "best"), "kvcal.run.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.run.formats.tune_plan")],
+    [(("search", "best"), "kvcal.stages.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.stages.formats.tune_plan")],
 )
 def test_search_and_tune_get_the_given_data(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

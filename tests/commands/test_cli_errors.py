@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.__main__ import app
 from kvcal.artifact import COMMANDS
 from kvcal.plan.plan import load_plan
-from kvcal.run import pipeline
+from kvcal.stages import pipeline
 from kvcal.stages.profile import stage as profile_stage
 
 

@@ -17,9 +17,9 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
-from kvcal.run import pipeline
-from kvcal.run.formats import fix_folder
+from kvcal.stages import pipeline
 from kvcal.stages.divergence import deviations, unquantized_plan
+from kvcal.stages.formats import fix_folder
 
 RECIPE = """
 [data]

@@ -23,10 +23,10 @@ from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.pipeline import baseline_plan, build_plan
 from kvcal.stages import tune as tune_objective
 from kvcal.stages.allocate.budget import resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
+from kvcal.stages.pipeline import baseline_plan, build_plan
 from kvcal.stages.tier_capacity import measure_scores
 from kvcal.stages.tune import Outcome, TaskObjective, choose, load_tuning, tuned_bits
 

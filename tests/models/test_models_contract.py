@@ -20,7 +20,7 @@ from kvcal.models.projections import kv_projections
 from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.plan.plan import Workload
 from kvcal.recipe_files import load_recipe
-from kvcal.run.formats import formats_plan
+from kvcal.stages.formats import formats_plan
 
 # name -> (who refuses, a part of the reason)
 REFUSED = {

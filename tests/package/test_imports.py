@@ -24,7 +24,6 @@ LEVELS = (
     {"store"},
     {"cache"},
     {"stages", "bench", "engines"},
-    {"run"},
     {"commands", "console", "tables", "lm_eval", "__main__", "report"},
 )
 RUNTIME = (
@@ -167,4 +166,4 @@ def test_importing_the_runtime_loads_no_heavy_library() -> None:
     )  # fmt: skip
     loaded = set(run.stdout.split())
     assert "kvcal.cache.plan_cache" in loaded and not loaded & TOO_HEAVY_FOR_THE_RUNTIME
-    assert not loaded & {"kvcal.stages", "kvcal.run.pipeline", "kvcal.__main__", "kvcal.models.load"}
+    assert not loaded & {"kvcal.stages", "kvcal.stages.pipeline", "kvcal.__main__", "kvcal.models.load"}

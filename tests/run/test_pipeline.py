@@ -23,7 +23,7 @@ from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Silent
 from kvcal.recipe import ProgressiveSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run import formats, pipeline
+from kvcal.stages import formats, pipeline
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks

@@ -18,7 +18,7 @@ from kvcal.plan.plan import Workload, load_plan
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe, recipe_names
-from kvcal.run.pipeline import build_plan, evaluate_plan, run
+from kvcal.stages.pipeline import build_plan, evaluate_plan, run
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe, with_knobs
-from kvcal.run.pipeline import build_plan, compile_folder
+from kvcal.stages.pipeline import build_plan, compile_folder
 from kvcal.stages.profile import record as profile_record
 
 

@@ -32,10 +32,9 @@ from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import FeedbackSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run import pipeline
-from kvcal.run.formats import fix_folder
 from kvcal.stages import checkpoint as checkpoint_module
-from kvcal.stages import feedback
+from kvcal.stages import feedback, pipeline
+from kvcal.stages.formats import fix_folder
 from kvcal.stages.hessians import (
     mean_and_covariance,
     moments,

@@ -38,8 +38,8 @@ from kvcal.models.taps import tap
 from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.pipeline import build_plan
 from kvcal.stages.checkpoint import host_bytes
+from kvcal.stages.pipeline import build_plan
 from kvcal.stages.predictors import reconstruct, stage
 from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, split_sequences
 from kvcal.stages.predictors.record import PredictorRecord, load

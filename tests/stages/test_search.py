@@ -21,11 +21,11 @@ from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, load_plan, plan_re
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run import pipeline
-from kvcal.run.pipeline import system_recipes
+from kvcal.stages import pipeline
 from kvcal.stages import search as choose
 from kvcal.stages.allocate.record import load as load_allocation
 from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
+from kvcal.stages.pipeline import system_recipes
 from kvcal.stages.search import SearchRecord
 from kvcal.stages.search import load as load_search
 from kvcal.stages.search import save as save_search

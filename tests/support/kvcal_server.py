@@ -73,7 +73,7 @@ def answer(client: socket.socket) -> None:
 
 def serve(address: str) -> None:
     """Fork a process for each connection."""
-    for name in ("kvcal.report", "kvcal.run.pipeline", "kvcal.stages.compare"):
+    for name in ("kvcal.report", "kvcal.stages.pipeline", "kvcal.stages.compare"):
         importlib.import_module(name)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{address}.new")

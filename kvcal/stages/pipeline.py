@@ -31,18 +31,6 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import BUDGET_KINDS, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run.formats import (
-    allocate_recipe,
-    baseline_inputs,
-    fix_folder,
-    formats_plan,
-    profile_folder,
-    provenance_of,
-    require_feasible,
-    tell_doubts,
-    tune_folder,
-)
-from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, compile_plan, resolve_budget, transform_bytes
@@ -56,7 +44,19 @@ from kvcal.stages.evaluate.stage import (
     require_scheduled_texts,
     scheduled_batch,
 )
+from kvcal.stages.formats import (
+    allocate_recipe,
+    baseline_inputs,
+    fix_folder,
+    formats_plan,
+    profile_folder,
+    provenance_of,
+    require_feasible,
+    tell_doubts,
+    tune_folder,
+)
 from kvcal.stages.search import FINALISTS, SearchRecord, choose_plan, not_for_decoding
+from kvcal.stages.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.strict import dump, flat_records
 
 
