@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 import statistics
 import tempfile
 from pathlib import Path
@@ -37,9 +38,9 @@ from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
 from kvcal.stages.allocate.record import (
     Scores,
-    importance_formats,
-    importance_scores,
     important_layers,
+    kvmix_formats,
+    kvmix_scores,
 )
 from kvcal.stages.evaluate.text import measure_text
 from kvcal.stages.profile.record import Profile
@@ -107,7 +108,7 @@ class Judge:
         self.loaded, self.data = loaded, data
 
     def row(self, name: str, scores: Scores, spec: ImportanceSpec) -> dict[str, Any]:
-        plan = plan_of(self.loaded, importance_formats(scores, spec, 0, PARAM_DTYPE))
+        plan = plan_of(self.loaded, kvmix_formats(scores, spec, 0, PARAM_DTYPE))
         found = measure_text(self.loaded, plan, self.data, BATCH, Silent())
         low, paged = PAPER.low_bits, [layer for layer in plan.layers if layer.is_paged]
         high = {side: [p.geometry.index for p in paged if p.formats(side)[0].num_bits > low] for side in SIDES}
@@ -144,6 +145,12 @@ def show_scores(first: Scores, second: Scores, alone: Scores) -> Rows:
     return rows
 
 
+def random_scores(scores: Scores, seed: int) -> Scores:
+    """For layers drawn at random, K and V apart."""
+    drawn = random.Random(seed)
+    return {side: {index: drawn.random() for index in scores[side]} for side in SIDES}
+
+
 def show_assignments(judge: Judge, scores: Scores, second: Scores, alone: Scores, randoms: int) -> Rows:
     lowest = {side: {index: -score for index, score in scores[side].items()} for side in SIDES}
     rows = [
@@ -154,7 +161,7 @@ def show_assignments(judge: Judge, scores: Scores, second: Scores, alone: Scores
         judge.row("all low", scores, dataclasses.replace(PAPER, share=0.0)),
         judge.row("all high", scores, dataclasses.replace(PAPER, share=1.0)),
     ]
-    drawn = [judge.row(f"random {n}", scores, dataclasses.replace(PAPER, random_seed=n)) for n in range(randoms)]
+    drawn = [judge.row(f"random {n}", random_scores(scores, n), PAPER) for n in range(randoms)]
     kls = [row["KL"] for row in drawn]
     summary = {
         "plan": f"mean of {randoms} random",
@@ -232,7 +239,7 @@ def main() -> None:
     calibration = load_sequences(DataSpec(num_samples=2 * sizes.prompts, seq_len=sizes.length), loaded.tokenizer)
     halves = [picked(calibration, range(start, 2 * sizes.prompts, 2)) for start in (0, 1)]
     profile = profiled(loaded, halves[0], sizes.kl_samples)
-    first, second = importance_scores(profile), importance_scores(profiled(loaded, halves[1], 0))
+    first, second = kvmix_scores(profile), kvmix_scores(profiled(loaded, halves[1], 0))
     alone: Scores = {side: {index: float(profile.kl(index, side)) for index in first[side]} for side in SIDES}
     spec = DataSpec(num_samples=4 * sizes.texts, seq_len=sizes.length, seed=1)
     texts = load_sequences(spec, loaded.tokenizer, purpose="report")

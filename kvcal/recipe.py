@@ -24,7 +24,7 @@ from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Format, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
-from kvcal.strict import STRICT, Bits, Seed, Share, Size, SizeOrNone, Tokens, dump, knob
+from kvcal.strict import STRICT, Bits, Share, Size, SizeOrNone, Tokens, dump, knob
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
@@ -189,7 +189,6 @@ class ImportanceSpec:
     low_window_share: Annotated[float, Field(ge=0, lt=1)] = knob(0.1, "Window share with the low bits.")
     min_window: SizeOrNone = knob(0, "Tokens of a clamped window at least.")
     max_window: SizeOrNone = knob(512, "Tokens of a window at most.")
-    random_seed: Seed | None = knob(None, "Draws the layers at random instead (ablation).")
 
     def __post_init__(self) -> None:
         if self.min_window > self.max_window:

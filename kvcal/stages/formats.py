@@ -181,7 +181,7 @@ def fix_folder(job: Job) -> Allocation:
         if recipe.importance is not None:
             profile = profile_record.load(folder.profile)
             provenance = with_calibration(provenance, calibration("profile", read_inputs(folder.profile)))
-            allocation = allocation_record.important_allocation(profile, recipe.importance, workload, provenance)
+            allocation = allocation_record.kvmix_allocation(profile, recipe.importance, workload, provenance)
         else:
             assert recipe.formats is not None
             allocation = allocation_record.fixed_allocation(

@@ -27,7 +27,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.store.workspace import logits_bytes, step_workspace
 
 if TYPE_CHECKING:  # what measures is not needed for sizes
-    from kvcal.stages.allocate.record import Split
+    from kvcal.stages.allocate.record import BudgetSplit
 
 RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
 
@@ -136,7 +136,7 @@ class Gain:
         return self.raw_bytes / self.cache_bytes
 
 
-def gain_of(plan: Plan, split: Split, vocab_size: int) -> Gain:
+def gain_of(plan: Plan, split: BudgetSplit, vocab_size: int) -> Gain:
     fit, raw_fit = (
         None if one.is_progressive else fit_of(one, split.budget, split.weights, vocab_size)
         for one in (plan, plan.unquantized())

@@ -15,7 +15,7 @@ from kvcal.errors import ArtifactError
 from kvcal.plan.page_format import Format, WindowRule
 from kvcal.plan.plan import KIND, SCHEMA
 from kvcal.recipe import ImportanceSpec
-from kvcal.stages.allocate.record import importance_formats, layer_format
+from kvcal.stages.allocate.record import kvmix_formats, layer_format
 
 PAPER = ImportanceSpec()
 HEADS = 2
@@ -39,7 +39,7 @@ def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
     """Layer 0 matters for K, the last one for V."""
     spec = replace(PAPER, window=window, **changes)
     scores = {side: {i: float(i if side == "v" else -i) for i in range(num_layers)} for side in ("k", "v")}
-    formats = importance_formats(scores, spec, 0, "float16")
+    formats = kvmix_formats(scores, spec, 0, "float16")
     base = llama_plan(*formats[0], num_layers=num_layers)
     layers = tuple(
         replace(layer, k=(formats[layer.geometry.index][0],), v=(formats[layer.geometry.index][1],))

@@ -22,7 +22,7 @@ from kvcal.plan.plan import RAW, LayerPlan, Plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.report import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series, write_report
 from kvcal.stages.allocate.budget import compile_plan
-from kvcal.stages.allocate.record import Split, layer_bytes, unbudgeted
+from kvcal.stages.allocate.record import BudgetSplit, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare import Comparison, Entry
 from kvcal.stages.evaluate.stage import save_evaluation
@@ -59,7 +59,7 @@ def planned(folder: Path, name: str = "m") -> Plan:
     )
     allocation = unbudgeted(plan.layers, plan.model, plan.cache_dtype, plan.workload, plan.provenance)
     fixed, paged = layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
-    split = Split(fixed + paged + 7_000_000, 3_000_000, 1_000_000, fixed, paged, kind="budget")
+    split = BudgetSplit(fixed + paged + 7_000_000, 3_000_000, 1_000_000, fixed, paged, kind="budget")
     paths = Folder(folder)
     save_plan(plan, paths.plan)
     save_allocation(replace(allocation, split=split), {}, paths.allocation)

@@ -21,7 +21,7 @@ from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, Engine, ProfileSpec
 from kvcal.recipe_files import load_recipe, with_knobs
-from kvcal.stages.allocate.record import Split
+from kvcal.stages.allocate.record import BudgetSplit
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
@@ -111,7 +111,9 @@ def test_sliding_windows_take_rings_and_no_blocks() -> None:
     assert found.raw_tokens == 20 * 10**9 // (5 * 2 * 4 * 256 * 2)
 
 
-def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0) -> tuple[Plan, Split]:
+def allocated(
+    engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0
+) -> tuple[Plan, BudgetSplit]:
     """A plan of 12 layers, for 3 sequences of 1000 tokens in so many bytes."""
     geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12)))
     spec = ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(64,), kl_samples=0)

@@ -17,7 +17,7 @@ from kvcal.plan.page_format import Format, WindowRule
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate.record import importance_formats, important_layers, num_important, random_layers, window_rule
+from kvcal.stages.allocate.record import important_layers, kvmix_formats, num_important, window_rule
 from kvcal.stages.profile.stage import run_profile
 
 NUM_LAYERS = 4
@@ -99,18 +99,6 @@ def test_the_highest_scores_win_and_ties_go_to_the_lower_layer() -> None:
     assert important_layers(scores, 1.0) == scores.keys()
 
 
-def test_random_layers_are_as_many_and_repeatable_and_drawn_apart() -> None:
-    layers = list(range(3, 33))
-    drawn = {(side, seed): random_layers(layers, 0.2, side, seed) for side in ("k", "v") for seed in range(20)}
-    assert all(len(chosen) == 6 and chosen <= set(layers) for chosen in drawn.values())
-    assert len(set(drawn.values())) == 40
-    assert random_layers(layers[::-1], 0.2, "k", 0) == drawn["k", 0]
-    counts = [sum(layer in chosen for chosen in drawn.values()) for layer in layers]
-    assert min(counts) > 0 and max(counts) < 20
-    # Written down: another process, or another version of Python, must draw the same.
-    assert sorted(random_layers(range(10), 0.2, "k", 0)) == [4, 7]
-
-
 def random_scores(layers: list[int], seed: int) -> dict[str, dict[int, float]]:
     values = torch.rand(2, len(layers), generator=torch.Generator().manual_seed(seed)).tolist()
     return {side: dict(zip(layers, row, strict=True)) for side, row in zip(("k", "v"), values, strict=True)}
@@ -120,7 +108,7 @@ def test_formats_are_the_papers() -> None:
     """20 % of the layers at 3 (K) and 4 (V) bits with a window share of 20 %, the others at 2 bits with 10 %."""
     layers = [0, 1, 2, 4, 5, 6, 8, 9, 10, 12]
     scores = random_scores(layers, 3)
-    formats = importance_formats(scores, ImportanceSpec(), 0, "float16")
+    formats = kvmix_formats(scores, ImportanceSpec(), 0, "float16")
     assert list(formats) == layers
     for number, side in enumerate(("k", "v")):
         best = sorted(layers, key=lambda index: scores[side][index])[-2:]
@@ -151,6 +139,6 @@ def test_the_recipes_are_the_paper_and_its_windows() -> None:
         same = replace(recipe.importance, window="paged", min_window=0, max_window=512)
         assert same == ImportanceSpec()
         scores = {"k": {0: 2.0, 1: 1.0}, "v": {0: 2.0, 1: 1.0}}
-        (k, v), _ = importance_formats(scores, recipe.importance, 0, recipe.cache.param_dtype).values()
+        (k, v), _ = kvmix_formats(scores, recipe.importance, 0, recipe.cache.param_dtype).values()
         windows = {"kvmix": 31, "kvmix-clamped": 128, "kvmix-no-window": 0}
         assert (k.max_window, v.max_window) == (windows[name], windows[name])

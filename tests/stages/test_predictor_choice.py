@@ -17,7 +17,7 @@ from kvcal.plan.tensors import needed_nbytes
 from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.stages.allocate.budget import compile_plan
-from kvcal.stages.allocate.record import Allocation, Split, layer_bytes
+from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes
 from kvcal.stages.predictors.record import (
     KIND,
     SCHEMA,
@@ -159,7 +159,9 @@ def allocated(room: int | None) -> Allocation:
     loaded = loaded_llama()
     layers = aqua_layers(loaded)
     fixed, paged = layer_bytes(layers, loaded.geometry.cache_dtype, WORKLOAD)
-    split = Split(fixed + paged + (room or 0), None, None, fixed, paged, kind=None if room is None else "kv_budget")
+    split = BudgetSplit(
+        fixed + paged + (room or 0), None, None, fixed, paged, kind=None if room is None else "kv_budget"
+    )
     return Allocation(loaded.identity, loaded.geometry.cache_dtype, layers, WORKLOAD, {}, split)
 
 

@@ -167,7 +167,7 @@ def open_allocation(path: Path) -> None:
 def search_result() -> search_record.SearchRecord:
     plan = form_plan("one source of two layers, λ", "float32")
     fixed, paged = allocation_record.layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
-    split = allocation_record.Split(fixed + paged + 10**6, None, None, fixed, paged)
+    split = allocation_record.BudgetSplit(fixed + paged + 10**6, None, None, fixed, paged)
     allocation = allocation_record.Allocation(
         plan.model, plan.cache_dtype, plan.layers, plan.workload, {"recipe": "r"}, split, 0.25
     )
@@ -191,7 +191,7 @@ def open_predictors(path: Path) -> None:
     predictor_record.table_rows(found)
     plan = plan_with(loaded_llama(), fitted_llama()[0])
     fixed, paged = allocation_record.layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
-    split = allocation_record.Split(fixed + paged, None, None, fixed, paged)
+    split = allocation_record.BudgetSplit(fixed + paged, None, None, fixed, paged)
     allocation = allocation_record.Allocation(plan.model, plan.cache_dtype, plan.layers, plan.workload, {}, split)
     use_plan(compile_plan(allocation, found.apply(plan.layers), found.tensors()))
 

@@ -27,7 +27,7 @@ from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.records import refusing
-from kvcal.stages.allocate.record import Allocation, Split, layer_bytes, layers_in, num_values
+from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.record import every_finding, with_predictors
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
 
@@ -54,7 +54,7 @@ def resolve_budget(
     weight_bytes: int,
     vocab_size: int,
     reserved: int = 0,
-) -> Split:
+) -> BudgetSplit:
     """The budget in bytes, before pages are chosen. ``layers``: in the formats, among those to be chosen from, that
     need the most workspace; ``weight_bytes``: in the checkpoint's dtype. Bits per value do not count bounded layers and
     states."""
@@ -64,15 +64,15 @@ def resolve_budget(
     if spec.budget is not None:
         total = parse_bytes(spec.budget)
         if spec.workspace != "auto":
-            return Split(total, weight_bytes, parse_bytes(spec.workspace), **unspent, kind="budget")
+            return BudgetSplit(total, weight_bytes, parse_bytes(spec.workspace), **unspent, kind="budget")
         logits = logits_bytes(workload.batch, vocab_size)
         workspace = logits + workspace_bytes(layers, cache_dtype, workload)
-        return Split(total, weight_bytes, workspace, **unspent, kind="budget", logits=logits)
+        return BudgetSplit(total, weight_bytes, workspace, **unspent, kind="budget", logits=logits)
     if spec.kv_budget is not None:
-        return Split(parse_bytes(spec.kv_budget), None, None, **unspent, kind="kv_budget")
+        return BudgetSplit(parse_bytes(spec.kv_budget), None, None, **unspent, kind="kv_budget")
     if spec.bits is not None:
         total = int(spec.bits * num_values(layers, workload) / 8) + fixed
-        return Split(total, None, None, **unspent, kind="bits")
+        return BudgetSplit(total, None, None, **unspent, kind="bits")
     assert spec.same_bytes_as is not None
     other = load_recipe(spec.same_bytes_as)
     if other.formats is None or not other.is_baseline:
@@ -81,7 +81,7 @@ def resolve_budget(
             hint="name a recipe with [formats], such as kivi-2",
         )
     total = sum(layer_bytes(fixed_layers(other.formats, layers), cache_dtype, workload))
-    return Split(total, None, None, **unspent, kind="same_bytes_as")
+    return BudgetSplit(total, None, None, **unspent, kind="same_bytes_as")
 
 
 def reserved_bytes(
@@ -185,7 +185,7 @@ def reserve_hint(nbytes: int) -> str:
     )
 
 
-def infeasible(spec: AllocateSpec, split: Split, smallest: int, bits: float) -> InfeasibleBudget:
+def infeasible(spec: AllocateSpec, split: BudgetSplit, smallest: int, bits: float) -> InfeasibleBudget:
     """``smallest`` in bytes, ``bits`` what that is per cached value (shown rounded up, so that it is feasible)."""
     rounded_up = math.ceil(bits * 1000) / 1000
     others = {"weights": split.weights, "workspace": split.workspace, "reserved for transforms": split.reserved}

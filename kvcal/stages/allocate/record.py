@@ -1,6 +1,6 @@
 """The allocation: which Format every layer's K and V got, for which workload, and where the budget's bytes go.
 
-Formats come from the solver (``stages.allocate``), from a recipe that fixes them, or from KVmix's importance; what
+Formats come from the solver (``stages.allocate``), from a recipe that fixes them, or from KVmix's ranking; what
 follows (progressive schedule, λ, predictors, compilation) does not depend on which.
 
 KVmix gives more bits and a longer window for the layers whose projections the loss depends on most.
@@ -12,14 +12,12 @@ paper's: its names k2.19 v2.38 (20 %) and k2.28 v2.56 (30 %) stand for 6 and 9 o
 layer comes first. Important layers get 3 bits for K, 4 for V, and 20 % of recent tokens in full precision; the others
 2 bits and 10 %, by the rule of ``WindowRule``: page by page, which is not the paper's update by update.
 
-A random choice of as many layers is the ablation: K and V are drawn apart too. Left out: layers with a sliding window
-or a state, which stay as they are and are not counted in L; importance of single KV heads.
+Left out: layers with a sliding window or a state, which stay as they are and are not counted in L; single KV heads.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -50,9 +48,10 @@ BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
 
 
 @dataclass(frozen=True, config=STRICT)
-class Split:
-    """The parts of a budget in bytes. ``weights`` and ``workspace`` are None when only the cache was budgeted;
-    ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what transforms will take.
+class BudgetSplit:
+    """How a budget's bytes are split among what takes them. ``weights`` and ``workspace`` are None when only
+    the cache was budgeted; ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what
+    transforms will take.
 
     ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
     ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes.
@@ -93,7 +92,7 @@ class Allocation:
     layers: tuple[LayerPlan, ...]
     workload: Workload
     provenance: dict[str, Any]
-    split: Split
+    split: BudgetSplit
     loss: Number | None = None
     bound: Number | None = None
     gap: Number | None = None
@@ -119,7 +118,9 @@ def unbudgeted(
 ) -> Allocation:
     """Layers that nothing was solved for: their own bytes are the budget."""
     fixed, paged = layer_bytes(layers, cache_dtype, workload)
-    return Allocation(model, cache_dtype, layers, workload, provenance, Split(fixed + paged, None, None, fixed, paged))
+    return Allocation(
+        model, cache_dtype, layers, workload, provenance, BudgetSplit(fixed + paged, None, None, fixed, paged)
+    )
 
 
 def fixed_allocation(
@@ -130,12 +131,12 @@ def fixed_allocation(
     return unbudgeted(layers, model, geometry.cache_dtype, workload, provenance)
 
 
-def important_allocation(
+def kvmix_allocation(
     profile: Profile, spec: ImportanceSpec, workload: Workload, provenance: dict[str, Any]
 ) -> Allocation:
     """KVmix: formats by the gradient norms of the profile; rotary keys stay at 16 bits."""
     cache = profile.setup.cache
-    formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
+    formats = kvmix_formats(kvmix_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
     layers = tuple(
         in_formats(layer, *formats[layer.geometry.index]) if layer.is_paged else layer
         for layer in bare_layers(profile.setup.geometry)
@@ -143,23 +144,20 @@ def important_allocation(
     return unbudgeted(layers, profile.setup.identity, profile.setup.geometry.cache_dtype, workload, provenance)
 
 
-def importance_scores(profile: Profile) -> Scores:
+def kvmix_scores(profile: Profile) -> Scores:
     """KVmix's scores s_k, s_v of every profiled layer: {side: {cache index: score}}."""
     return {
         side: {layer.index: profile.grad_norm(layer.index, side) for layer in profile.setup.layers} for side in SIDES
     }
 
 
-def importance_formats(
+def kvmix_formats(
     scores: Scores, spec: ImportanceSpec, num_sink_tokens: int, param_dtype: str
 ) -> dict[int, tuple[Format, Format]]:
     """The formats of K and V of every layer in ``scores``, which holds the same layers for both sides."""
     layers, formats = sorted(scores["k"]), []
     for side in SIDES:
-        if spec.random_seed is None:
-            important = important_layers(scores[side], spec.share)
-        else:
-            important = random_layers(layers, spec.share, side, spec.random_seed)
+        important = important_layers(scores[side], spec.share)
         formats.append([layer_format(side, i in important, spec, num_sink_tokens, param_dtype) for i in layers])
     return dict(zip(layers, zip(*formats, strict=True), strict=True))
 
@@ -203,12 +201,6 @@ def important_layers(scores: Mapping[int, float], share: float) -> frozenset[int
     """The layers (cache indices) of the highest scores; ``scores`` holds one for each layer."""
     ranked = sorted(scores, key=lambda index: (-scores[index], index))
     return frozenset(ranked[: num_important(share, len(ranked))])
-
-
-def random_layers(layers: Sequence[int], share: float, side: Side, seed: int) -> frozenset[int]:
-    """As many layers as :func:`important_layers` would choose, drawn without their scores; equal in every process."""
-    drawn = random.Random(f"importance:{side}:{seed}").sample(sorted(layers), num_important(share, len(layers)))
-    return frozenset(drawn)
 
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:

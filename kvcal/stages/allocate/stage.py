@@ -30,7 +30,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.recipe import AllocateSpec, Objective
 from kvcal.stages.allocate.budget import infeasible, resolve_budget, workload_of
-from kvcal.stages.allocate.record import Allocation, Split, layer_bytes, load, num_values
+from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, load, num_values
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
@@ -63,7 +63,7 @@ def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) ->
     _split(Problem(profile, spec), profile, spec, reserved)
 
 
-def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> Split:
+def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> BudgetSplit:
     """The budget, with what an engine takes besides the smallest pages. Raises as ``allocate``."""
     if not problem.units:
         raise UnsupportedModel(
@@ -81,7 +81,7 @@ def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int
     return split
 
 
-def _capacity(split: Split) -> int:
+def _capacity(split: BudgetSplit) -> int:
     return split.for_cache - split.fixed - split.reserved
 
 
