@@ -284,14 +284,14 @@ def workplace() -> Iterator[Path]:
 def furnish(folder: Path) -> None:
     """What the commands of troubleshooting name: a plan, a folder with a profile, data of three lines, a recipe with a
     typing error, and two tiny models."""
-    from cli_cases import save_falcon, save_llama
+    from cli_cases import save_family, save_llama
     from transformers import AutoTokenizer
 
     from kvcal.embedded import model_folder
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
     save_llama(folder / "tiny-llama", tokenizer)
-    save_falcon(folder / "tiny-falcon", tokenizer)
+    save_family(folder / "tiny-falcon", tokenizer, "falcon", 2048)
     recipe_text = (ROOT / "recipes/default.toml").read_text()
     short = {"num_samples = 8": "num_samples = 2", "seq_len = 1536": "seq_len = 512", "[1, 2, 3, 4, 8]": "[2, 4]"}
     for old, new in short.items():
