@@ -24,7 +24,7 @@ from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Format, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
-from kvcal.strict import STRICT, Bits, Share, Size, SizeOrNone, Tokens, dump, knob
+from kvcal.strict import STRICT, Bits, Share, Size, SizeOrNone, TextTokens, Tokens, dump, knob
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
@@ -32,7 +32,6 @@ CandidateBits = Literal[1, 2, 3, 4, 8]
 GroupSize = Literal[32, 64, 128]
 # Left out of JSON where there is one.
 Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
-TextTokens = Annotated[Tokens, Field(ge=2)]
 DEFAULT_KL_BITS = (2, 3, 4)
 BUDGET_KINDS = {
     "budget": "of the whole device, such as 24GB",

@@ -35,6 +35,7 @@ MAX_COUNT = 1_000_000
 Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 SizeOrNone = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # of what may be left out
 Tokens = Annotated[int, Field(ge=1, le=MAX_CONTEXT)]
+TextTokens = Annotated[int, Field(ge=2, le=MAX_CONTEXT)]  # the first predicts the second
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 # Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
 Bits = Annotated[float, Field(gt=0, le=4096)]

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass as record
 from kvcal.data.pools import Purpose
 from kvcal.data.sequences import DataSpec
 from kvcal.data.sources import Piece, Source, read_source
-from kvcal.data.tasks import TASKS, require_lengths
+from kvcal.data.tasks import MIN_DIGITS, MIN_HOPS, MIN_SIZE, MIN_STEPS, TASKS
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.quantities import MAX_BATCH, MAX_SEED
@@ -208,10 +208,10 @@ class EvaluateSpec:
         tuple(TASKS), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]; [] for none."
     )
     num_problems: Size = knob(16, "Problems of each task.")
-    max_steps: int = knob(70, "Transfers in a ledger at most.")
-    max_size: int = knob(160, "Words in a chain's table at most.")
-    max_hops: int = knob(40, "Hops along a chain at most.")
-    max_digits: int = knob(7, "Digits of a factor at most.")
+    max_steps: Annotated[int, Field(ge=MIN_STEPS, le=1000)] = knob(70, "Transfers in a ledger at most.")
+    max_size: Annotated[int, Field(ge=MIN_SIZE, le=5000)] = knob(160, "Words in a chain's table at most.")  # of 10,000
+    max_hops: Annotated[int, Field(ge=MIN_HOPS, le=1000)] = knob(40, "Hops along a chain at most.")
+    max_digits: Annotated[int, Field(ge=MIN_DIGITS, le=100)] = knob(7, "Digits of a factor at most.")
     max_new_tokens: Tokens = knob(2048, "Tokens generated for a problem at most.")
     batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
     seed: Seed = knob(1, "Seed of the problems.")
@@ -222,10 +222,6 @@ class EvaluateSpec:
 
     def __post_init__(self) -> None:
         _require_tasks(self.tasks)
-        try:
-            require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
-        except UsageError as refused:
-            raise ValueError(f"{refused.message}: {refused.hint}") from None
 
     @property
     def embedded_tasks(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ from kvcal.data.sources import (
 from kvcal.data.tasks import TASKS, Problem, dealt, mixture, prompt_of
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.strict import STRICT, dump, knob
+from kvcal.strict import STRICT, Size, SizeOrNone, TextTokens, dump, knob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["DataSpec", "TokenDataset", "encode_problem", "load_sequences", "prefix_ids"]
 
 CANDIDATES = 4
-MAX_SAMPLES = 1_000_000
 TokensAndMask = tuple[Tensor, Tensor]  # int64 [T], and whether each is a target of the loss, bool [T]
 Span = tuple[str, bool]  # text, and whether it is in the loss
 
@@ -70,17 +69,13 @@ class DataSpec:
         "A file, a folder, a hub id, tasks, python:docs …, or a list of these; auto: tasks for an embedded model, "
         "python:docs and python:code for another.",
     )
-    num_samples: int = knob(16, "Sequences.")
-    seq_len: int = knob(1024, "Tokens of each at most.")
+    num_samples: Size = knob(16, "Sequences.")
+    seq_len: TextTokens = knob(1024, "Tokens of each at most.")
     seed: int = knob(0, "Seed of the sample.")
-    min_len: int = knob(0, "Tokens of each at least; shorter ones are passed over.")
+    min_len: SizeOrNone = knob(0, "Tokens of each at least; shorter ones are passed over.")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_samples <= MAX_SAMPLES:
-            raise UsageError(f"num_samples = {self.num_samples}", hint=f"ask for at least 1, at most {MAX_SAMPLES}")
-        if self.seq_len < 2:
-            raise UsageError(f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second")
-        if not 0 <= self.min_len <= self.seq_len:
+        if self.min_len > self.seq_len:
             raise UsageError(f"min_len = {self.min_len}", hint=f"from 0 to seq_len = {self.seq_len}")
         _ = self.sources
 

@@ -23,7 +23,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvcal.data.pools import Purpose, pool_of
-from kvcal.errors import UsageError
 
 # fmt: off
 NAMES = [
@@ -173,19 +172,6 @@ def mixture(rng: random.Random) -> Problem:
     return TASKS[name](rng)
 
 
-def require_lengths(max_steps: int, max_size: int, max_hops: int, max_digits: int) -> None:
-    """UsageError for a length of ``problems`` that no task has."""
-    limits = (
-        ("max_steps", max_steps, MIN_STEPS, 1000),
-        ("max_size", max_size, MIN_SIZE, 5000),  # there are 10,000 words
-        ("max_hops", max_hops, MIN_HOPS, 1000),
-        ("max_digits", max_digits, MIN_DIGITS, 100),
-    )
-    for name, value, smallest, largest in limits:
-        if not smallest <= value <= largest:
-            raise UsageError(f"{name} = {value} is out of range", hint=f"choose {smallest} to {largest}")
-
-
 def dealt(
     draw: Callable[[random.Random], Drawn], purpose: Purpose, name: str, content: Callable[[Drawn], Any]
 ) -> Iterator[Drawn]:
@@ -217,11 +203,6 @@ def problems(
     """``count`` problems of one task. ``max_steps`` bounds a ledger, ``max_size`` and ``max_hops`` a chain,
     ``max_digits`` a multiplication; the defaults are the training distribution. The first n of a longer list are the
     shorter list. Never a problem that is drawn for another purpose, here or in kvcal.data.sequences."""
-    if task not in TASKS:
-        raise UsageError(f"task = {task!r} is unknown", hint=f"choose one of: {', '.join(TASKS)}")
-    require_lengths(max_steps, max_size, max_hops, max_digits)
-    if count < 1:
-        raise UsageError(f"number of problems = {count}", hint="ask for at least 1")
     draws: dict[str, Callable[[random.Random], Problem]] = {
         "ledger": partial(ledger, max_steps=max_steps),
         "chain": partial(chain, max_size=max_size, max_hops=max_hops),

@@ -127,7 +127,7 @@ k = {{ num_bits = 2, boost = {{ score = "magnitude", tiers = [{{ {} }}] }} }}
 [cache]
 """
 RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
-    ("num_samples = 2\n", "num_samples = 0\n", "{recipe}: num_samples = 0"),
+    ("num_samples = 2\n", "num_samples = 0\n", "{recipe}: data.num_samples = 0"),
     ("num_bits = [2, 4]", "num_bits = 2", "Input should be a valid array hint: a list is written [2, 4]"),
     ("kl_tokens = 256", "kl_tokens = 129", "profile.kl_tokens = 129: the sinks and windows of [cache]"),
     ("num_sink_tokens = 2", "num_sink_tokens = 512", "cache.num_sink_tokens = 512 leaves nothing to quantize"),
@@ -148,7 +148,7 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     (EVALUATED, "num_sampels = 2", "hint: did you mean 'num_samples'?"),
     ("[cache]", KEYS.format("bits = 4"), "hint: did you mean 'num_bits'?"),
     (BUDGET, "", "exactly one of"),
-    ("max_size = 20", "max_size = 12", "max_size = 12 is out of range: choose 20 to 5000"),
+    ("max_size = 20", "max_size = 12", "max_size = 12: Input should be greater than or equal to 20"),
     (RECIPE, "", "nothing given; expected one of [formats], [importance], [allocate]"),
     (RECIPE, "a = " + DEEP, "not TOML: maximum recursion depth"),
 ]  # fmt: skip
