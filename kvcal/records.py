@@ -1,9 +1,8 @@
 """Records in files: the JSON body of an artifact, or a JSON file with a digest, as a strict frozen dataclass.
 
-A file whose digest is right may still hold what no stage writes. So a record is read by :func:`strict.parse`, which
-bounds every number that its dataclass bounds, and has one spelling: 2.0 or true for an integer, or a key left to its
-default, is refused. Faults that only show when parts are put together are ValueErrors, which :func:`refusing` turns
-into the file's ArtifactError.
+A record is read by :func:`strict.parse`, which bounds every number that its dataclass bounds, and has one spelling:
+2.0 or true for an integer, or a key left to its default, is refused. Faults that only show when the parts of a plan are
+put together are ValueErrors, which :func:`refusing` turns into the file's ArtifactError.
 """
 
 from __future__ import annotations

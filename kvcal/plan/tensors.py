@@ -66,14 +66,6 @@ def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype
     return PredictorShape(predictor.kind, inputs, outputs, cache_dtype, predictor.rank, predictor.group_size)
 
 
-def rescale_spec(num_heads: int, head_dim: int) -> TensorSpec:
-    return TensorSpec("float32", (num_heads, head_dim), 1 / LARGEST_RESCALE, LARGEST_RESCALE)
-
-
-def offset_spec(num_heads: int, head_dim: int) -> TensorSpec:
-    return TensorSpec("float32", (num_heads, head_dim), -LARGEST_OFFSET, LARGEST_OFFSET)
-
-
 def rotary_spec(head_dim: int) -> TensorSpec:
     last = float(head_dim - 1)
     low, high = (0.0, 0.0, 0.0, 1 / LARGEST_AMPLITUDE), (last, last, math.pi, LARGEST_AMPLITUDE)
@@ -87,10 +79,11 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
         if not layer.is_paged:
             continue
         prefix, heads = f"layers.{layer.geometry.index}", layer.attention.num_kv_heads
+        channels = heads, layer.attention.k_head_dim
         if layer.k_rescale:
-            needed[f"{prefix}.k_rescale"] = rescale_spec(heads, layer.attention.k_head_dim)
+            needed[f"{prefix}.k_rescale"] = TensorSpec("float32", channels, 1 / LARGEST_RESCALE, LARGEST_RESCALE)
         if layer.k_offset:
-            needed[f"{prefix}.k_offset"] = offset_spec(heads, layer.attention.k_head_dim)
+            needed[f"{prefix}.k_offset"] = TensorSpec("float32", channels, -LARGEST_OFFSET, LARGEST_OFFSET)
         for side in SIDES:
             for layout in layer.layouts(side, cache_dtype):
                 needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())

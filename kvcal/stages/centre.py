@@ -30,13 +30,11 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.predictor import MAX_INPUTS
 from kvcal.pages.transforms import rotate
 from kvcal.plan.layer import LayerPlan, Pages
 from kvcal.plan.page_format import RAW
-from kvcal.plan.tensors import LARGEST_OFFSET, rotary_spec
 from kvcal.progress import Reporter
-from kvcal.records import TensorSpec, refusing, require_tensors
+from kvcal.records import refusing
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.lambda_candidates import few_logits
 
@@ -94,15 +92,7 @@ def run_centre(
 
 
 def load(path: Path) -> Centring:
-    stored = artifact.read(path, KIND, SCHEMA)
-    mean, declared = TensorSpec("float32", (None, None), -LARGEST_OFFSET, LARGEST_OFFSET), {}
-    for name in stored.tensors:
-        index = name.split(".")[1] if name.count(".") == 2 else ""
-        if name in (f"layers.{index}.k_offset", f"layers.{index}.rotary"):
-            declared[name] = mean if name.endswith("k_offset") else rotary_spec(MAX_INPUTS)
-    with refusing(path):
-        require_tensors(stored.tensors, declared)
-    return Centring(stored.tensors)
+    return Centring(artifact.read(path, KIND, SCHEMA).tensors)
 
 
 @torch.no_grad()

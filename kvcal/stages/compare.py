@@ -37,7 +37,6 @@ from kvcal.stages.evaluate.stage import (
     evaluate,
     evaluation_inputs,
     kept_rows,
-    require_same_tasks,
     scheduled_batch,
     table_columns,
 )
@@ -104,12 +103,6 @@ class Comparison:
     task_seed: int
     workload: Workload
     entries: tuple[Entry, ...]
-
-    def __post_init__(self) -> None:
-        names = [entry.name for entry in self.entries]
-        if len(set(names)) < len(names):
-            raise ValueError(f"entries {names[:8]}, expected each name once")
-        require_same_tasks([row for _, row in self.measured])
 
     @property
     def measured(self) -> tuple[tuple[Entry, Row], ...]:

@@ -35,15 +35,15 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
 from kvcal.models.rope import RotaryMap, rotary_maps
 from kvcal.models.taps import Captured, check_taps, tap
-from kvcal.pages.basis import Basis, basis_specs, fitted_basis, moved_hessian
-from kvcal.pages.feedback import factor_spec, feedback_factor
-from kvcal.plan.layer import LATENTS, LayerPlan, Present, bare_layers
+from kvcal.pages.basis import Basis, fitted_basis, moved_hessian
+from kvcal.pages.feedback import feedback_factor
+from kvcal.plan.layer import LATENTS, LayerPlan, Present
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec
-from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.records import record_of
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.hessians import (
     mean_and_covariance,
@@ -359,29 +359,10 @@ def save(record: FeedbackRecord, inputs: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> FeedbackRecord:
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
-    with refusing(path):
-        require_tensors(stored.tensors, _declared(body))
     factors = {(s.index, s.side): stored.tensors[f"layers.{s.index}.{s.side}_feedback"] for s in body.sides}
     found = {(s.index, s.side): Basis.of(stored.tensors, f"layers.{s.index}.{s.side}") for s in body.sides}
     bases = {place: basis for place, basis in found.items() if basis is not None}
     return FeedbackRecord(body.subject, body.sides, factors, bases)
-
-
-def _declared(body: _Body) -> dict[str, TensorSpec]:
-    """The factors. ValueError for layers that are not the model's, or are given twice."""
-    paged = {layer.geometry.index: layer for layer in bare_layers(body.subject.geometry) if layer.is_paged}
-    declared: dict[str, TensorSpec] = {}
-    for found in body.sides:
-        name = f"layers.{found.index}.{found.side}_feedback"
-        if found.index not in paged or name in declared:
-            raise ValueError(f"{name} is given twice, or of no layer of full attention")
-        layer = paged[found.index]
-        shape = layer.attention.num_kv_heads, layer.head_dim(found.side)
-        declared[name] = factor_spec(*shape)
-        if found.basis:
-            specs = basis_specs(found.side, *shape)
-            declared |= {f"layers.{found.index}.{part}": spec for part, spec in specs.items()}
-    return declared
 
 
 def table_rows(record: FeedbackRecord) -> tuple[list[str], list[list[str]]]:

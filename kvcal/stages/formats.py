@@ -62,7 +62,7 @@ def require_feasible(job: Job) -> None:
         loaded.identity, loaded.geometry, weight_bytes(loaded.model), loaded.vocab_size, recipe.profile, recipe.cache,
         data_fingerprint="", data_description="", num_samples=1, num_tokens=0, num_loss_tokens=0,
     )  # fmt: skip
-    zeros = {name: Mean(torch.zeros(of.extents, dtype=torch.float64), 1) for name, of in setup.totals().items()}
+    zeros = {name: Mean(torch.zeros(shape, dtype=torch.float64), 1) for name, shape in setup.totals().items()}
     reserved = reserved_for(recipe, recipe.allocate, loaded.geometry, recipe.cache)
     allocation_stage.require_feasible(Profile(setup, zeros), recipe.allocate, reserved)
 

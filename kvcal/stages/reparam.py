@@ -39,11 +39,11 @@ from kvcal.geometry import Index
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, Reread, check_taps, rereading
-from kvcal.plan.layer import LATENTS, LayerPlan, bare_layers
-from kvcal.plan.tensors import lattice_tensors, rescale_spec
+from kvcal.plan.layer import LATENTS, LayerPlan
+from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import ReparamSpec
-from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.records import record_of
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, shards, summed
 from kvcal.stages.lambda_candidates import (
     CalibrationSubject,
@@ -245,24 +245,8 @@ def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> Reparam:
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
-    with refusing(path):
-        require_tensors(stored.tensors, _declared(body))
     lambdas = {layer.index: stored.tensors[f"layers.{layer.index}.k_rescale"] for layer in body.layers}
     return Reparam(body.subject, body.layers, lambdas)
-
-
-def _declared(body: _Body) -> dict[str, TensorSpec]:
-    """λ of every layer. ValueError for layers that are not the model's, or that no search gives."""
-    declared: dict[str, TensorSpec] = {}
-    paged = {layer.geometry.index: layer.attention for layer in bare_layers(body.subject.geometry) if layer.is_paged}
-    for layer in body.layers:
-        name = f"layers.{layer.index}.k_rescale"
-        if layer.index not in paged or name in declared:
-            raise ValueError(f"layer {layer.index} is given twice, or is no layer of full attention")
-        if len(layer.errors) != body.subject.spec.num_steps + 1:
-            raise ValueError(f"layer {layer.index} has an error curve of {len(layer.errors)} values")
-        declared[name] = rescale_spec(paged[layer.index].num_kv_heads, paged[layer.index].k_head_dim)
-    return declared
 
 
 def table_rows(record: Reparam) -> tuple[list[str], list[list[str]]]:

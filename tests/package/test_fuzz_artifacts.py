@@ -1,11 +1,11 @@
-"""A few mutations of every kind of artifact, sealed with a right digest (fuzz_artifacts runs as many as one likes)."""
+"""A few mutations of plans, sealed with a right digest (fuzz_artifacts runs as many as one likes)."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from artifact_subjects import KINDS, subjects
+from artifact_subjects import subjects
 from fuzz_artifacts import canonical, content_of, fuzz, sealed
 
 from kvcal.artifact import COMMANDS, kind_of
@@ -14,11 +14,9 @@ from kvcal.errors import ArtifactError
 FILES = 6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mutants_are_refused_or_hold_what_they_say(kind: str) -> None:
-    chosen = [subject for subject in subjects() if subject.kind == kind]
-    assert chosen
-    for subject in chosen:
+def test_mutants_are_refused_or_hold_what_they_say() -> None:
+    """Plans come from others; what stages write for each other is held against its digest."""
+    for subject in [subject for subject in subjects() if subject.kind == "plan"]:
         counts, bad = fuzz(subject, range(FILES), seed=1)
         assert not bad, bad
         assert sum(counts.values()) == FILES and counts["refused"] > 0

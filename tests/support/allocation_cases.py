@@ -41,8 +41,8 @@ def profile(
     spec = spec or ProfileSpec(num_bits=(2, 3, 4), group_sizes=(32, 128), kl_samples=0)
     subject = ProfileSetup(IDENTITY, model, WEIGHTS, VOCABULARY, spec, cache, "f", "by hand", 1, 10, 9, max_positions)
     means = {}
-    for name, spec in subject.totals().items():
-        found = torch.ones(spec.extents, dtype=torch.float64)
+    for name, shape in subject.totals().items():
+        found = torch.ones(shape, dtype=torch.float64)
         if name.startswith("sensitivity"):
             _, side, index = name.split(".")
             for column, candidate in enumerate(subject.candidates(side)):

@@ -40,9 +40,6 @@ from kvcal.stages.profile import record as profile_record
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
 
-KINDS = ("plan", "profile", "allocation", "search", "predictors", "reparam", "feedback", "comparison", "evaluation")
-
-
 @dataclass(frozen=True)
 class Subject:
     """``write`` writes the sound file; ``use`` loads a file and relies on it, with AssertionError where it errs."""
@@ -128,8 +125,8 @@ def profile() -> profile_record.Profile:
     )
     generator = torch.Generator().manual_seed(0)
     means = {
-        name: Mean(torch.rand(spec.extents, generator=generator, dtype=torch.float64) + 0.1, 4)
-        for name, spec in subject.totals().items()
+        name: Mean(torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1, 4)
+        for name, shape in subject.totals().items()
     }
     return profile_record.Profile(subject, means)
 

@@ -107,15 +107,6 @@ class Evaluation:
     task_seed: int
     rows: tuple[Row, ...]
 
-    def __post_init__(self) -> None:
-        require_same_tasks(self.rows)
-
-
-def require_same_tasks(rows: Sequence[Row]) -> None:
-    """ValueError unless all rows are of the same tasks, in the same order."""
-    if len({tuple(task.task for task in row.tasks) for row in rows}) > 1:
-        raise ValueError(f"rows of other tasks than {[task.task for task in rows[0].tasks]}, those of the first")
-
 
 def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
     """The bits of sequences of these lengths, in tokens, at least one: see the module's docstring."""

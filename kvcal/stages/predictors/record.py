@@ -12,7 +12,7 @@ RoPE). Predictors that do not pay are named with the reason and leave no tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,15 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Index, ModelIdentity
-from kvcal.pages.predictor import MAX_INPUTS, PredictorShape
+from kvcal.pages.predictor import PredictorShape
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.plan.plan import Workload
-from kvcal.plan.tensors import check_layers, predictor_shape, rotary_spec
+from kvcal.plan.tensors import check_layers, predictor_shape
 from kvcal.quantities import format_bytes
 from kvcal.recipe import PredictorSpec
-from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.records import record_of, refusing
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
 
 KIND = "predictors"
@@ -252,33 +252,7 @@ def save(record: PredictorRecord, inputs: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> PredictorRecord:
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
-    with refusing(path):
-        require_tensors(stored.tensors, _declared(body, stored.tensors))
     return PredictorRecord(body.subject, body.findings, stored.tensors)
-
-
-def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
-    """The tensors that the findings need, and of ``names`` the rotary tables of their other layers, which may keep keys
-    before RoPE without a predictor. ValueError for findings that do not go together."""
-    places = [(finding.layer, finding.side) for finding in body.findings]
-    if len(set(places)) < len(places):
-        raise ValueError(f"findings of the layers and sides {places[:8]}, expected each once")
-    rotary = {f"layers.{layer}.rotary" for layer, _ in places}
-    declared = {name: rotary_spec(MAX_INPUTS) for name in names if name in rotary}
-    for finding in body.findings:
-        if not finding.is_kept:
-            continue
-        place, fit, spec = f"{finding.side} of layer {finding.layer}", finding.fit, body.subject.spec
-        if fit is None or finding.source is None or finding.source >= finding.layer:
-            raise ValueError(f"{place} is kept, but was not fitted to an earlier layer")
-        shape = PredictorShape(
-            spec.kind, fit.num_inputs, fit.num_outputs, body.subject.cache_dtype, spec.rank, spec.group_size
-        )
-        for name, tensor in shape.tensors().items():
-            declared[f"layers.{finding.layer}.{finding.side}_predictor.{name}"] = tensor
-        for index in {finding.source if finding.side == "k" else finding.layer, finding.layer}:
-            declared[f"layers.{index}.rotary"] = rotary_spec(MAX_INPUTS)
-    return declared
 
 
 def table_rows(record: PredictorRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -38,15 +38,14 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.pages.rotated import DISTORTION
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
-from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.records import record_of
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.observers import OBSERVERS
 from kvcal.stages.profile.sensitivity import Candidate, candidates
 from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
 
 KIND = "profile"
-# Keeps a share defined where nothing was lost at all; of a total: sums of such are finite.
-TINY, LARGEST = 1e-300, 1e30
+TINY = 1e-300  # keeps a share defined where nothing was lost at all
 SCHEMA = 2
 
 
@@ -93,15 +92,15 @@ class ProfileSetup:
         lowest = min(self.spec.kl_bits) if self.spec.kl_measured == "lowest" else None
         return tuple(one for one in self.kl_candidates(side) if lowest in (None, one.num_bits))
 
-    def totals(self) -> dict[str, TensorSpec]:
-        """The sum of every statistic by name."""
-        totals = {"loss": _total()} if self.spec.gradients else {}
+    def totals(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every statistic by name."""
+        totals: dict[str, tuple[int, ...]] = {"loss": ()} if self.spec.gradients else {}
         for layer, side in product(self.layers, SIDES):
             for name, observer in OBSERVERS.items() if self.spec.gradients else ():
                 shape = observer.shape(layer.num_kv_heads, len(self.candidates(side)))
-                totals[f"{name}.{side}.{layer.index}"] = _total(*shape)
+                totals[f"{name}.{side}.{layer.index}"] = shape
             if self.measured(side):
-                totals[f"kl.{side}.{layer.index}"] = _total(len(self.measured(side)))
+                totals[f"kl.{side}.{layer.index}"] = (len(self.measured(side)),)
         return totals
 
 
@@ -202,22 +201,8 @@ def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> Profile:
     stored = artifact.read(path, KIND, SCHEMA)
     content = record_of(_ProfileBody, stored.body, path)
-    setup, counts = content.subject, content.counts
-    with refusing(path):
-        require_tensors(stored.tensors, setup.totals())
-        for side in SIDES:
-            setup.cache.format(side, 2, "token", 128)  # that such formats can be
-        if wrong := sorted(counts.keys() ^ stored.tensors.keys()):
-            raise ValueError(f"counts {wrong[:3]} are unknown or missing")
-        samples, tokens = setup.num_samples, setup.num_loss_tokens
-        for name, count in counts.items():
-            if not (0 < count <= tokens if name.startswith("kl.") else count == samples):
-                raise ValueError(f"counts.{name} = {count}, in a profile of {samples} samples and {tokens} loss tokens")
-    return Profile(setup, {name: Mean(total, counts[name]) for name, total in stored.tensors.items()})
-
-
-def _total(*shape: int) -> TensorSpec:
-    return TensorSpec("float64", shape, 0.0, LARGEST)
+    means = {name: Mean(total, content.counts[name]) for name, total in stored.tensors.items()}
+    return Profile(content.subject, means)
 
 
 @record(frozen=True, config=STRICT)

@@ -86,7 +86,7 @@ def run_profile(
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
     steps = _divergence_steps(setup, texts, KL_BATCH.get(loaded.model.device.type, 4))
-    means = {name: Mean.empty(total.extents) for name, total in setup.totals().items()}
+    means = {name: Mean.empty(shape) for name, shape in setup.totals().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
         most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
