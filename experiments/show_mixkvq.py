@@ -119,7 +119,7 @@ def print_scores(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def search(objective: TaskObjective, reporter: TerminalReporter) -> Tuning:
     with tempfile.TemporaryDirectory() as folder:
-        return tune(objective.search(), objective, {}, Path(folder), reporter)
+        return tune(objective.ranges(), objective.spec, objective, {}, Path(folder), reporter)
 
 
 def print_front(tuning: Tuning) -> None:

@@ -106,22 +106,17 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def _kernel(source: str, entry: str, defines: tuple[tuple[str, int], ...], device_index: int) -> Kernel:
-    if not torch.cuda.is_available():
+    through_torch = "attention here runs through torch: make the cache without max_tokens"
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         raise KernelError(
-            "the CUDA kernels need a GPU, and torch sees none",
-            hint="attention on this machine runs through torch: make the cache without max_tokens",
-        )
-    if torch.version.hip is not None:
-        raise KernelError(
-            f"the CUDA kernels need an NVIDIA GPU, and torch was built for ROCm {torch.version.hip}",
-            hint="attention on this GPU runs through torch: make the cache without max_tokens",
+            f"the CUDA kernels need an NVIDIA GPU, and torch {torch.__version__} sees none", through_torch
         )
     major, minor = torch.cuda.get_device_capability(device_index)
     if 10 * major + minor < OLDEST:
         raise KernelError(
             f"GPU {device_index} ({torch.cuda.get_device_name(device_index)}) has compute capability {major}.{minor}; "
             f"allowed for the CUDA kernels: {OLDEST // 10}.{OLDEST % 10} or newer",
-            hint="attention on this GPU runs through torch: make the cache without max_tokens",
+            through_torch,
         )
     if torch.cuda.is_current_stream_capturing():
         raise KernelError(

@@ -279,8 +279,8 @@ def tune_plan(
     spec = recipe.tune or TuneSpec()
     Folder(folder).require_model(model_inputs(loaded))
     objective = TaskObjective(loaded, plan, spec, recipe.evaluate, recipe.data)
-    search = objective.search()
-    low, high = next(iter(search.thresholds.values()))
+    ranges = objective.ranges()
+    low, high = next(iter(ranges.values()))
     middle, most = (score_quantile(objective.scores, share) for share in (0.5, HIGHEST_SHARE))
     reporter.say(
         f"tune: half of the channels score above {middle:.3g}, 1 % above {most:.3g}; searched from {low:g} to {high:g}"
@@ -303,9 +303,9 @@ def tune_plan(
         **flat_records(data=recipe.data),
         "plan.sha256": plan.sha256,
     }
-    tuning = tune(search, objective, inputs, folder, reporter)
+    tuning = tune(ranges, spec, objective, inputs, folder, reporter)
     chosen = choose(tuning, spec.max_bits, max_bytes)
-    provenance = {**plan.provenance, "thresholds": chosen.thresholds, "tune_seed": search.seed}
+    provenance = {**plan.provenance, "thresholds": chosen.thresholds, "tune_seed": spec.seed}
     best = replace(objective.plan_with(chosen.thresholds), provenance=provenance)
     bits = chosen.outcome.bits_per_value
     reporter.say(f"tune: trial {chosen.number} of {len(tuning.trials)} is chosen, {bits:.3f} bits a value")

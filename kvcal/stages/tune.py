@@ -49,15 +49,6 @@ LABEL = "tune: trials"
 DIRECTIONS: tuple[Literal["maximize"], Literal["minimize"]] = ("maximize", "minimize")
 
 
-@dataclass(frozen=True)
-class Search:
-    """``thresholds``: the range [low, high] of each, by name. ``num_trials`` may grow from run to run of a study."""
-
-    thresholds: dict[str, tuple[float, float]]
-    num_trials: int = 30
-    seed: int = 0
-
-
 @record(frozen=True, config=STRICT)
 class Outcome:
     """The worth of one setting. ``bits_per_value`` and ``total_bytes`` count everything, at the workload of the search.
@@ -89,18 +80,20 @@ class Tuning:
 
 
 def tune(
-    search: Search,
+    ranges: Mapping[str, tuple[float, float]],
+    spec: TuneSpec,
     evaluate: Callable[[Mapping[str, float]], Outcome],
     inputs: dict[str, Any],
     folder: Path,
     reporter: Reporter,
 ) -> Tuning:
-    """Run, or go on with, the study in ``folder`` until it has ``search.num_trials`` finished trials. ``inputs`` (flat
-    JSON) must name everything but the thresholds that outcomes depend on: model, recipe, task."""
+    """Run, or go on with, the study in ``folder`` until it has ``spec.num_trials`` finished trials. ``ranges``: [low,
+    high] of each threshold, by name. ``inputs`` (flat JSON) must name everything else that outcomes depend on: model,
+    recipe, task."""
     import optuna
 
-    ranges = {name: list(limits) for name, limits in search.thresholds.items()}
-    inputs = inputs | {"search.thresholds": ranges, "search.seed": search.seed, "optuna": optuna.__version__}
+    searched = {name: list(limits) for name, limits in ranges.items()}
+    inputs = inputs | {"search.thresholds": searched, "search.seed": spec.seed, "optuna": optuna.__version__}
     study = _open(folder / FILE, is_new=True)
     if difference := differing_input(inputs, study.user_attrs.get("inputs", inputs)):
         raise ArtifactError(
@@ -109,17 +102,17 @@ def tune(
         )
 
     def objective(trial: RunningTrial) -> tuple[float, float]:
-        seed = (1_000_003 * search.seed + trial.number) % 2**32
+        seed = (1_000_003 * spec.seed + trial.number) % 2**32
         trial.study.sampler = optuna.samplers.TPESampler(seed=seed)
-        thresholds = {name: trial.suggest_float(name, *limits) for name, limits in search.thresholds.items()}
+        thresholds = {name: trial.suggest_float(name, *limits) for name, limits in ranges.items()}
         outcome = evaluate(thresholds)
         trial.set_user_attr("outcome", dump(outcome))
         return outcome.accuracy, outcome.bits_per_value
 
     def report(study: Study, trial: FrozenTrial) -> None:
         done = len(_finished(study))
-        reporter(min(done, search.num_trials), search.num_trials, LABEL)
-        if done >= search.num_trials:
+        reporter(min(done, spec.num_trials), spec.num_trials, LABEL)
+        if done >= spec.num_trials:
             study.stop()
 
     if "inputs" not in study.user_attrs:
@@ -127,13 +120,13 @@ def tune(
     if done := len(_finished(study)):
         reporter.say(f"tune: goes on after {done} trials in {folder}")
     try:
-        if done < search.num_trials:
-            reporter(done, search.num_trials, LABEL)
+        if done < spec.num_trials:
+            reporter(done, spec.num_trials, LABEL)
             study.optimize(objective, callbacks=[report])
     finally:
-        if (done := len(_finished(study))) < search.num_trials:
+        if (done := len(_finished(study))) < spec.num_trials:
             reporter.say(
-                f"tune: stopped; {done} of {search.num_trials} trials are kept in {folder}, the same command goes on "
+                f"tune: stopped; {done} of {spec.num_trials} trials are kept in {folder}, the same command goes on "
                 "after them"
             )
     gather(None)  # until all ranks have ended theirs
@@ -159,8 +152,6 @@ def load_tuning(folder: Path) -> Tuning:
 
 def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None = None) -> Trial:
     """The best accuracy among the trials within both caps (None: no cap)."""
-    if not tuning.trials:
-        raise UsageError("no trial is finished, there is nothing to choose from")
     bits = math.inf if max_bits is None else max_bits
     nbytes = math.inf if max_bytes is None else max_bytes
     fitting = [t for t in tuning.trials if t.outcome.bits_per_value <= bits and t.outcome.total_bytes <= nbytes]
@@ -267,14 +258,13 @@ class TaskObjective:
     def scores(self) -> Scores:
         return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), SILENT)
 
-    def search(self) -> Search:
-        """The search space: a threshold "tau_BITS" for every tier that has one."""
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """[low, high]: of a threshold "tau_BITS" for every tier that has one."""
         high = self.spec.high
         if self.spec.fit_range:
             # Three digits: the same on machines whose arithmetic differs.
             high = max(float(f"{score_quantile(self.scores, HIGHEST_SHARE):.3g}"), 2 * self.spec.low)
-        thresholds = {f"tau_{num_bits}": (self.spec.low, high) for num_bits in tuned_bits(self.plan)}
-        return Search(thresholds, self.spec.num_trials, self.spec.seed)
+        return {f"tau_{num_bits}": (self.spec.low, high) for num_bits in tuned_bits(self.plan)}
 
     def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
         by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in tuned_bits(self.plan)}

@@ -15,6 +15,7 @@ from artifact_subjects import save_comparison, search_result
 from report_cases import K3, UNIFORM, V2, V8, attention, evaluation, plan_of, row
 
 from kvcal import report as figures
+from kvcal.data.reading import TuneSpec
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.geometry import StateGeometry
@@ -27,7 +28,7 @@ from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare import Comparison, Entry
 from kvcal.stages.evaluate.stage import save_evaluation
 from kvcal.stages.search import save as save_search
-from kvcal.stages.tune import Outcome, Search, tune
+from kvcal.stages.tune import Outcome, tune
 
 HOSTILE = """</td></title><script>alert("1")</script><img src='http://x.example/a.png' onerror=alert(1)>&amp;"""
 LOADS = r"<(script|link|iframe|object|embed|base|form|a|image|use)\b|\s(href|action|srcset|on\w+)=|url\(|@import"
@@ -92,7 +93,7 @@ def tuned(folder: Path) -> None:
         accuracy, bits = next(outcomes)
         return Outcome(accuracy, 0.05, bits, int(1e6 * bits), {})
 
-    tuning = tune(Search({"tau_4": (0.1, 9.0)}, 3), measured, {}, folder, SILENT)
+    tuning = tune({"tau_4": (0.1, 9.0)}, TuneSpec(num_trials=3), measured, {}, folder, SILENT)
     save_plan(replace(UNIFORM, provenance={"thresholds": tuning.trials[1].thresholds}), folder / "plan.safetensors")
 
 

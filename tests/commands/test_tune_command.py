@@ -82,9 +82,7 @@ def test_a_trial_is_the_tasks_through_the_packed_cache(whole: Path, model: Path)
     loaded = load(str(model))
     tuning = load_tuning(whole)
     objective = TaskObjective(loaded, make_plan(loaded, PAIR, 4096), SPEC, LIMITS, DATA)
-    assert {name: [*limits] for name, limits in objective.search().thresholds.items()} == tuning.inputs[
-        "search.thresholds"
-    ]
+    assert {name: [*limits] for name, limits in objective.ranges().items()} == tuning.inputs["search.thresholds"]
     for trial in tuning.trials[:2]:
         plan = objective.plan_with(trial.thresholds)
         own = EvaluateSpec(tasks=("chain",), num_problems=2, max_size=22, max_hops=4, max_new_tokens=6, seed=2)
@@ -224,7 +222,7 @@ def test_rooms_from_the_recipe_cost_the_same(wordy: tuple[LoadedModel, Plan]) ->
     loaded, plan = wordy
     spec = TuneSpec(tasks=("chain",), num_problems=1, fit_capacity=False)
     objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
-    assert objective.search().thresholds["tau_4"][1] == 2.0
+    assert objective.ranges()["tau_4"][1] == 2.0
     found = [objective.plan_with({"tau_16": high, "tau_4": 0.01}) for high in (0.02, 5.0)]
     assert [one.predicted_bytes for one in found] == [plan.predicted_bytes] * 2
     assert found[1].layers[0].k[0].boost == Boost("query_range", (Tier(16, 0.1, 5.0), Tier(4, 0.2, 0.01)))

@@ -124,7 +124,7 @@ def test_unknown_names(cache: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_told_so() -> None:
-    with pytest.raises(KernelError, match="torch sees none") as caught:
+    with pytest.raises(KernelError, match="need an NVIDIA GPU, and torch") as caught:
         kernel("decode", "decode", {})
     assert caught.value.hint is not None and "through torch" in caught.value.hint
 
@@ -137,14 +137,6 @@ def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
         KernelError, match=r"GPU 3 \(Tesla T4\) has compute capability 7\.5; .* 8\.0 or newer"
     ) as caught:
         kernel("decode", "decode", {}, 3)
-    assert caught.value.hint is not None and "through torch" in caught.value.hint
-
-
-def test_rocm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(KernelError, match=r"need an NVIDIA GPU, and torch was built for ROCm 6\.4") as caught:
-        kernel("decode", "decode", {}, 4)
     assert caught.value.hint is not None and "through torch" in caught.value.hint
 
 
