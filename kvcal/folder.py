@@ -191,16 +191,14 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def sequences(
-    spec: DataSpec,
-    loaded: LoadedModel,
-    purpose: Purpose = "fit",
-    folder: Folder | None = None,
+    spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit", folder: Folder | None = None
 ) -> TokenDataset:
     """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises, and
     ArtifactError for a ``folder`` of another model."""
     if folder is not None:
         folder.require_model(model_inputs(loaded))
-    return load_sequences(data_spec(spec, loaded), tokenizer_of(loaded), loaded.max_context, purpose)
+    spec = spec.for_model(loaded.source in embedded_models())
+    return load_sequences(spec, tokenizer_of(loaded), loaded.max_context, purpose)
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
@@ -255,8 +253,3 @@ def _is_cut(recipe: Recipe, loaded: LoadedModel) -> bool:
     """Whether less text is read than the recipe says: for a user's model on a CPU."""
     is_whole = loaded.source in embedded_models() or recipe.profile.kl_measured == "all"
     return loaded.model.device.type == "cpu" and not is_whole
-
-
-def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:
-    """``spec`` with the source that "auto" stands for."""
-    return spec.for_model(loaded.source in embedded_models())

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
-from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
+from kvcal.plan.plan import SIDES, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes, format_measured, format_seconds
 from kvcal.strict import dump
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search import SearchReport
     from kvcal.stages.tune import Tuning
-    from kvcal.stages.verify import Check
+
+
+_SHA256 = re.compile("^([0-9a-f]{16})[0-9a-f]{48}$")  # shown by its first digits
 
 
 def side_name(layer: LayerPlan, side: Side) -> str:
@@ -61,12 +63,13 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
 
 
 def _protected(layer: LayerPlan, side: Side) -> str:
-    return " | ".join(sorted({f"{fmt.num_sink_tokens}+{_window(fmt)}" for fmt in layer.formats(side)}))
-
-
-def _window(fmt: Format) -> str:
-    rule = fmt.window_rule
-    return str(fmt.recent_window) if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
+    """Sinks and window of its formats."""
+    windows = set()
+    for fmt in layer.formats(side):
+        rule, window = fmt.window_rule, str(fmt.recent_window)
+        window = window if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
+        windows.add(f"{fmt.num_sink_tokens}+{window}")
+    return " | ".join(sorted(windows))
 
 
 def search_table(report: SearchReport) -> View:
@@ -106,15 +109,14 @@ def plan_table(plan: Plan, workload: Workload, damage: Damage | None = None) -> 
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
         *([] if damage is None else [("DESTROYS the model" if damage.is_destroyed else "damage", str(damage))]),
-        *((key, _short(str(value))) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
+        *(
+            (key, _SHA256.sub(r"\1…", str(value)))
+            for key, value in sorted(_origin(plan).items())
+            if not isinstance(value, dict)
+        ),
         *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]
     return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
-
-
-def _short(text: str) -> str:
-    """A sha256 by its first 16 digits, other text as it is."""
-    return f"{text[:16]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def _origin(plan: Plan) -> dict[str, Any]:
@@ -145,10 +147,6 @@ def budget_table(allocation: Allocation) -> View:
         proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, proven by HiGHS"
         rows.append(("loss", f"{allocation.loss:.6g}", proof))
     return f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows
-
-
-def checks_table(checks: Sequence[Check]) -> View:
-    return "All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks]
 
 
 def evaluation_table(evaluation: Evaluation) -> View:

@@ -98,7 +98,7 @@ def _attention(
     """The registered attention function: query [B, H, T, D]; key and value as ``PagedLayer.update`` returned them."""
     current = _ATTACHED.get(module)
     cache = None if current is None else current.cache
-    layer = None if cache is None else cache.layers[_index(module)]
+    layer = None if cache is None else cache.layers[module.layer_idx]  # type: ignore[index]
     if not isinstance(layer, PagedLayer | DenseLayer):
         return _base_attention(base, module, query, key, value, attention_mask, kwargs)
     if layer.static is not None and layer.static.is_step(query.shape[2]):
@@ -112,12 +112,6 @@ def _attention(
     attended = _base_attention(base, module, query, key, value, attention_mask, kwargs)
     layer.observe(query)
     return attended
-
-
-def _index(module: nn.Module) -> int:
-    index = module.layer_idx
-    assert isinstance(index, int)
-    return index
 
 
 @torch.compiler.disable

@@ -50,7 +50,12 @@ def cache_layers(
             plan = by_index.pop(index)
             if not _is_ours(native, plan):
                 continue
-            _require_query_heads(config, plan)
+            num_heads = config.get_text_config(decoder=True).num_attention_heads
+            if num_heads != plan.attention.num_query_heads:  # which the kernels are compiled for
+                raise ArtifactError(
+                    f"layer {index} has {num_heads} query heads, but the plan is for {plan.attention.num_query_heads}",
+                    hint=ANOTHER_MODEL,
+                )
             for reason in draft_refusals(plan, static is not None) if state.lookahead else ():
                 raise UnsupportedModel(
                     f"layer {index} cannot verify drafts: {reason}",
@@ -143,15 +148,6 @@ def _is_ours(native: object, plan: LayerPlan) -> bool:
         f"layer {geometry.index} of the model is a {type(native).__name__}, the plan has "
         f"{'full attention' if plan.is_paged else kind} there"
     )
-
-
-def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
-    """ArtifactError unless the plan's layer has the model's query heads, which the kernels are compiled for."""
-    found, planned = config.get_text_config(decoder=True).num_attention_heads, plan.attention.num_query_heads
-    if found != planned:
-        raise ArtifactError(
-            f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}", hint=ANOTHER_MODEL
-        )
 
 
 def _static_layer(

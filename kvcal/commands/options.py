@@ -143,10 +143,6 @@ class ModelOptions(OutputOptions):
         ),
     ] = None
 
-    @property
-    def memory_bytes(self) -> int | None:
-        return None if self.memory is None else parse_bytes(self.memory)
-
     def load(
         self, source: str, calibrated_on: data_sequences.DataSpec | None = None, reporter: Reporter | None = None
     ) -> model_load.LoadedModel:
@@ -154,7 +150,7 @@ class ModelOptions(OutputOptions):
         the user did not choose: the embedded model's tasks, or text of the installed packages."""
         logging.disable_progress_bar()
         num_tokens = residence.NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
-        memory = self.memory_bytes
+        memory = None if self.memory is None else parse_bytes(self.memory)
         device = distributed.device(self.device)
         loaded = model_load.load(source, dtype=self.dtype, device=device, memory=memory, num_tokens=num_tokens)
         if reporter is not None and loaded.residence is not None:
@@ -260,10 +256,9 @@ class BudgetOptions(WorkloadOptions):
     budget: Annotated[str | None, typer.Option(help="Whole device, such as 24GB or 22.5GiB.")] = None
     kv_budget: KvBudget = None
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
-    tp: Annotated[
-        int | None,
-        typer.Option("--tp", help="Ranks of tensor parallelism, with --for-engine.", min=1),
-    ] = None
+    tp: Annotated[int | None, typer.Option("--tp", help="Ranks of tensor parallelism, with --for-engine.", min=1)] = (
+        None
+    )
 
     engine: Annotated[
         Literal["vllm", "sglang"] | None,

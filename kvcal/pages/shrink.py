@@ -25,13 +25,12 @@ from kvcal.pages.uniform import UniformLayout
 
 Shift = Literal["equivalent", "modified", "direct"]
 SHIFTS: tuple[Shift, ...] = ("equivalent", "modified", "direct")
-WIDER_BITS = (16, 8, 4, 2)
 RECORDS_AT_ONCE = 128  # converted at once: bounds the scratch to a few bytes for each of their values
 
 
 def shift(codes: Tensor, from_bits: int, kind: Shift = "equivalent") -> Tensor:
     """Codes of ``from_bits`` (16, 8, 4 or 2) bits, of any integer dtype -> uint8 codes of half as many bits."""
-    b = _half(from_bits)
+    b = from_bits // 2
     if kind != "equivalent":
         return (codes >> b).to(torch.uint8)
     # The product stays below 2^16 for b = 4 and passes 2^31 for b = 8.
@@ -41,7 +40,7 @@ def shift(codes: Tensor, from_bits: int, kind: Shift = "equivalent") -> Tensor:
 
 def shift_params(scale: Tensor, zero: Tensor, from_bits: int, kind: Shift = "equivalent") -> tuple[Tensor, Tensor]:
     """Scale and zero, fp32, of codes that :func:`shift` halves from ``from_bits`` -> those of the result."""
-    b = _half(from_bits)
+    b = from_bits // 2
     if kind != "modified":
         return scale * (2.0**b + 1.0), zero
     wider = scale * 2.0**b
@@ -52,7 +51,7 @@ def unshift(codes: Tensor, to_bits: int, kind: Shift = "equivalent") -> Tensor:
     """Codes of half of ``to_bits`` (16, 8, 4 or 2) bits -> codes of ``to_bits`` bits that stand for the same values
     (modified: for values half a step of the wider codes above), uint8 (16 bits: int32). :func:`shift` of the same kind
     takes them back to ``codes`` exactly."""
-    b = _half(to_bits)
+    b = to_bits // 2
     wide = codes.to(torch.int32 if b == 8 else torch.uint8)
     return (wide << b) + (1 << (b - 1)) if kind == "modified" else wide * ((1 << b) + 1)
 
@@ -61,18 +60,12 @@ def unshift_params(scale: Tensor, zero: Tensor, to_bits: int, kind: Shift = "equ
     """Scale and zero, fp32, for the codes of :func:`unshift`. The shift of them gives ``scale`` back: bit for bit where
     it came out of :func:`shift_params`, else within one unit in the last place (15 % of all fp32 numbers are 5 times no
     other), subnormal numbers aside; and ``zero`` up to rounding (modified), or untouched."""
-    b = _half(to_bits)
+    b = to_bits // 2
     if kind != "modified":
         divisor = scale.new_full((), (1 << b) + 1)  # on the device: CUDA multiplies by 1 / a Python number
         return scale / divisor, zero
     narrower = scale * 2.0**-b
     return narrower, zero - (scale - narrower) * 0.5
-
-
-def _half(num_bits: int) -> int:
-    if num_bits not in WIDER_BITS:
-        raise ValueError(f"codes of {num_bits} bits have no half, expected one of {WIDER_BITS}")
-    return num_bits // 2
 
 
 PLAIN = Transform()

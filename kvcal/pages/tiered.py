@@ -49,7 +49,6 @@ from kvcal.stored_tensor import ITEM_BYTES
 NO_SLOT = 255
 MAX_SLOTS = 254
 BASE_BITS = (2, 4)
-BOOSTED_BITS = (4, 8, RAW_BITS)
 
 
 @dataclass(frozen=True)
@@ -65,14 +64,6 @@ class TieredLayout(Layout):
     cache_dtype: str
 
     def __post_init__(self) -> None:
-        bits = [tier_bits for tier_bits, _, _ in self.tiers]
-        if self.num_bits not in BASE_BITS or not set(bits) <= set(BOOSTED_BITS):
-            raise UsageError(f"tiers of {bits} bits over {self.num_bits}, expected {BOOSTED_BITS} over {BASE_BITS}")
-        if [*bits, self.num_bits] != sorted({*bits, self.num_bits}, reverse=True):
-            raise UsageError(f"tiers of {bits} bits over {self.num_bits}, expected fewer bits from each to the next")
-        rooms = [room for _, room, _ in self.tiers]
-        if not all(1 <= room <= self.head_dim for room in rooms):
-            raise UsageError(f"tiers have room for {rooms} of {self.head_dim} channels, expected 1 to {self.head_dim}")
         if self.num_slots > MAX_SLOTS:
             raise UsageError(
                 f"{self.num_slots} boosted channels of a head, but a page can name at most {MAX_SLOTS}",

@@ -32,14 +32,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.records import read_json, write_json
-from kvcal.stages.evaluate.stage import (
-    Row,
-    evaluate,
-    evaluation_inputs,
-    kept_rows,
-    scheduled_batch,
-    table_columns,
-)
+from kvcal.stages.evaluate.stage import Row, evaluate, evaluation_inputs, kept_rows, scheduled_batch, table_columns
 from kvcal.strict import STRICT, Amount
 
 FILE = "compare.json"
@@ -122,13 +115,9 @@ def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
     recipes = {name: load_recipe(name) for name in BASELINES}
     for recipe in map(load_recipe, names):
         for other in recipes.values():
-            is_same = other.sha256 == recipe.sha256
-            if other.name == recipe.name and not (is_same and other.name in BASELINES):
+            is_baseline = other.sha256 == recipe.sha256 and other.name in BASELINES
+            if other.name == recipe.name and not is_baseline:
                 raise UsageError(f"two recipes are named {recipe.name!r}", hint="give each once, or rename a file")
-            if is_same and other.name != recipe.name:
-                raise UsageError(
-                    f"{other.name!r} and {recipe.name!r} are the same recipe", hint="leave one of them out"
-                )
         recipes[recipe.name] = recipe
     others = [recipe for name, recipe in recipes.items() if name not in BASELINES]
     if not others:

@@ -107,11 +107,7 @@ def estimate_profile(job: Job) -> list[Estimate]:
 
 
 def allocate_folder(
-    folder: Folder,
-    spec: AllocateSpec,
-    reporter: Reporter = SILENT,
-    recipe: Recipe | None = None,
-    reserved: int = 0,
+    folder: Folder, spec: AllocateSpec, reporter: Reporter = SILENT, recipe: Recipe | None = None, reserved: int = 0
 ) -> Allocation:
     """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive],
     [reparam], [predictors] and [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes

@@ -88,11 +88,7 @@ def run(
 
 
 def build_plan(
-    loaded: LoadedModel,
-    folder: Folder,
-    recipe: Recipe,
-    workload: Workload | None = None,
-    reporter: Reporter = SILENT,
+    loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload | None = None, reporter: Reporter = SILENT
 ) -> Plan:
     """All stages of a recipe up to its plan, for ``workload`` (default: the recipe's, or 8 x 4,096 tokens).
 

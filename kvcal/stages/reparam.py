@@ -73,10 +73,6 @@ class LayerReparam:
     energy: Amount
     errors: tuple[Amount, ...]
 
-    @property
-    def error_at_zero(self) -> float:
-        return self.errors[0]
-
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Subject(CalibrationSubject):
@@ -255,7 +251,7 @@ def table_rows(record: Reparam) -> tuple[list[str], list[list[str]]]:
     rows = []
     for layer in record.layers:
         energy, lambda_ND = max(layer.energy, 1e-300), record.lambdas[layer.index]
-        errors = [f"{error / energy:.2e}" for error in (layer.error_at_zero, layer.error)]
+        errors = [f"{error / energy:.2e}" for error in (layer.errors[0], layer.error)]
         extent = f"{float(lambda_ND.min()):.2f} – {float(lambda_ND.max()):.2f}"
         rows.append([str(layer.index), f"{layer.alpha:.2f}", extent, *errors])
     return headers, rows

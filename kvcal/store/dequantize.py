@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Place
 from kvcal.kernels.reference import NON_FINITE
@@ -115,10 +114,7 @@ class Prediction:
         """[M, n, 128, D] fp32: what the predictor says about these pages."""
         predictor = self.plan.predictor(side)
         assert predictor is not None
-        source = self.state.predictions.get(predictor.source)
-        if source is None:
-            raise ArtifactError(f"layer {predictor.source} comes after layer {self.plan.geometry.index} in the model")
-        inputs = [source.before_rope(side, spans)]
+        inputs = [self.state.predictions[predictor.source].before_rope(side, spans)]
         if side == "v":
             inputs.append(self.before_rope("k", spans))
         if side not in self._predictors:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from kvcal.kernels.decode import require_rows
 from kvcal.kernels.operands import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, shrinkings, slide
 from kvcal.kernels.variants import variant_of
-from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 
@@ -109,61 +107,48 @@ class TablePool:
 NO_STAGE = 1 << 30
 
 
-class Control(Protocol):
-    """The part of the cache's state that the pool reads (kvcal.store.state)."""
-
-    max_tokens: int
-    batch: int
-    lengths: Tensor
-    columns: Tensor
-
-    @property
-    def error(self) -> Tensor: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def layers(self) -> list[LayerPlan]: ...
-
-
 class PhasedPages:
     """``pages`` uint8: all pages of all rows and layers; its bytes are those of the plan's pages at the token count up
     to ``max_tokens`` at which they are most. ``present`` int64 [regions, 7]: where they are now. ``number``: the region
     of a side of a layer, (layer, side)."""
 
-    def __init__(self, control: Control) -> None:
-        """On the device of ``control``, whose batch is known."""
-        if control.lengths.is_cuda:
-            require_rows(control.batch)
-        self._control = control
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        lengths: Tensor,
+        columns: Tensor,
+        error: Tensor,
+        max_tokens: int,
+    ) -> None:
+        """``lengths``, ``columns`` and ``error``: the cache's state (kvcal.store.state); ``tensors``: the plan's, on
+        their device."""
+        self._lengths, self._columns, self._error, self._batch = lengths, columns, error, len(lengths)
+        if lengths.is_cuda:
+            require_rows(self._batch)
         self.number: dict[tuple[int, Side], int] = {}
-        regions, transforms = self._regions()
-        self._starts = stage_starts(regions, max(control.plan.workload.context, control.max_tokens))
-        table, room = layout_table(regions, self._starts, control.batch, control.max_tokens)
+        regions, transforms = self._regions(plan, tensors)
+        self._starts = stage_starts(regions, max(plan.workload.context, max_tokens))
+        table, room = layout_table(regions, self._starts, self._batch, max_tokens)
         self._largest = max(at[RECORD] for rows in table for at in rows)
-        self.pages = fixed(torch.zeros(room, dtype=torch.uint8, device=control.lengths.device))
+        self.pages = fixed(torch.zeros(room, dtype=torch.uint8, device=lengths.device))
         self.stage = self._tensor(torch.tensor([0]))
         self.present = self._tensor(torch.tensor(table[0]))
         self._layout = self._tensor(torch.tensor(table))
         self._start_columns = self._tensor(torch.tensor(self._starts))
         self._transforms = self._tensor(transforms)
-        self._tickets = fixed(new_tickets(control.lengths.device))
+        self._tickets = fixed(new_tickets(lengths.device))
         self._shrinking = self._shrinkings(regions)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         """On the device, where it stays."""
-        return fixed(tensor.to(self._control.lengths.device))
+        return fixed(tensor.to(self._lengths.device))
 
-    def _regions(self) -> tuple[list[Region], Tensor]:
+    def _regions(self, plan: Plan, tensors: Mapping[str, Tensor]) -> tuple[list[Region], Tensor]:
         """All regions, keys before values, and the transforms of their pages."""
-        plan, tensors = self._control.plan, self._control.tensors
         regions: list[Region] = []
-        transforms, elements = [torch.empty(0, device=self._control.lengths.device)], 0
-        for layer in filter(lambda layer: layer.is_paged, self._control.layers):
+        transforms, elements = [torch.empty(0, device=self._lengths.device)], 0
+        for layer in filter(lambda layer: layer.is_paged, plan.layers):
             variant, heads = variant_of(layer, plan.cache_dtype), layer.attention.num_kv_heads
             for side in SIDES:
                 given = (side == "k" and variant.rescale, side == "k" and variant.offset)
@@ -194,7 +179,7 @@ class PhasedPages:
 
     def region(self, number: int) -> Tensor:
         """[B, pages, heads, record]: the pages of a region, where they are now."""
-        return region_pages(self.pages, self.present[number].tolist(), self._control.batch)
+        return region_pages(self.pages, self.present[number].tolist(), self._batch)
 
     def widths(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """The bits that regions have together, stage by stage, each once."""
@@ -202,11 +187,11 @@ class PhasedPages:
 
     def advance(self) -> None:
         """On to the stage of the columns after a step, before it reads or stores. On a GPU nothing waits."""
-        self._advance(self._control.columns)
+        self._advance(self._columns)
 
     def prepare(self, tokens: int) -> None:
         """On to the stage of the columns after so many more."""
-        columns = int(self._control.columns)
+        columns = int(self._columns)
         if not columns:
             self._enter(self._stage_of(tokens))
         for _ in range(self._stage_of(columns + tokens) - int(self.stage)):
@@ -214,7 +199,7 @@ class PhasedPages:
 
     def tokens_to_next_stage(self) -> int:
         """New tokens, 1 or more, that read pages of the same bits together as one by one."""
-        columns = int(self._control.columns)
+        columns = int(self._columns)
         later = [start for start in self._starts if start > columns]
         return max(1, later[0] - 1 - columns) if later else NO_STAGE
 
@@ -236,11 +221,10 @@ class PhasedPages:
 
     def _advance(self, columns: Tensor) -> None:
         """To the next stage, if it begins with the column after ``columns`` (int64, one), or before."""
-        control = self._control
         stages = Stages(self.stage, self._start_columns, self._layout, columns)
         for number, members in self._shrinking:
-            shrink(self.pages, list(stages), members, control.lengths, self._transforms, control.error, number)
-        slide(self.pages, *stages, self.present, self._tickets, control.batch, self._largest)
+            shrink(self.pages, list(stages), members, self._lengths, self._transforms, self._error, number)
+        slide(self.pages, *stages, self.present, self._tickets, self._batch, self._largest)
 
 
 class RegionPool:

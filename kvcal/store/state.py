@@ -185,7 +185,10 @@ class StepState:
         pages = num_pages(self.max_tokens)
         slots = torch.arange(batch * pages, dtype=torch.int32, device=device)
         self.table = fixed(slots.view(batch, pages))
-        self.phases = PhasedPages(self) if self.shared.is_scheduled else None
+        self.phases = None
+        if self.shared.is_scheduled:
+            state = self.lengths, self.columns, self.error, self.max_tokens
+            self.phases = PhasedPages(self.shared.plan, self.tensors, *state)
 
     def place(self, k: Format, v: Format) -> Place:
         """As the operators are given it, for pages of these formats."""
@@ -233,8 +236,9 @@ class StepState:
         """So many more tokens in every row: at the end of a step. Nothing here waits for the device."""
         self.lengths.add_(tokens)
         self.columns.add_(tokens)
-        if not torch.compiler.is_compiling() and not _is_capturing(self.lengths.device):
-            self.longest += tokens
+        if torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self.longest += tokens
 
     def set_columns(self, columns: int) -> None:
         """So many columns have been fed: after a prompt or a crop."""
@@ -258,7 +262,3 @@ class StepState:
                 hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
             )
         self.require_room(max(self.max_tokens + 1, int(self.lengths.max())))
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -171,13 +171,6 @@ def test_scores_that_are_not_finite_are_refused(bad):
     [
         ({"tiers": ((4, 256, None),)}, "256 boosted channels of a head, but a page can name at most 254"),
         ({"tiers": ((16, 55, None), (4, 200, 1.0))}, "255 boosted channels"),
-        ({"tiers": ((4, 2, None), (8, 2, None))}, "fewer bits from each to the next"),
-        ({"tiers": ((4, 2, None), (4, 2, None))}, "fewer bits from each to the next"),
-        ({"tiers": ((4, 2, None),), "num_bits": 4}, "fewer bits from each to the next"),
-        ({"tiers": ((3, 2, None),)}, r"tiers of \[3\] bits over 2"),
-        ({"num_bits": 3}, r"tiers of \[4\] bits over 3"),
-        ({"tiers": ((4, 257, None),)}, r"room for \[257\] of 256 channels"),
-        ({"tiers": ((4, 0, None),)}, r"room for \[0\] of 256 channels"),
     ],
 )
 def test_tiers_that_cannot_be_stored_are_refused(changes, message):

@@ -149,7 +149,6 @@ def test_points(recipes: tuple[str, str]) -> None:
     [
         (["small", "no-such-recipe"], [], "no-such-recipe"),
         (["kivi-2"], [], "no recipe to compare"),
-        (["small", "copy"], [], "'small' and 'copy' are the same recipe"),
         (["other/kivi-2"], [], "two recipes are named 'kivi-2'"),
         (["a b", "a,b"], [], "punctuation"),
         (["small"], [0.05], "out of range"),
@@ -160,7 +159,7 @@ def test_points(recipes: tuple[str, str]) -> None:
 )
 def test_bad_input(recipes: tuple[str, str], tmp_path: Path, names: list[str], bits: list[float], says: str) -> None:
     (tmp_path / "other").mkdir()
-    contents = {"copy": BUDGETED, "other/kivi-2": FIXED}
+    contents = {"other/kivi-2": FIXED}
     contents |= {"a b": BUDGETED, "a,b": FIXED}
     for name, content in contents.items():
         (tmp_path / f"{name}.toml").write_text(content)

@@ -138,9 +138,6 @@ def test_truncated_and_missing_files_are_refused(tmp_path: Path, whole: Evaluati
     path.write_bytes(sound[:-50])
     with pytest.raises(ArtifactError, match="truncated or not JSON"):
         load_evaluation(path)
-    path.write_bytes(sound[:-1])  # found by mutated files
-    with pytest.raises(ArtifactError, match="is truncated: its last line has no end"):
-        load_evaluation(path)
     path.write_text("[]")
     with pytest.raises(ArtifactError, match="is not an evaluation"):
         load_evaluation(path)

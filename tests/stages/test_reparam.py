@@ -128,7 +128,7 @@ def test_best_candidate_is_kept_and_lambda_pays_for_an_outlier(outliers, finishe
     record, path = finished
     for layer in record.layers:
         assert layer.error == min(layer.errors) == layer.errors[round(layer.alpha * 4)]
-        assert layer.alpha > 0 and layer.error < 0.5 * layer.error_at_zero
+        assert layer.alpha > 0 and layer.error < 0.5 * layer.errors[0]
         assert 0 < layer.error < layer.energy
         lambda_ND = record.lambdas[layer.index]
         assert lambda_ND.dtype == torch.float32 and lambda_ND.shape == (2, 16)
@@ -187,7 +187,7 @@ def test_lambda_needs_pairs_and_no_angles(tmp_path):
     for layer in record.layers:
         a, b = rotary_pairs(model, geometry_of(model))[layer.index].unbind(1)
         assert len(a) == 8 and torch.equal(record.lambdas[layer.index][:, a], record.lambdas[layer.index][:, b])
-        assert layer.error <= layer.error_at_zero
+        assert layer.error <= layer.errors[0]
 
 
 def test_refusals(tmp_path, outliers):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcal.errors import InfeasibleBudget, UsageError
+from kvcal.errors import InfeasibleBudget
 from kvcal.quantities import format_bytes
 
 CLOSED = 1e-9  # a gap below is rounding
@@ -83,12 +83,6 @@ Entry = tuple[int, float, int]  # bytes, loss, option number
 
 def _undominated(unit: Unit) -> list[Entry]:
     """By rising bytes and strictly falling loss."""
-    for option in unit.options:
-        if not 0 <= option.loss < math.inf:
-            raise UsageError(
-                f"the loss of option '{option.key}' of unit '{unit.name}' is {option.loss}; allowed: finite, >= 0",
-                hint="the profile's statistics overflowed or are damaged",
-            )
     kept: list[Entry] = []
     for entry in sorted((option.nbytes, float(option.loss), number) for number, option in enumerate(unit.options)):
         if not kept or entry[1] < kept[-1][1]:

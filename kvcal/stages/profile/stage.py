@@ -111,7 +111,8 @@ def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: C
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
     if texts:
         reference = unquantized_plan(loaded.identity, loaded.geometry)
-        plans = [plan for place in product(_indices(setup), SIDES) for plan in _plans_of(setup, reference, place)]
+        places = product([layer.index for layer in setup.layers], SIDES)
+        plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
         batch = texts[: KL_BATCH.get(loaded.model.device.type, 4)]
         num_groups = len(_divergence_steps(setup, texts[:1], 1))
         whole_plans = num_groups + sum(cache_share(reference, plan) for plan in plans)
@@ -197,10 +198,6 @@ def _gradient_pass(loaded: LoadedModel, setup: ProfileSetup) -> GradientPass:
     candidates = {side: setup.candidates(side) for side in SIDES}
     cache = setup.cache
     return GradientPass(loaded.model, loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
-
-
-def _indices(setup: ProfileSetup) -> list[int]:
-    return [layer.index for layer in setup.layers]
 
 
 def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
