@@ -73,13 +73,8 @@ def unrotate(x: Tensor, table: Tensor, positions_T: Tensor) -> Tensor:
     return out
 
 
-def cos_sin(table: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the table's pairs at positions_T [..., T] (int64): [..., T, pairs] fp32."""
-    angles = positions_T.to(torch.float64).unsqueeze(-1) * table[:, 2]
-    return angles.cos().float(), angles.sin().float()
-
-
 def _terms(table: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Channels a and b; cos and sin [..., T, pairs]; amplitude [pairs]."""
     a, b = table[:, 0].long(), table[:, 1].long()
-    return a, b, *cos_sin(table, positions_T), table[:, 3].float()
+    angles = positions_T.to(torch.float64).unsqueeze(-1) * table[:, 2]
+    return a, b, angles.cos().float(), angles.sin().float(), table[:, 3].float()

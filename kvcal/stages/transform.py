@@ -32,8 +32,9 @@ from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambda
 from kvcal.stages.allocate.record import Allocation, layers_in
 from kvcal.stages.centre import Centring, takes_mean
 from kvcal.stages.feedback import FeedbackRecord
-from kvcal.stages.predictors import stage as predictor_stage
+from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors.record import PredictorRecord
+from kvcal.stages.predictors.stage import run_fit_predictors
 from kvcal.stages.reparam import Reparam
 from kvcal.strict import dump, flat_records
 
@@ -102,7 +103,7 @@ class Transforms:
 LOADS: dict[str, Callable[[Path], Record]] = {
     "reparam": reparam_stage.load,
     "centre": centre_stage.load,
-    "predictors": predictor_stage.load,
+    "predictors": predictor_record.load,
     "feedback": feedback_stage.load,
     "basis": feedback_stage.load,
 }
@@ -112,7 +113,7 @@ def reparam_folder(job: Job) -> Reparam:
     """The reparam stage: λ of every layer, for the folder's allocation."""
     spec, loaded, folder, reporter = job.recipe.reparam, job.loaded, job.folder, job.reporter
     assert spec is not None
-    data = reparam_data(job)
+    data = short_data(job, spec)
     allocation = allocation_record.load(folder.allocation)[0]
     layers = allocation.layers
     inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
@@ -155,8 +156,8 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     data = job_sequences(job, recipe.data, "fit")
     inputs = _transform_inputs("predictors", spec, layers, tensors, data, loaded)
     inputs |= flat_records(workload=allocation.workload)
-    make = partial(predictor_stage.run_fit_predictors, loaded, layers, tensors, data, spec, allocation.workload)
-    found = current_or("predictors", folder.predictors, predictor_stage.load, inputs, make, reporter, data.description)
+    make = partial(run_fit_predictors, loaded, layers, tensors, data, spec, allocation.workload)
+    found = current_or("predictors", folder.predictors, predictor_record.load, inputs, make, reporter, data.description)
     _tell_beyond_budget("predictors", allocation, found.apply(layers), tensors | found.tensors(), reporter)
     return found
 
@@ -190,12 +191,6 @@ def _tell_beyond_budget(
     if left is not None and left < 0:
         taken = transform_bytes(allocation, layers, nbytes) + spared_lambdas(layers)
         reporter.say(f"{stage}: the plan would take {-left} bytes beyond the budget; {reserve_hint(taken)}")
-
-
-def reparam_data(job: Job) -> TokenDataset:
-    """Calibration text for λ; without [reparam], no longer than the recipe's."""
-    recipe, plain = job.recipe, ReparamSpec()
-    return short_data(job, recipe.reparam or replace(plain, seq_len=min(plain.seq_len, recipe.data.seq_len)))
 
 
 def short_data(job: Job, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:

@@ -122,20 +122,9 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     "spoil, message",
     [
         (
-            lambda body, tensors: tensors.pop("layers.1.k_predictor.weight"),
-            "missing tensor 'layers.1.k_predictor.weight'",
-        ),
-        (lambda body, tensors: tensors.update(stranger=torch.ones(1)), "unknown tensor 'stranger'"),
-        (lambda body, tensors: tensors.update({"layers.1.rotary": torch.ones(3)}), "layers.1.rotary"),
-        (lambda body, tensors: body["findings"][2].update(fit=None), "kept, but was not fitted"),
-        (
             lambda body, tensors: body["findings"][2]["fit"].update(num_inputs=0),
             "num_inputs = 0: Input should be greater",
         ),
-        (lambda body, tensors: body["findings"][2].update(source=1), "not fitted to an earlier layer"),
-        (lambda body, tensors: body["findings"].append(body["findings"][2]), "expected each once"),
-        (lambda body, tensors: tensors["layers.1.rotary"][0, 3].fill_(0.0), "layers.1.rotary' holds values from 0 to"),
-        (lambda body, tensors: tensors["layers.1.v_predictor.bias"].fill_(3e38), "bias' holds values from 3e\\+38"),
         (lambda body, tensors: body.update(extra=1), "unknown key 'extra'"),
     ],
 )

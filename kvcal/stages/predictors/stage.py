@@ -53,20 +53,16 @@ from kvcal.stages.predictors.reconstruct import (
 )
 from kvcal.stages.predictors.record import (
     KIND,
-    SCHEMA,
     Finding,
     PredictorRecord,
     Subject,
     Target,
     decide,
     find_targets,
-    load,
     save,
     with_predictors,
 )
 from kvcal.stages.predictors.regression import NormalEquations, compress
-
-__all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 
 PASSES, SEQUENCES = "passes", "sequences of the next one"
 # Tokens of a batch, padding included.
