@@ -42,13 +42,9 @@ class Case:
     """A random model, a plan and a packed prefix in a folder, and the command on them."""
 
     def __init__(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        k: Format = COARSE,
-        v: Format = VALUES,
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, k: Format = COARSE, v: Format = VALUES,
         prefix: str = MANUAL,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.plan_file, self.prefix_file = folder / "plan.safetensors", folder / "p.kv"
         self.model = attentive(save_llama(folder / "model", tokenizer))
         self.loaded: LoadedModel = load(str(self.model), device="cpu")

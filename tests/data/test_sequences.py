@@ -224,10 +224,8 @@ def test_the_opening_tokens_are_the_tokenizers_own() -> None:
 
     tokenizer = chat_tokenizer()
     assert prefix_ids(tokenizer) == [EOS]  # bos, which this tokenizer does not add itself
-    pieces = [("<pad>", 1), ("<eos>", 0)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<pad> <eos> $A <eos>", special_tokens=pieces
-    )
+    own = TemplateProcessing(single="<pad> <eos> $A <eos>", special_tokens=[("<pad>", 1), ("<eos>", 0)])
+    tokenizer.backend_tokenizer.post_processor = own
     assert prefix_ids(tokenizer) == [1, 0]
     tokenizer = chat_tokenizer()
     tokenizer.bos_token = None
@@ -272,18 +270,10 @@ def test_only_what_is_needed_is_read(
     assert 0 < num_read < 1000
 
 
-@pytest.mark.parametrize(
-    ("changes", "words_expected"),
-    [
-        ({"source": ""}, ["source", "tasks"]),
-        ({"source": "tasks:sums"}, ["tasks:sums", "tasks:ledger"]),
-        ({"min_len": 1025}, ["min_len = 1025", "1024"]),
-    ],
-)
-def test_an_impossible_spec_is_refused(changes: dict[str, Any], words_expected: list[str]) -> None:
+def test_an_impossible_spec_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        replace(DataSpec(), **changes)
-    assert_says(caught.value, words_expected)
+        DataSpec(min_len=1025)
+    assert_says(caught.value, ["min_len = 1025", "1024"])
 
 
 def assert_says(error: UsageError, words_expected: list[str]) -> None:

@@ -36,29 +36,16 @@ REFUSED = {
 LATENT = (32, 8, ExpandedHeads(24, 24))
 # (query heads, KV heads, head dim or LATENT, window of each layer; None: full; "state": no attention)
 SHAPES = {
-    "llama": (4, 1, 16, [None] * 3),
-    "llama_mha_yarn": (4, 4, 16, [None] * 3),
-    "mistral_all_sliding": (4, 1, 16, [6] * 3),
-    "qwen2": (8, 1, 8, [None] * 3),
-    "qwen3": (4, 1, 32, [None] * 3),
-    "qwen3_moe": (4, 1, 16, [None] * 3),
-    "phi3": (8, 2, 8, [None] * 3),
-    "gemma3": (4, 1, 16, [6, 6, None, 6]),
-    "gemma3n": (4, 1, 16, [None, 6]),
-    "glm4": (4, 1, 16, [None] * 3),
-    "olmo2": (4, 4, 16, [None] * 3),
-    "gpt_neox": (4, 4, 16, [None] * 3),
-    "gpt2": (4, 4, 8, [None] * 2),
-    "gpt_oss": (8, 1, 16, [6, None, 6]),
-    "stablelm": (4, 1, 16, [None] * 3),
-    "smollm3": (4, 1, 16, [None] * 3),
-    "qwen3_next": (4, 1, 16, ["state", None, "state", None]),
-    "llama4": (4, 1, 16, [8, 8, 8, None]),
-    "deepseek_v2": (4, 1, LATENT, [None] * 3),
-    "deepseek_v3": (4, 1, LATENT, [None] * 3),
-    "kimi_linear": (4, 1, LATENT, ["state", None, "state"]),
-    "falcon_h1": (4, 1, 16, [None] * 3),
-}
+    "llama": (4, 1, 16, [None] * 3), "llama_mha_yarn": (4, 4, 16, [None] * 3),
+    "mistral_all_sliding": (4, 1, 16, [6] * 3), "qwen2": (8, 1, 8, [None] * 3), "qwen3": (4, 1, 32, [None] * 3),
+    "qwen3_moe": (4, 1, 16, [None] * 3), "phi3": (8, 2, 8, [None] * 3), "gemma3": (4, 1, 16, [6, 6, None, 6]),
+    "gemma3n": (4, 1, 16, [None, 6]), "glm4": (4, 1, 16, [None] * 3), "olmo2": (4, 4, 16, [None] * 3),
+    "gpt_neox": (4, 4, 16, [None] * 3), "gpt2": (4, 4, 8, [None] * 2), "gpt_oss": (8, 1, 16, [6, None, 6]),
+    "stablelm": (4, 1, 16, [None] * 3), "smollm3": (4, 1, 16, [None] * 3),
+    "qwen3_next": (4, 1, 16, ["state", None, "state", None]), "llama4": (4, 1, 16, [8, 8, 8, None]),
+    "deepseek_v2": (4, 1, LATENT, [None] * 3), "deepseek_v3": (4, 1, LATENT, [None] * 3),
+    "kimi_linear": (4, 1, LATENT, ["state", None, "state"]), "falcon_h1": (4, 1, 16, [None] * 3),
+}  # fmt: skip
 # Bytes of the state besides keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a convolution over
 # their channels and twice 8.
 BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}

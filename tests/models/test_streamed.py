@@ -287,17 +287,13 @@ def test_the_least_memory_is_named_and_suffices(saved) -> None:
 @pytest.mark.parametrize(
     ("memory", "num_kept", "num_places"),
     [
-        (106_600, 0, 1),
-        (206_599, 0, 1),
-        (206_600, 0, 2),
-        (567_143, 0, 2),  # a batch of 16,384 tokens takes 262,144 bytes
-        (567_144, 1, 2),
-        (1_006_599, 5, 2),
+        (106_600, 0, 1), (206_599, 0, 1), (206_600, 0, 2),
+        (567_143, 0, 2), (567_144, 1, 2), (1_006_599, 5, 2),
         (1_006_600, 10, 0),
     ],
-)
+)  # fmt: skip
 def test_residence_by_hand(memory: int, num_kept: int, num_places: int) -> None:
-    """Two places first, then a batch, then layers that stay; at last, all."""
+    """Two places first, then a batch, whose 16,384 tokens take 262,144 bytes, then layers that stay; at last, all."""
     assert SHAPES.least == 106_600
     found = residence(SHAPES, memory)
     assert (found.num_kept, found.num_places) == (num_kept, num_places)

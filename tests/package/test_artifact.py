@@ -191,12 +191,10 @@ def test_renamed_extra_reshaped_or_recast_tensor_breaks_the_digest(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
-        (torch.float64, float("nan")),
-        (torch.float16, -float("inf")),
-        (torch.bfloat16, float("nan")),
+        (torch.float64, float("nan")), (torch.float16, -float("inf")), (torch.bfloat16, float("nan")),
         (torch.float8_e5m2, float("inf")),
     ],
-)
+)  # fmt: skip
 def test_non_finite_tensors_are_neither_written_nor_read(tmp_path, dtype, value):
     path = tmp_path / "a"
     tensors = {"bad": torch.tensor([1.0, value, 2.0]).to(dtype)}

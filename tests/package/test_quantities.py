@@ -11,14 +11,10 @@ from kvcal.quantities import UNITS, format_bytes, parse_bytes
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("1.5GiB", 1_610_612_736),
-        ("800MB", 800_000_000),
-        ("123456", 123_456),
-        ("0.5 KiB", 512),
-        ("0.3GiB", 322_122_547),
-        ("1.9999999999KB", 1999),
+        ("1.5GiB", 1_610_612_736), ("800MB", 800_000_000), ("123456", 123_456), ("0.5 KiB", 512),
+        ("0.3GiB", 322_122_547), ("1.9999999999KB", 1999),
     ],
-)
+)  # fmt: skip
 def test_exact_values(text, nbytes):
     assert parse_bytes(text) == nbytes
 
@@ -39,14 +35,10 @@ def test_anything_else_is_refused_with_the_allowed_set(text):
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (99_999, "99999 B"),
-        (100_000, "100 KB"),
-        (999_960, "1 MB"),
-        (1_610_612_736, "1.611 GB"),
-        (3_456 * 10**12, "3456 TB"),
-        (-2_500_000, "-2.5 MB"),
+        (99_999, "99999 B"), (100_000, "100 KB"), (999_960, "1 MB"), (1_610_612_736, "1.611 GB"),
+        (3_456 * 10**12, "3456 TB"), (-2_500_000, "-2.5 MB"),
     ],
-)
+)  # fmt: skip
 def test_what_people_read(nbytes, text):
     assert format_bytes(nbytes) == text
 

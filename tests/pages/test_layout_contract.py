@@ -249,14 +249,11 @@ RECORDS = [
     for (side, axis), (num_bits, group_size, dim, param_dtype) in itertools.product(
         SIDE_AXES,
         [
-            (1, 32, 16, "float16"),
-            (2, 32, 64, "float16"),
-            (3, 64, 20, "bfloat16"),
-            (4, 128, 16, "float32"),
+            (1, 32, 16, "float16"), (2, 32, 64, "float16"), (3, 64, 20, "bfloat16"), (4, 128, 16, "float32"),
             (8, 64, 80, "float16"),
         ],
     )
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("side", "axis", "num_bits", "group_size", "dim", "param_dtype"), RECORDS)

@@ -35,6 +35,18 @@ def rescaled(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, t
     return layers, {f"layers.{layer.geometry.index}.k_rescale": torch.ones(shape) for layer in layers}
 
 
+def of_two_bits(allocation: Allocation) -> Allocation:
+    layers = tuple(replace(layer, k=(Format(2),), v=(Format(2),)) for layer in allocation.layers)
+    return replace(allocation, layers=layers)
+
+
+FP32 = Format(2, "token", 128, param_dtype="float32")
+
+
+def fixed() -> Allocation:
+    return fixed_allocation(FormatsSpec(FP32, FP32), IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
+
+
 LAMBDAS = 3 * 2 * 32 * 4  # of three layers with two heads of 32
 
 
@@ -68,12 +80,8 @@ def test_a_plan_beyond_its_budget_is_refused_and_reserved_bytes_make_it_fit(kind
     assert caught.value.smallest_bytes == used + LAMBDAS and f"--reserve {LAMBDAS}" in (caught.value.hint or "")
     compile_plan(replace(tight, split=replace(tight.split, budget=used + LAMBDAS)), *rescaled(tight))
     kept_free = allocated(LAMBDAS, **STATED[kind])
-    plan = compile_plan(kept_free, *rescaled(kept_free))
-    assert (
-        plan.predicted_bytes + kept_free.split.overhead
-        <= kept_free.split.budget
-        == allocated(**STATED[kind]).split.budget
-    )
+    taken = compile_plan(kept_free, *rescaled(kept_free)).predicted_bytes + kept_free.split.overhead
+    assert taken <= kept_free.split.budget == allocated(**STATED[kind]).split.budget
 
 
 def test_reserved_bytes_are_taken_from_the_formats() -> None:
@@ -132,19 +140,14 @@ def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
     allocation = allocated(reserved, budget=f"{total}B")
     assert allocation.split.logits == 2 * 4 * BATCH * VOCABULARY and allocation.split.weights == WEIGHTS
     assert any(RAW not in (*layer.k, *layer.v) for layer in allocation.layers)
-    allocation = replace(
-        allocation, layers=tuple(replace(layer, k=(Format(2),), v=(Format(2),)) for layer in allocation.layers)
-    )
+    allocation = of_two_bits(allocation)
     plan = compile_plan(allocation, *transform(allocation))
     scratch = step_workspace(plan.layers, "bfloat16", BATCH, CONTEXT).nbytes
     assert plan.predicted_bytes + WEIGHTS + 2 * 4 * BATCH * VOCABULARY + scratch <= total
 
 
 def test_a_whole_device_without_room_for_the_scratch_of_predictors_is_refused() -> None:
-    allocation = allocated(budget="8MB")
-    allocation = replace(
-        allocation, layers=tuple(replace(x, k=(Format(2),), v=(Format(2),)) for x in allocation.layers)
-    )
+    allocation = of_two_bits(allocated(budget="8MB"))
     split = allocation.split
     layers, tensors = predicted(allocation)
     taken = transform_bytes(allocation, layers, tensors_nbytes(tensors))
@@ -210,32 +213,26 @@ def test_pages_that_shrink_leave_the_reserved_bytes_at_every_count(shift) -> Non
 
 def test_a_progressive_plan_is_held_against_its_budget_at_every_count() -> None:
     """At the workload there is room for λ, and right before pages shrink there is not."""
-    fmt = Format(2, "token", 128, param_dtype="float32")
-    fixed = fixed_allocation(FormatsSpec(fmt, fmt), IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
-    at = (600, 600, 600)
-    layers = tuple(replace(x, k=(replace(fmt, shrink_at=at),), v=(replace(fmt, shrink_at=at),)) for x in fixed.layers)
-    peak = Plan(IDENTITY, "bfloat16", layers, fixed.workload, {}, {}).nbytes([599] * BATCH)
-    allocation = replace(fixed, layers=layers, split=replace(fixed.split, kind="bits", budget=peak))
+    allocation, fmt = fixed(), replace(FP32, shrink_at=(600, 600, 600))
+    layers = tuple(replace(layer, k=(fmt,), v=(fmt,)) for layer in allocation.layers)
+    peak = Plan(IDENTITY, "bfloat16", layers, allocation.workload, {}, {}).nbytes([599] * BATCH)
+    allocation = replace(allocation, layers=layers, split=replace(allocation.split, kind="bits", budget=peak))
     assert compile_plan(allocation).predicted_bytes + LAMBDAS < peak
     with pytest.raises(InfeasibleBudget, match=f"{LAMBDAS} more than the budget"):
         compile_plan(allocation, *rescaled(allocation))
 
 
 def test_bits_of_a_progressive_plan_are_all_in() -> None:
-    formats = FormatsSpec(*[Format(2, "token", 128, param_dtype="float32")] * 2)
-    fixed = fixed_allocation(formats, IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
-    found = made_progressive(fixed, ProgressiveSpec(bits=7.0), LAMBDAS)
+    found = made_progressive(fixed(), ProgressiveSpec(bits=7.0), LAMBDAS)
     budget = int(7.0 * 3 * 2 * 2 * 32 * BATCH * CONTEXT / 8)
     assert (found.split.budget, found.split.kind, found.split.reserved) == (budget, "bits", LAMBDAS)
     plan = compile_plan(found, *rescaled(found))
     assert most_bytes(plan) <= budget
-    own = made_progressive(fixed, ProgressiveSpec(), LAMBDAS)  # its own bytes, which leave nothing to reserve
+    own = made_progressive(fixed(), ProgressiveSpec(), LAMBDAS)  # its own bytes, which leave nothing to reserve
     assert own.split.kind is None and own.split.reserved == 0
     whole = allocated(budget="8MB")
-    whole = made_progressive(
-        replace(whole, layers=fixed.layers, split=replace(whole.split, budget=whole.split.overhead + budget + 1)),
-        ProgressiveSpec(bits=7.0), 0,
-    )  # fmt: skip
+    split = replace(whole.split, budget=whole.split.overhead + budget + 1)
+    whole = made_progressive(replace(whole, layers=fixed().layers, split=split), ProgressiveSpec(bits=7.0), 0)
     assert whole.split.budget == whole.split.overhead + budget
 
 
@@ -244,8 +241,5 @@ def test_a_budget_beyond_16_bits_is_that_of_16_bits(budget: str) -> None:
     found = allocated(kv_budget=budget)
     assert all(fmt == RAW for layer in found.layers for fmt in (*layer.k, *layer.v)) and found.loss == 0
     assert found.split.budget in (10**12, 10**30)
-    fixed = fixed_allocation(
-        FormatsSpec(*[Format(2, "token", 128, param_dtype="float32")] * 2), IDENTITY, geometry(), found.workload, {}
-    )
-    layers = made_progressive(replace(fixed, split=found.split), ProgressiveSpec(), 0).layers
+    layers = made_progressive(replace(fixed(), split=found.split), ProgressiveSpec(), 0).layers
     assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in (*layer.k, *layer.v))

@@ -58,13 +58,10 @@ def scores_by_hand(fmt: Format, q_HTD: Tensor, k_NTD: Tensor) -> list[list[list[
 @pytest.mark.parametrize(
     ("fmt", "num_pages"),
     [
-        (format_of(), 3),
-        (format_of(sinks=5, window=40), 3),
-        (format_of(RUNNING, sinks=5), 3),
-        (format_of(rule=WindowRule("clamped", 0.3, 100, 10)), 3),
-        (format_of(window=300), 3),
+        (format_of(), 3), (format_of(sinks=5, window=40), 3), (format_of(RUNNING, sinks=5), 3),
+        (format_of(rule=WindowRule("clamped", 0.3, 100, 10)), 3), (format_of(window=300), 3),
     ],
-)
+)  # fmt: skip
 def test_scores_against_loops(fmt: Format, num_pages: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q_HTD, k_NTD = torch.randn(4, 400, 6, generator=generator), torch.randn(2, 400, 6, generator=generator)

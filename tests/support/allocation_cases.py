@@ -30,12 +30,9 @@ def geometry(num_layers: int = 3, heads: int = 2, dim: int = 32) -> Geometry:
 
 
 def profile(
-    model: Geometry | None = None,
-    loss: Loss = halving,
-    spec: ProfileSpec | None = None,
-    cache: CacheSpec = CACHE,
+    model: Geometry | None = None, loss: Loss = halving, spec: ProfileSpec | None = None, cache: CacheSpec = CACHE,
     max_positions: int | None = None,
-) -> Profile:
+) -> Profile:  # fmt: skip
     """Of sensitivities alone."""
     model = model or geometry()
     spec = spec or ProfileSpec(num_bits=(2, 3, 4), group_sizes=(32, 128), kl_samples=0)

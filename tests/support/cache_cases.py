@@ -72,12 +72,9 @@ def plan_of(geometry: Geometry, k: Format | Sequence[Format], v: Format | Sequen
 
 
 def llama_plan(
-    k: Format | Sequence[Format],
-    v: Format | Sequence[Format],
-    num_kv_heads: int = 2,
-    cache_dtype: str = "float32",
+    k: Format | Sequence[Format], v: Format | Sequence[Format], num_kv_heads: int = 2, cache_dtype: str = "float32",
     num_layers: int = 2,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """A plan for ``tiny_llama(num_kv_heads, num_layers)``."""
     attention = tuple(
         AttentionGeometry(index, NUM_HEADS, num_kv_heads, HEAD_DIM, HEAD_DIM) for index in range(num_layers)

@@ -111,15 +111,9 @@ class Case:
     device = "cuda"
 
     def __init__(
-        self,
-        variant: Variant,
-        lengths: tuple[int, ...],
-        heads: int,
-        seed: int,
-        outlier: float = 8.0,
-        scattered: bool = True,
-        alike: bool = False,
-    ) -> None:
+        self, variant: Variant, lengths: tuple[int, ...], heads: int, seed: int, outlier: float = 8.0,
+        scattered: bool = True, alike: bool = False,
+    ) -> None:  # fmt: skip
         self.variant, self.heads = variant, heads
         generator = torch.Generator(self.device).manual_seed(seed)
         batch, dim, most = len(lengths), variant.head_dim, max(lengths) + 1
@@ -219,13 +213,9 @@ class Case:
         return workspace
 
     def run(
-        self,
-        scale: float,
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None, dtype: torch.dtype = torch.float32,
         workspace: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         from kvcal.kernels.decode import launch_decode
 
         workspace = self.workspace() if workspace is None else workspace

@@ -201,15 +201,9 @@ class Paged:
     poison. ``seed`` shuffles the slots of pages; ``is_slice``: the heads lie in the middle of larger tensors."""
 
     def __init__(
-        self,
-        variant: Variant,
-        batch: int,
-        max_pages: int,
-        device: str = "cpu",
-        heads: int = 2,
-        seed: int | None = None,
-        is_slice: bool = False,
-    ) -> None:
+        self, variant: Variant, batch: int, max_pages: int, device: str = "cpu", heads: int = 2,
+        seed: int | None = None, is_slice: bool = False,
+    ) -> None:  # fmt: skip
         self.variant, self.device, self.heads = variant, device, heads
         dtype, dim = CACHE_DTYPES[variant.cache_dtype], variant.head_dim
         taken, all_heads = (slice(1, 1 + heads), heads + 2) if is_slice else (slice(0, heads), heads)
@@ -305,14 +299,8 @@ PAIRS = {
     "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32, 130)),
     "unequal windows": (Format(2, "channel", 32, 4, 32), Format(2, "token", 32, 4, 128)),
     "keys of a longer window": (Format(4, "channel", 32, 130, 128), Format(2, "token", 32, 130)),
-    "window rules": (
-        Format(3, "channel", 32, 4, window_rule=RULE),
-        Format(4, "token", 32, 4, window_rule=PAGED),
-    ),
-    "rotated": (
-        Format(2, "token", 32, 4, 32, quantizer="rotated"),
-        Format(3, "token", 128, 4, quantizer="rotated"),
-    ),
+    "window rules": (Format(3, "channel", 32, 4, window_rule=RULE), Format(4, "token", 32, 4, window_rule=PAGED)),
+    "rotated": (Format(2, "token", 32, 4, 32, quantizer="rotated"), Format(3, "token", 128, 4, quantizer="rotated")),
     "rotated values": (Format(2, "channel", 32), Format(2, "token", 32, quantizer="rotated")),
     "keys of 16 bits": (RAW, Format(2, "token", 32, 33)),
     "values of 16 bits": (Format(2, "channel", 32, 33, 32), RAW),

@@ -58,13 +58,9 @@ def aqua_layers(loaded: LoadedModel, k_pages: str = "post", first: Format = FIRS
 
 
 def fit(
-    loaded: LoadedModel,
-    layers: tuple[LayerPlan, ...],
-    data: TokenDataset,
-    spec: PredictorSpec | None = None,
-    workload: Workload = WORKLOAD,
-    path: Path | None = None,
-) -> PredictorRecord:
+    loaded: LoadedModel, layers: tuple[LayerPlan, ...], data: TokenDataset, spec: PredictorSpec | None = None,
+    workload: Workload = WORKLOAD, path: Path | None = None,
+) -> PredictorRecord:  # fmt: skip
     spec = spec or PredictorSpec(drop=False)
     with tempfile.TemporaryDirectory() as folder:
         target = path or Path(folder) / "predictors.safetensors"

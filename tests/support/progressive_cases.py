@@ -14,14 +14,9 @@ V_2 = Format(2, "token", 32)
 
 
 def scheduled(
-    k: Format,
-    v: Format,
-    batch: int,
-    num_layers: int = 2,
-    dtype: str = "float32",
-    context: int = CONTEXT,
+    k: Format, v: Format, batch: int, num_layers: int = 2, dtype: str = "float32", context: int = CONTEXT,
     geometry: Geometry | None = None,
-) -> tuple[Plan, int]:
+) -> tuple[Plan, int]:  # fmt: skip
     """A plan and its budget: what its final formats take at the workload. For ``tiny_llama``, or any ``geometry``."""
 
     def made(*formats: Format) -> Plan:
