@@ -145,12 +145,9 @@ def test_prompt_lookup_gives_the_tokens_of_plain_decoding(monkeypatch: pytest.Mo
     ids, found = random_ids(1, 20).repeat(1, 6)[:, :110], []
     for lookahead in (0, 7):
         cache = PlanCache(plan, model.config, max_tokens=256, lookahead=lookahead)
-        lookup = {"prompt_lookup_num_tokens": lookahead} if lookahead else {}
+        lookup: dict[str, int] = {"prompt_lookup_num_tokens": lookahead} if lookahead else {}
         with attached(model):
-            found.append(
-                model.generate(
-                    ids, past_key_values=cache, max_new_tokens=40, do_sample=False, disable_compile=True, **lookup
-                )
-            )
+            lookup |= {"max_new_tokens": 40, "do_sample": False, "disable_compile": True}
+            found.append(model.generate(ids, past_key_values=cache, **lookup))
         assert cache.lengths == [149]
     assert torch.equal(*found) and max(widths) > 1

@@ -167,13 +167,9 @@ def test_a_recipe_is_checked_whole_before_anything_runs(
 
 
 FILES: dict[str, object] = {
-    "fifo": FIFO,
-    "bin": b"\xff\x00" * 99,
-    "fd/allocation.safetensors": FIFO,
-    "tuned/study.log": FIFO,
-    "deep.jsonl": '{"text": ' + DEEP + "]" * len(DEEP) + "}\n",
-    "fifo.txt": FIFO,
-}
+    "fifo": FIFO, "bin": b"\xff\x00" * 99, "fd/allocation.safetensors": FIFO, "tuned/study.log": FIFO,
+    "deep.jsonl": '{"text": ' + DEEP + "]" * len(DEEP) + "}\n", "fifo.txt": FIFO,
+}  # fmt: skip
 GENERATE = "generate --model {model} --plan {plan} --max-new-tokens 1 "
 EVAL = "eval {plan} --model {model} --recipe {recipe} --out {tmp}/o "
 PACK = "pack-prefix --model {model} --plan {plan} -o {tmp}/x.kv "
@@ -259,10 +255,7 @@ def test_a_wrong_command(
 def shell(command: str, made: Path) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parents[2])
     return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command}"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=SECONDS,
         env={**os.environ, "KVCAL": f"{sys.executable} -m kvcal", "PLAN": str(made / "run" / "plan.safetensors"),
              "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

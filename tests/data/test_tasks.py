@@ -105,17 +105,11 @@ def test_a_shorter_list_is_a_prefix_and_seeds_differ() -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("1. a\n</think>\nAnswer: 42\n", "42"),
-        ("</think>\nAnswer: bobo", "bobo"),
-        ("Answer: 1\nAnswer: 2\n", "1"),
-        ("Answer: 7  \r\n", "7"),
-        ("no answer", None),
-        ("Answer:\n5", None),
-        ("the Answer: 5", None),
-        ("Answer: 5 or 6\n", None),
-        ("", None),
+        ("1. a\n</think>\nAnswer: 42\n", "42"), ("</think>\nAnswer: bobo", "bobo"), ("Answer: 1\nAnswer: 2\n", "1"),
+        ("Answer: 7  \r\n", "7"), ("no answer", None), ("Answer:\n5", None), ("the Answer: 5", None),
+        ("Answer: 5 or 6\n", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_extract_answer(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
 

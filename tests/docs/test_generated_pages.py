@@ -75,14 +75,10 @@ def test_the_errors_in_python_are_those_of_the_package(monkeypatch: pytest.Monke
     page = (DOCS / "troubleshooting.md").read_text()
     ids, plan = torch.full((1, 8), 5), load_plan(sorted((ROOT / "artifacts/plans").iterdir())[-1] / "plan.safetensors")
     names = {
-        "kvcal": kvcal,
-        "PlanCache": PlanCache,
-        "model": AutoModelForCausalLM.from_pretrained(model_folder()),
-        "another_model": built("qwen3"),
+        "kvcal": kvcal, "PlanCache": PlanCache, "plan": plan, "mixkvq_plan": by_queries(plan),
+        "model": AutoModelForCausalLM.from_pretrained(model_folder()), "another_model": built("qwen3"),
         "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        "plan": plan,
-        "mixkvq_plan": by_queries(plan),
-    }
+    }  # fmt: skip
     blocks = re.findall(r"^```pycon\n(.*?)^```$", page, re.M | re.S)
     assert len(blocks) == 3
     runner = doctest.DocTestRunner()

@@ -108,15 +108,11 @@ def neighbours(dim: int) -> list[list[int]]:
 
 # name -> (pairs, frequencies by the paper's formula); partial rotary turns the first channels only.
 EXPECTED = {
-    "llama": (halves(16), frequencies(16, 1e4)),
-    "qwen3": (halves(32), frequencies(32, 1e4)),
-    "stablelm": (halves(4), frequencies(4, 1e4)),
-    "gpt_neox": (halves(4), frequencies(4, 1e4)),
-    "phi": (halves(8), frequencies(8, 1e4)),
-    "glm4": (neighbours(8), frequencies(8, 1e4)),
-    "cohere": (neighbours(16), frequencies(16, 5e5)),
-    "linear": (halves(16), frequencies(16, 1e4) / 4),
-}
+    "llama": (halves(16), frequencies(16, 1e4)), "qwen3": (halves(32), frequencies(32, 1e4)),
+    "stablelm": (halves(4), frequencies(4, 1e4)), "gpt_neox": (halves(4), frequencies(4, 1e4)),
+    "phi": (halves(8), frequencies(8, 1e4)), "glm4": (neighbours(8), frequencies(8, 1e4)),
+    "cohere": (neighbours(16), frequencies(16, 5e5)), "linear": (halves(16), frequencies(16, 1e4) / 4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPECTED)

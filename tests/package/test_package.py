@@ -89,10 +89,8 @@ def without(missing: str, *command: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, without some packages."""
     return subprocess.run(
         [sys.executable, "-c", CODE, missing, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:

@@ -119,15 +119,13 @@ def test_the_digest_of_a_recipe_is_of_every_knob_but_its_name() -> None:
     recipe = load_recipe("pm-kvq")
     assert recipe.allocate is not None and recipe.reparam is not None
     changed = [
-        replace(recipe, model="other"),
-        replace(recipe, data=replace(recipe.data, seed=9)),
+        replace(recipe, model="other"), replace(recipe, data=replace(recipe.data, seed=9)),
         replace(recipe, profile=replace(recipe.profile, kl_tokens=9)),
         replace(recipe, cache=replace(recipe.cache, num_sink_tokens=9)),
-        replace(recipe, allocate=replace(recipe.allocate, batch=9)),
-        replace(recipe, progressive=None),
+        replace(recipe, allocate=replace(recipe.allocate, batch=9)), replace(recipe, progressive=None),
         replace(recipe, reparam=replace(recipe.reparam, num_steps=9)),
         replace(recipe, evaluate=replace(recipe.evaluate, seed=9)),
-    ]
+    ]  # fmt: skip
     assert len({recipe.sha256, *(one.sha256 for one in changed)}) == 1 + len(changed)
     assert replace(recipe, name="other", description="other").sha256 == recipe.sha256
 

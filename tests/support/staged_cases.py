@@ -14,13 +14,10 @@ from kvcal.plan.plan import Workload
 
 # Pages are packed with 128, 256 and 384 tokens.
 SCHEDULES = {
-    "one by one": ((140, 260, 300), (150, 270, 310)),
-    "unlike": ((140, 259, 262), (200, 300)),
-    "with the pages": ((128, 256, 384), (129, 257, 385)),
-    "two at once": ((200, 200, 300), (140, 261, 261)),
-    "from the start": ((0, 200), (0, 0, 0)),
-    "values alone": ((), (150, 280)),
-}
+    "one by one": ((140, 260, 300), (150, 270, 310)), "unlike": ((140, 259, 262), (200, 300)),
+    "with the pages": ((128, 256, 384), (129, 257, 385)), "two at once": ((200, 200, 300), (140, 261, 261)),
+    "from the start": ((0, 200), (0, 0, 0)), "values alone": ((), (150, 280)),
+}  # fmt: skip
 
 
 def fmt(side: str, shrink_at: Sequence[int], shift: str = "equivalent", **changes) -> Format:
