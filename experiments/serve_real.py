@@ -12,11 +12,16 @@ Without --python, engines are those of the tests: on a CPU, in fp32, made once i
     chunks     new prompts at once, in chunks of 256 tokens
     shortage   prompts at once, in fewer blocks than they need: requests lose theirs, and are computed again
 
-The engine's steps are recorded and computed again with ``PlanCache``: the same tokens in the same chunks. Each token
-must be the most likely one, or tied with it, and have ``PlanCache``'s log-probability (tests/support/engine_replay.py).
-An engine's products round otherwise, so that single codes come out one step apart. How much that is, the row "rounding"
-says: distances of ``PlanCache`` to itself, where weights are changed by 2^-22. An engine's may be twice the largest of
-these, over all tokens and in the middle of a request; the row "16 bits" has the distances of the model without a plan.
+The engine's steps are recorded and computed again with ``PlanCache``: the same tokens in the same chunks, and after the
+same losses. Two comparisons (tests/support/engine_replay.py):
+
+    attention  of every layer and token, on a CPU: from the queries, keys and values that the engine had there, the
+               engine's and ``PlanCache``'s differ by rounding of fp32, less than 2^-13 of the largest number
+    answers    by the whole model: each token is the most likely one, or tied with it, and has ``PlanCache``'s
+               log-probability. Single codes come out one step apart where products round otherwise, and all later
+               layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of themselves,
+               too ("rounding"): an engine may be twice as far from ``PlanCache`` as these are
+
 Tokens of cold prompts are compared with ``generate``, too. Exit code 1 where anything differs.
 """
 
@@ -27,7 +32,8 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +43,17 @@ from shared import print_table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
-from engine_replay import assert_replayed
+from attention_recorder import VARIABLE, attended_in
+from engine_replay import AttentionReplay, Replay, assert_answers
 from engine_server import ON_CPU, Server, serving
 from sglang_environment import python_with_sglang, variables_in_sglang, without_discarded
 from vllm_environment import python_with_vllm, variables_in
 
 from kvcal import Plan, PlanCache, attached, load_model
+from kvcal.cache.attached import attached_for
 from kvcal.data.sequences import DataSpec, load_sequences
-from kvcal.engines.capacity import capacity
+from kvcal.engines.capacity import vllm_blocks
+from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import TESTED
 from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
@@ -52,15 +61,21 @@ from kvcal.plan.plan import load_plan
 
 LENGTHS, TOKENS, CONTEXT, REQUESTS = (20, 150, 300, 560), 16, 2048, 4
 CHUNK = 256
-ROUNDING = 2.0**-22  # relative change of weights, which other orders of sums change products by
+ROUNDING, DRAWS = 2.0**-22, 2  # relative change of weights, as other orders of sums change products; how often drawn
+ATTENTION = 2.0**-13  # of the largest number of a request's attention in a layer
 ENGINES = [f"{engine}-{version}" for engine, versions in TESTED.items() for version in versions]
-HEAD = ("engine", "check", "requests", "tokens", "most likely", "least tie", "cached", "again", "distance", "most")
+CHECKS = ("cold", "prefixes", "chunks", "shortage")
+HEAD = (
+    "engine", "check", "requests", "tokens", "most likely", "least tie", "cached", "again", "attention", "distance",
+    "most", "rounding", "most by rounding",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or a folder with weights and tokenizer")
     parser.add_argument("--engines", nargs="*", default=ENGINES, help="vllm, sglang, or one with its version")
+    parser.add_argument("--checks", nargs="*", default=CHECKS, choices=CHECKS, help="prefixes: after cold")
     parser.add_argument("--python", type=Path, help="interpreter of an environment with kvcal and the engine")
     parser.add_argument("--bits", default="3", help="all-in bits per cached value of the plan")
     parser.add_argument("--plan", type=Path, help="a plan that is there, in place of a new one")
@@ -75,7 +90,7 @@ def main() -> None:
         engine, _, version = name.partition("-")
         path = given.plan or plan_for(engine, folder, given.bits, given.out, is_cpu=given.python is None)
         checker = Checker(loaded, load_plan(path), path, engine, version or TESTED[engine][-1], given.out, given.python)
-        found, failed = checker.run()
+        found, failed = checker.run(given.checks)
         rows += found
         failures += failed
     title = f"{Path(given.model).name} over HTTP, against PlanCache"
@@ -127,37 +142,35 @@ class Checker:
         self.name = f"{engine} {version}"
         self.folder = out / f"{engine}-{version}"
         self.folder.mkdir(exist_ok=True)
-        self.known: dict[str, list[list[int]]] = {}  # prompt and answer of every request of a server
-        self.answered: dict[str, list[Any]] = {}
-        self.limits = 0.0, 0.0  # of distances, at most and in the middle of a request
+        self.is_exact = python is None  # attention is recorded, in fp32
         self.options = [] if python else ON_CPU[engine]
         self.python = python or (python_with_vllm if engine == "vllm" else python_with_sglang)(version)
         variables = variables_in if engine == "vllm" else variables_in_sglang
-        self.variables = {} if python else variables(self.folder) | {"SGLANG_CPU_OMP_THREADS_BIND": "0"}
-        self.ring_blocks = capacity(engine, plan, 10**12, 1, CONTEXT, max_requests=REQUESTS).ring_blocks
+        own = {"SGLANG_CPU_OMP_THREADS_BIND": "0", VARIABLE: str(self.folder / "attention")}
+        self.variables = {} if python else variables(self.folder) | own
 
-    def run(self) -> tuple[list[tuple[Any, ...]], list[str]]:
+    def run(self, wanted: Sequence[str]) -> tuple[list[tuple[Any, ...]], list[str]]:
         """Rows of the table, and what failed."""
-        failures, texts = [], self.texts()
+        failures, texts, rows = [], self.texts(), []
         first = {f"{n}": text[:length] for n, (text, length) in enumerate(zip(texts, LENGTHS, strict=True))}
-        rows = [(*row, *[""] * 5, *distances) for row, distances in self.yardsticks(first)]
-        for row in rows:
-            print(row, flush=True)
         checks: list[tuple[list[str], list[tuple[str, dict[str, list[int]], bool]]]] = [
             ([], [("cold", first, False), ("prefixes", {f"p{n}": ids for n, ids in first.items()}, False)]),
             (self.chunked(), [("chunks", {f"c{n}": ids[-400:] for n, ids in enumerate(texts)}, True)]),
             (self.short(), [("shortage", {f"s{n}": ids[-375:] for n, ids in enumerate(texts)}, True)]),
         ]  # fmt: skip
         for options, parts in checks:
-            self.known, self.answered = {}, {}
+            parts = [part for part in parts if part[0] in wanted]
+            if not parts:
+                continue
             with serving(self.words(options), str(self.model), self.folder, self.python, self.variables) as server:
+                served = Served(server, self.loaded, self.plan, self.is_exact)
                 for check, prompts, together in parts:
                     try:
-                        rows.append((self.name, check, *self.check(server, check, prompts, together)))
+                        rows.append((self.name, check, *served.check(check, prompts, together)))
                     except AssertionError as error:
                         failures.append(f"{self.name}, {check}: {error}")
                         print(failures[-1][:1000], file=sys.stderr, flush=True)
-                        rows.append((self.name, check, len(prompts), *["failed"] * 7))
+                        rows.append((self.name, check, len(prompts), *["failed"] * (len(HEAD) - 3)))
                     print(rows[-1], flush=True)
         return rows, failures
 
@@ -178,26 +191,54 @@ class Checker:
         )
 
     def short(self) -> list[str]:
-        """Blocks for all prompts, of three pages each, and for half of the pages that answers begin."""
+        """Blocks for all prompts, of three pages each, and for half of the pages that answers begin. Nothing is kept of
+        those that are lost, and SGLang takes requests without counting on all of their answers."""
         if self.engine == "vllm":
-            return ["--num-gpu-blocks-override", str(1 + REQUESTS * (self.ring_blocks + 3) + 2)]
-        return ["--max-total-tokens", str(128 * (REQUESTS * 3 + 2))]
+            shard = HeadShard(self.plan)
+            pages = [shard.block_bytes(index) for index in shard.blocks]
+            _, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
+            blocks = 1 + REQUESTS * (ring_blocks + 3) + 2
+            return ["--num-gpu-blocks-override", str(blocks), "--no-enable-prefix-caching"]
+        few = ["--max-total-tokens", str(128 * (REQUESTS * 3 + 2)), "--schedule-conservativeness", "0.01"]
+        return [*few, "--disable-radix-cache"]
 
     def texts(self) -> list[list[int]]:
         spec = DataSpec("python:docs", REQUESTS, LENGTHS[-1], seed=1, min_len=LENGTHS[-1])
         read = load_sequences(spec, tokenizer_of(self.loaded), self.loaded.max_context, "report")
         return [tokens.tolist() for tokens in read.sequences]
 
-    def check(self, server: Server, check: str, prompts: dict[str, list[int]], together: bool) -> tuple[Any, ...]:
+
+class Served:
+    """Checks of one server, whose steps are computed again as they come: once as they are, and as often with changed
+    weights as ``DRAWS`` says."""
+
+    def __init__(self, server: Server, loaded: LoadedModel, plan: Plan, is_exact: bool) -> None:
+        self.server, self.model, self.plan = server, loaded.model, plan
+        self.replays = [Replay(loaded.model, plan) for _ in range(1 + DRAWS)]
+        self.attention = AttentionReplay(loaded.model, plan) if is_exact else None
+        self.steps = self.attended = 0  # so many steps, and bytes of recorded attention, are computed again
+
+    def check(self, check: str, prompts: dict[str, list[int]], together: bool) -> tuple[Any, ...]:
         """What follows in the row of a check. AssertionError where the engine answers otherwise than ``PlanCache``."""
-        answers = server.complete(prompts, TOKENS, together)
+        answers = self.server.complete(prompts, TOKENS, together)
         requests = {name: [prompts[name], answers[name][0]] for name in prompts}
-        self.known |= requests
-        self.answered |= answers
-        steps = [[one for one in step if one[0] in self.known] for step in server.recorded()]
-        steps = without_discarded(steps) if self.engine == "sglang" else steps
-        found = {"steps": steps, "requests": self.known, "outputs": self.answered}
-        replay = assert_replayed(found, self.loaded.model, self.plan, limits=self.limits)
+        every = self.server.recorded()[self.steps :]
+        self.steps += len(every)
+        kept = [[one for one in step if one[0] in requests] for step in every]
+        kept = without_discarded(kept) if self.server.engine == "sglang" else kept
+        error = self.attention_error(every, kept)
+        found = {"steps": kept, "requests": requests, "outputs": answers}
+        replay, *others = self.replays
+        ours, *theirs = (self.answered(each, found, draw) for draw, each in enumerate(self.replays))
+        rounding = [
+            [[float(abs(a[token] - b[token])) for a, b, token in zip(ours[name], one[name], output, strict=False)]
+             for name, (_, output) in requests.items()] for one in theirs
+        ]  # fmt: skip
+        medians = [statistics.median(distances) for one in rounding for distances in one]
+        changed = [distance for one in rounding for distances in one for distance in distances]
+        before = len(replay.distances)
+        limits = 2 * max(changed), 2 * max(medians)
+        assert_answers(found, replay, ours, limits=limits)
         if check == "cold":
             self.require_generated(requests, replay.ties)
         number = sum(len(output) for _, output in requests.values())
@@ -205,63 +246,48 @@ class Checker:
         cached = sum(replay.cached[name] for name in prompts)
         assert check != "prefixes" or cached > 0, "no prefix was cached"
         assert check != "shortage" or replay.restarts > 0, "no request lost its blocks"
-        least = f"{max(ties, default=0):.2g}"
-        distances = spread(replay.distances)
-        return len(prompts), number, number - len(ties), least, cached, replay.restarts, *distances
+        row = len(prompts), number, number - len(ties), f"{max(ties, default=0):.2g}", cached, replay.restarts
+        return *row, error, *spread(replay.distances[before:]), *spread(changed)
 
-    def yardsticks(self, prompts: dict[str, list[int]]) -> list[tuple[tuple[Any, ...], tuple[str, str]]]:
-        """Names, requests and distances of two rows, of cold prompts."""
-        model, others = self.loaded.model, {"rounding": self.plan, "16 bits": self.plan.unquantized()}
-        ours = {name: self.chances(ids, self.plan, []) for name, ids in prompts.items()}
-        rows = []
-        for check, plan in others.items():
-            kept = {name: weight.clone() for name, weight in model.named_parameters()}
-            if check == "rounding":
-                torch.manual_seed(0)
-                with torch.no_grad():
-                    for weight in model.parameters():
-                        weight.mul_(1 + ROUNDING * torch.randn_like(weight))
-            theirs = {name: self.chances(ids, plan, ours[name][0])[1] for name, ids in prompts.items()}
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    weight.copy_(kept[name])
-            distances = [abs(a - b) for name in prompts for a, b in zip(ours[name][1], theirs[name], strict=True)]
-            if check == "rounding":
-                medians = [statistics.median(distances[at : at + TOKENS]) for at in range(0, len(distances), TOKENS)]
-                self.limits = 2 * max(distances), 2 * max(medians)
-            rows.append(((self.name, check, len(prompts)), spread(distances)))
-        return rows
+    def attention_error(self, every: list[Any], kept: list[Any]) -> str:
+        if self.attention is None:
+            return ""
+        found, before = list(attended_in(self.server.attention, self.attended)), len(self.attention.errors)
+        self.attended = found[-1][1]
+        self.attention.attend(every, kept, [call for call, _ in found])
+        error = max(self.attention.errors[before:])
+        assert error < ATTENTION, f"attention differs by {error:.2g} of its largest number"
+        return f"{error:.2g}"
 
-    @torch.no_grad()
-    def chances(self, prompt: list[int], plan: Plan, tokens: list[int]) -> tuple[list[int], list[float]]:
-        """Tokens, greedy ones where none are given, and the log-probability of each; the prompt in chunks."""
-        model, cache, found = self.loaded.model, PlanCache(plan, self.loaded.model.config), []
-        ids, chosen = torch.tensor([prompt]), []
-        with attached(model):
-            *before, ids = ids.split(CHUNK, dim=1)
-            for part in before:
-                model(part, past_key_values=cache, logits_to_keep=1)
-            for place in range(TOKENS):
-                row = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].log_softmax(-1)
-                chosen.append(tokens[place] if tokens else int(row.argmax()))
-                found.append(float(row[chosen[-1]]))
-                ids = torch.tensor([chosen[-1:]])
-        return chosen, found
+    def answered(self, replay: Replay, found: dict[str, Any], draw: int) -> dict[str, list[torch.Tensor]]:
+        with attached_for(self.model, self.plan), changed_weights(self.model, draw):
+            return replay.run(found)
 
     @torch.no_grad()
     def require_generated(self, requests: dict[str, list[list[int]]], ties: Mapping[tuple[str, int], float]) -> None:
         """AssertionError unless answers are those of ``generate``, up to the first tie."""
-        model: Any = self.loaded.model
-        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+        model: Any = self.model
         for name, (prompt, output) in requests.items():
-            cache = PlanCache(self.plan, model.config)
+            cache, tokens = PlanCache(self.plan, model.config), len(output)
+            options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
             with attached(model):
-                ids = model.generate(torch.tensor([prompt]), past_key_values=cache, **options)[
-                    0, len(prompt) :
-                ].tolist()
-            pairs = enumerate(zip(ids, output, strict=True))
+                ids = model.generate(torch.tensor([prompt]), past_key_values=cache, **options)[0, len(prompt) :]
+            pairs = enumerate(zip(ids.tolist(), output, strict=True))
             first = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
             assert first is None or (name, first) in ties, f"request {name}, token {first}: {ids}, {output}"
+
+
+@contextmanager
+def changed_weights(model: Any, draw: int) -> Iterator[None]:
+    """Weights that differ by ``ROUNDING`` of themselves, others for each draw; as they are for draw 0."""
+    kept = [weight.clone() for weight in model.parameters()] if draw else []
+    torch.manual_seed(draw)
+    with torch.no_grad():
+        for weight in model.parameters() if draw else ():
+            weight.mul_(1 + ROUNDING * torch.randn_like(weight))
+        yield
+        for weight, before in zip(model.parameters(), kept, strict=False):
+            weight.copy_(before)
 
 
 def spread(distances: Sequence[float]) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from engine_replay import MOST, Replay, assert_replayed
+from attention_recorder import VARIABLE, attended_in
+from engine_replay import MOST, AttentionReplay, Replay, assert_replayed
 from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
@@ -156,6 +157,29 @@ def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
     _, replay = serve(version, tmp_path, served, requests, **SHORT, enable_prefix_caching=False)
     assert replay.restarts > 0
+
+
+@pytest.mark.parametrize("has_copies", [False, True], ids=["shared prefixes", "sinks and windows"])
+def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, has_copies: bool) -> None:
+    """From the engine's own queries, keys and values: no layer adds to what another one rounds. Prompts in chunks that
+    begin anywhere in a page, after prefixes, and again after their blocks were lost. One bit more tells."""
+    plan, file = served.with_copies() if has_copies else served.plan, tmp_path / "attention"
+    given = [*prompts(*LENGTHS), *(prompts(300, 310, 320, 330) if has_copies else prompts(*LENGTHS))]
+    requests = [{"prompt": ids, "tokens": 100, "at": 120 * (n // 4)} for n, ids in enumerate(given)]
+    more = {**SHORT, "max_num_batched_tokens": 256, "enable_prefix_caching": not has_copies}
+    llm = served.arguments(served.write("attention.safetensors", plan), **more)
+    found = run_in(version, tmp_path, "vllm_host.py", {"llm": llm, "requests": requests}, {VARIABLE: str(file)})
+    assert "error" not in found, found
+    calls, steps = [call for call, _ in attended_in(file)], found["steps"]
+    replay = AttentionReplay(served.model, plan)
+    replay.attend(steps, steps, calls)
+    assert max(replay.errors) < 1e-5 and len(replay.errors) > 500, max(replay.errors)
+    assert replay.restarts > 0 if has_copies else sum(replay.cached.values()) > 0
+    *layers, last = plan.layers
+    finer = dataclasses.replace(last, v=(dataclasses.replace(last.v[0], num_bits=4),))
+    other = AttentionReplay(served.model, dataclasses.replace(plan, layers=(*layers, finer)))
+    other.attend(steps, steps, calls)
+    assert max(other.errors) > 1e-3
 
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -7,15 +7,20 @@ Drafts leave no trace: those that were right are fed as single tokens, and the o
 
 from __future__ import annotations
 
+import collections
 import copy
 import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from attention_recorder import Attended
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
+from kvcal.cache.paged_layer import PagedLayer
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last bits, so
 # that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to units away.
@@ -42,7 +47,8 @@ class Replay:
 
     @torch.no_grad()
     def run(self, found: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-        """Log-probabilities [vocabulary] of every output token of every request, in order."""
+        """Log-probabilities [vocabulary] of every output token of every request, in order. Called again, it goes on
+        with later steps, of other requests."""
         results: dict[str, list[torch.Tensor]] = {name: [] for name in found["requests"]}
         ids = {name: prompt + output for name, (prompt, output) in found["requests"].items()}
         for step in found["steps"]:
@@ -70,7 +76,7 @@ class Replay:
         if own is not None and own.get_seq_length() == tokens:
             return own
         self.restarts += own is not None
-        found = PlanCache(self.plan, self.model.config)
+        found = PlanCache(self.plan, self.model.config, keep_decoded=True)
         if tokens:
             writers = [self._writers[block] for block in blocks[: tokens // PAGE]]
             found = copy.deepcopy(writers[-1])
@@ -83,6 +89,52 @@ class Replay:
         self.cached[name] = self.cached.get(name, 0) + tokens
         self._caches[name] = found
         return found
+
+
+class AttentionReplay(Replay):
+    """Attention of every layer from the queries, keys and values that the engine had there, so that no layer adds to
+    what another one rounded. ``errors``: of all requests and steps, the largest one of any layer's attention, in parts
+    of its largest number."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        super().__init__(model, plan)
+        self.errors: list[float] = []
+        self._calls: dict[tuple[int, int, int], list[Attended]] = collections.defaultdict(list)
+
+    @torch.no_grad()
+    def attend(self, steps: Sequence[list[Any]], kept: Sequence[list[Any]], calls: Iterable[Attended]) -> None:
+        """``steps``: all later ones of the engine, as recorded; ``kept``: those requests of them that are replayed."""
+        for call in calls:
+            self._calls[call.index, call.num_past, len(call.q)].append(call)
+        for step, wanted in zip(steps, kept, strict=True):
+            names = {one[0] for one in wanted}
+            for name, first, count, blocks, *_ in step:
+                own = [self._taken(layer.geometry.index, first, count, blocks) for layer in self.plan.layers]
+                if name not in names:
+                    continue
+                cache = self._cache_at(name, first, blocks)
+                self.errors.append(max(_error(cache, call) for call in own))
+                self._writers |= {block: cache for block in blocks[first // PAGE : (first + count) // PAGE]}
+
+    def _taken(self, index: int, first: int, count: int, blocks: list[int]) -> Attended:
+        """The earliest call of these tokens that was not taken."""
+        calls = self._calls[index, first, count]
+        place = next(place for place, call in enumerate(calls) if call.table[: len(blocks)] == blocks)
+        return calls.pop(place)
+
+
+def _error(cache: PlanCache, call: Attended) -> float:
+    """Of a layer's attention against the cache's, which gets the new tokens; in fp64, after the cache's fp32."""
+    q, k, v, out = (torch.from_numpy(x).transpose(0, 1).unsqueeze(0) for x in call[-4:])
+    keys, values = (x.double() for x in cache.update(k, v, call.index))
+    seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - q.shape[2])
+    expected = functional.scaled_dot_product_attention(
+        q.double(), keys, values, attn_mask=seen, scale=call.scale, enable_gqa=True
+    )
+    layer = cache.layers[call.index]
+    assert isinstance(layer, PagedLayer)
+    layer.observe(q)
+    return float((out - expected).abs().max() / expected.abs().max())
 
 
 def begin_sums(cache: PlanCache, tokens: int) -> None:
@@ -98,15 +150,27 @@ def assert_replayed(
     plan: Plan,
     is_greedy: bool = True,
     alone: int = 1,
-    limits: tuple[float, float] = (MOST, MEDIAN),
 ) -> Replay:
     """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, or as likely as
-    far as single codes decide, and, but for requests that were aborted, of the same log-probability. ``limits``: how
-    far they may be apart, at most and in the middle of a request. ``alone``: see ``Replay``."""
-    replay, (most, median) = Replay(model, plan, alone), limits
+    far as single codes decide, and, but for requests that were aborted, of the same log-probability. ``alone``: see
+    ``Replay``."""
+    replay = Replay(model, plan, alone)
     with attached_for(model, plan):
         results = replay.run(found)
-    finished = 0
+    assert_answers(found, replay, results, is_greedy)
+    return replay
+
+
+def assert_answers(
+    found: dict[str, Any],
+    replay: Replay,
+    results: dict[str, list[torch.Tensor]],
+    is_greedy: bool = True,
+    limits: tuple[float, float] = (MOST, MEDIAN),
+) -> None:
+    """As :func:`assert_replayed`, of a replay's ``results``. ``limits``: how far log-probabilities may be apart, at
+    most and in the middle of a request."""
+    finished, (most, median) = 0, limits
     for name, (_, output) in found["requests"].items():
         answered, chances = found["outputs"].get(name, [output, [None] * len(output)])
         assert answered == output, name
@@ -123,4 +187,3 @@ def assert_replayed(
         assert max(distances, default=0) <= most and statistics.median([0.0, *distances]) <= median, (name, distances)
     unscheduled = [ids for name, (ids, _) in found["outputs"].items() if name not in found["requests"]]
     assert finished and not any(unscheduled)  # aborted while they waited
-    return replay

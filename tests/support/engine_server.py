@@ -24,8 +24,8 @@ ON_CPU = {
         "4", "--kv-cache-memory-bytes", str(1 << 29),
     ],
     "sglang": [
-        "--dtype", "float32", "--device", "cpu", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
-        "--max-total-tokens", "8192",
+        "--dtype", "float32", "--device", "cpu", "--disable-cuda-graph", "--sleep-on-idle",
+        "--mem-fraction-static", "0.3", "--max-total-tokens", "8192",
     ],
 }  # fmt: skip
 START_SECONDS = 900
@@ -33,23 +33,25 @@ START_SECONDS = 900
 
 @dataclass(frozen=True)
 class Server:
-    """``address``: http://127.0.0.1:port; ``steps``: the file of what it computes, as the recorders write it."""
+    """``address``: http://127.0.0.1:port; ``steps`` and ``attention``: files of what it computes, as the recorders
+    write them."""
 
     engine: str
     address: str
     model: str
     steps: Path
+    attention: Path
 
     def complete(self, prompts: Mapping[str, list[int]], tokens: int, together: bool = False) -> dict[str, Any]:
         """Greedy completions of prompts, one after the other or all at once, by name: [new tokens, log-probability of
-        each]."""
+        each]. SGLang's end where the model ends them: of requests that ignore ends it never runs short of pages."""
         with concurrent.futures.ThreadPoolExecutor(len(prompts) if together else 1) as threads:
             found = threads.map(lambda name: self._one(name, prompts[name], tokens), prompts)
             return dict(zip(prompts, found, strict=True))
 
     def _one(self, name: str, prompt: list[int], tokens: int) -> list[Any]:
         if self.engine == "sglang":
-            sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+            sampling = {"temperature": 0.0, "max_new_tokens": tokens}
             body = {"input_ids": prompt, "rid": name, "sampling_params": sampling, "return_logprob": True}
             found = self.post("/generate", body)
             return [found["output_ids"], [chance for chance, *_ in found["meta_info"]["output_token_logprobs"]]]
@@ -86,10 +88,11 @@ def serving(
         port = free.getsockname()[1]
     command = [str(python.parent / "vllm") if word == "vllm" else str(python) if word == "python" else word
                for word in words]  # fmt: skip
-    steps = folder / "steps"
-    steps.write_text("")
+    steps, attention = folder / "steps", folder / "attention"
+    for file in (steps, attention):
+        file.write_text("")
     given = os.environ | {"HF_HUB_OFFLINE": "1", "KVCAL_TEST_STEPS": str(steps)} | dict(variables)
-    server = Server(engine, f"http://127.0.0.1:{port}", model, steps)
+    server = Server(engine, f"http://127.0.0.1:{port}", model, steps, attention)
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)], env=given, stdout=log, stderr=log,

@@ -7,12 +7,15 @@ import json
 import os
 from typing import Any
 
+import attention_recorder
+
 VARIABLE, PAGE = "KVCAL_TEST_STEPS", 128
 
 
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    attention_recorder.register()
     worker = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
     HookRegistry.register(worker, _recorded, HookType.AROUND)
 

@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import attention_recorder
+
 VARIABLE = "KVCAL_TEST_STEPS"
 
 
 def register() -> None:
     """In each process of vLLM; one of them schedules."""
+    attention_recorder.register()
     if VARIABLE not in os.environ:
         return
 

@@ -1,0 +1,72 @@
+"""Attention as an engine's process computes it, layer by layer, in a file that the environment names: a part of the
+recorders of steps. ``AttentionReplay`` computes it again from the same queries, keys and values."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+VARIABLE = "KVCAL_TEST_ATTENTION"
+
+
+class Attended(NamedTuple):
+    """Of one request in layer ``index``: ``num_past`` tokens before, ``table``: the block of each page, what comes
+    after is nobody's; q [T, H, D], k and v [T, N, D], attention ``out`` [T, H, D], fp32."""
+
+    index: int
+    num_past: int
+    table: list[int]
+    scale: float
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
+
+
+def register() -> None:
+    """Wrap the two attentions of ``PagedStep``, of tokens that come alone and of chunks. Drafts are not recorded."""
+    from kvcal.engines.step import PagedStep
+
+    if VARIABLE not in os.environ or hasattr(PagedStep, "kvcal_recorded"):
+        return
+    append, attend, attend_chunk = PagedStep.append, PagedStep.attend, PagedStep.attend_chunk
+
+    def appended(self: Any, q: Tensor, k: Tensor, v: Tensor, decodes: Any) -> None:
+        self.kvcal_recorded = k, v
+        append(self, q, k, v, decodes)
+
+    def attended(self: Any, q: Tensor, decodes: Any, logits: Any) -> Tensor:
+        out = attend(self, q, decodes, logits)
+        places = zip(decodes.lengths.tolist(), decodes.table.tolist(), strict=True)
+        for row, (num_past, table) in enumerate(places):
+            own = (x[row : row + 1] for x in (q, *self.kvcal_recorded, out))
+            write(self, num_past, table, logits, *own)
+        return out
+
+    def attended_chunk(self: Any, q: Tensor, k: Tensor, v: Tensor, chunk: Any, tail: Any, logits: Any) -> Tensor:
+        out = attend_chunk(self, q, k, v, chunk, tail, logits)
+        write(self, chunk.num_past, chunk.table.tolist(), logits, q, k, v, out)
+        return out
+
+    def write(self: Any, num_past: int, table: list[int], logits: Any, *tensors: Tensor) -> None:
+        arrays = (x.float().cpu().numpy() for x in tensors)
+        with open(os.environ[VARIABLE], "ab") as file:
+            pickle.dump(tuple(Attended(self.layout.layer.geometry.index, num_past, table, logits.scale, *arrays)), file)
+
+    PagedStep.kvcal_recorded = None  # type: ignore[attr-defined]
+    PagedStep.append, PagedStep.attend, PagedStep.attend_chunk = appended, attended, attended_chunk  # type: ignore[method-assign, assignment]
+
+
+def attended_in(path: Path, offset: int = 0) -> Iterator[tuple[Attended, int]]:
+    """What the file has from byte ``offset`` on, each with the byte after it."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while file.peek(1):
+            found = pickle.load(file)
+            yield Attended(*found), file.tell()
