@@ -100,13 +100,13 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
 
 
 class Problem:
-    """``units`` of the integer program, with the formats of every option."""
+    """``units`` of the integer program; ``formats``: of each option of each unit, by cache index and side."""
 
     def __init__(self, profile: Profile, spec: AllocateSpec) -> None:
         self.workload = workload_of(spec)
         self.geometry = profile.setup.geometry
         self.units: list[Unit] = []
-        self._formats: list[list[dict[tuple[int, Side], Format]]] = []  # by cache index and side
+        self.formats: list[list[dict[tuple[int, Side], Format]]] = []
         for layer in bare_layers(profile.setup.geometry):
             if layer.is_paged:
                 costs = {side: self._costs(profile, spec, layer, side) for side in SIDES}
@@ -139,7 +139,7 @@ class Problem:
                 options.append(Option(name, sum(part[1] for part in parts.values()), sum(p[2] for p in parts.values())))
                 formats.append({place: part[0] for place, part in parts.items()})
         self.units.append(Unit(f"layer {index} {', '.join(sides)}", tuple(options)))
-        self._formats.append(formats)
+        self.formats.append(formats)
 
     @property
     def smallest(self) -> list[int]:
@@ -152,14 +152,10 @@ class Problem:
     def nbytes(self, choice: Sequence[int]) -> int:
         return sum(unit.options[number].nbytes for unit, number in zip(self.units, choice, strict=True))
 
-    def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side], Format]]:
-        """Of every option of a unit: the format of each (cache index, side) in it."""
-        return self._formats[position]
-
     def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
         """The layers that a choice (an option number per unit) stands for."""
         chosen: dict[tuple[int, Side], Format] = {}
-        for formats, number in zip(self._formats, choice, strict=True):
+        for formats, number in zip(self.formats, choice, strict=True):
             chosen |= formats[number]
         return tuple(
             replace(layer, k=(chosen[layer.geometry.index, "k"],), v=(chosen[layer.geometry.index, "v"],))
@@ -239,8 +235,7 @@ def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any
 
 def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> Iterator[OptionCost]:
     problem, layers = Problem(profile, spec), {layer.geometry.index: layer for layer in allocation.layers}
-    for number, unit in enumerate(problem.units):
-        formats = problem.formats(number)
+    for unit, formats in zip(problem.units, problem.formats, strict=True):
         places = list(formats[0])  # (cache index, side)
         index, side = places[0]
         chosen = option_name(layers[index].formats(side)[0])
