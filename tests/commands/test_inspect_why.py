@@ -72,9 +72,8 @@ def test_options_of_a_search_are_those_of_the_system_that_ships(made: Path) -> N
 def test_without_its_artifacts_a_plan_has_no_reasons(made: Path, tmp_path: Path) -> None:
     path = made / "plans" / "a" / "plan.safetensors"
     done = run_kvcal("inspect", path, "--why", 7)
-    assert (
-        done.code == 2 and "layer 7: nothing was chosen there" in done.err and "layers with options: 0, 1" in done.err
-    )
+    assert done.code == 2 and "layer 7: nothing was chosen there" in done.err
+    assert "layers with options: 0, 1" in done.err
     shutil.copy(path, tmp_path / "plan.safetensors")
     done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
     assert done.code == 5 and "allocation.safetensors is missing" in done.err

@@ -60,11 +60,8 @@ def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path) ->
         done = ran_well("run", recipe, "--model", model, "--device", "cpu", *options, "--out", folders[-1])
     assert "memory: 0 of 3 layers of" in done.err and "the other 3 take turns in 1 places" in done.err
     whole, streamed = ({path.name: path for path in folder.glob("*.safetensors")} for folder in folders)
-    assert (
-        whole.keys()
-        == streamed.keys()
-        >= {f"{stage}.safetensors" for stage in ("reparam", "predictors", "feedback", "plan")}
-    )
+    stages = {f"{stage}.safetensors" for stage in ("reparam", "predictors", "feedback", "plan")}
+    assert whole.keys() == streamed.keys() >= stages
     for name, path in whole.items():
         assert path.read_bytes() == streamed[name].read_bytes(), name
     texts = [(folder / "evaluation.json").read_text() for folder in folders]

@@ -133,9 +133,8 @@ def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    with pytest.raises(
-        KernelError, match=r"GPU 3 \(Tesla T4\) has compute capability 7\.5; .* 8\.0 or newer"
-    ) as caught:
+    says = r"GPU 3 \(Tesla T4\) has compute capability 7\.5; .* 8\.0 or newer"
+    with pytest.raises(KernelError, match=says) as caught:
         kernel("decode", "decode", {}, 3)
     assert caught.value.hint is not None and "through torch" in caught.value.hint
 

@@ -71,9 +71,7 @@ def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: 
     lattice = LayerPlan(first.geometry, (Format(2, lattice_dim=2),), (Format(2),))
     rows = bench.time_layers(plan, WORKLOAD, torch.device("cpu"))
     assert [row.layers for row in rows] == [tuple(layer.geometry.index for layer in (first, *others))]
-    assert (
-        rows[0].us == 10.0 and rows[0].sdpa_us == 10.0 and rows[0].nbytes == first.nbytes("bfloat16", (300, 300), 300)
-    )
+    assert (rows[0].us, rows[0].sdpa_us, rows[0].nbytes) == (10.0, 10.0, first.nbytes("bfloat16", (300, 300), 300))
     assert clock and all(output.isfinite().all() for output in clock)
     with pytest.raises(bench.UnsupportedModel, match="lattice"):
         bench.filled_layers(plan, lattice, WORKLOAD, 2, torch.device("cpu"))

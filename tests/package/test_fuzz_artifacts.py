@@ -35,7 +35,5 @@ def test_a_file_of_another_build_is_refused_with_the_command_that_makes_it(kind:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="truncated") as refused:
         subject.use(path)
-    assert (
-        refused.value.hint
-        == f"check the path; if it is the right one, delete the file and run the stage that makes it again: {command}"
-    )
+    again = f"check the path; if it is the right one, delete the file and run the stage that makes it again: {command}"
+    assert refused.value.hint == again
