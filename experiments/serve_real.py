@@ -16,7 +16,7 @@ The engine's steps are recorded and computed again with ``PlanCache``: the same 
 same losses. Two comparisons (tests/support/engine_replay.py):
 
     attention  of every layer and token, on a CPU: from the queries, keys and values that the engine had there, the
-               engine's and ``PlanCache``'s differ by rounding of fp32, less than 2^-13 of the largest number
+               engine's and ``PlanCache``'s differ by what eight roundings of a score in fp32 move, at most
     answers    by the whole model: each token is the most likely one, or tied with it, and has ``PlanCache``'s
                log-probability. Single codes come out one step apart where products round otherwise, and all later
                layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of themselves,
@@ -62,7 +62,7 @@ from kvcal.plan.plan import load_plan
 LENGTHS, TOKENS, CONTEXT, REQUESTS = (20, 150, 300, 560), 16, 2048, 4
 CHUNK = 256
 ROUNDING, DRAWS = 2.0**-22, 2  # relative change of weights, as other orders of sums change products; how often drawn
-ATTENTION = 2.0**-13  # of the largest number of a request's attention in a layer
+ATTENTION = 8.0  # roundings of a score, as AttentionReplay counts them: the root of 64 channels
 ENGINES = [f"{engine}-{version}" for engine, versions in TESTED.items() for version in versions]
 CHECKS = ("cold", "prefixes", "chunks", "shortage")
 HEAD = (
@@ -256,7 +256,7 @@ class Served:
         self.attended = found[-1][1]
         self.attention.attend(every, kept, [call for call, _ in found])
         error = max(self.attention.errors[before:])
-        assert error < ATTENTION, f"attention differs by {error:.2g} of its largest number"
+        assert error < ATTENTION, f"attention differs by {error:.2g} roundings"
         return f"{error:.2g}"
 
     def answered(self, replay: Replay, found: dict[str, Any], draw: int) -> dict[str, list[torch.Tensor]]:

@@ -173,13 +173,13 @@ def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, 
     calls, steps = [call for call, _ in attended_in(file)], found["steps"]
     replay = AttentionReplay(served.model, plan)
     replay.attend(steps, steps, calls)
-    assert max(replay.errors) < 1e-5 and len(replay.errors) > 500, max(replay.errors)
+    assert max(replay.errors) < 8 and len(replay.errors) > 500, max(replay.errors)
     assert replay.restarts > 0 if has_copies else sum(replay.cached.values()) > 0
     *layers, last = plan.layers
     finer = dataclasses.replace(last, v=(dataclasses.replace(last.v[0], num_bits=4),))
     other = AttentionReplay(served.model, dataclasses.replace(plan, layers=(*layers, finer)))
     other.attend(steps, steps, calls)
-    assert max(other.errors) > 1e-3
+    assert max(other.errors) > 1000
 
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -93,8 +93,9 @@ class Replay:
 
 class AttentionReplay(Replay):
     """Attention of every layer from the queries, keys and values that the engine had there, so that no layer adds to
-    what another one rounded. ``errors``: of all requests and steps, the largest one of any layer's attention, in parts
-    of its largest number."""
+    what another one rounded. ``errors``: of all requests and steps, the largest one of any layer's attention. The unit
+    is 2^-24 (s + 1) |v|, with the largest |v|, and of a score the largest sum s of products without their signs: what
+    one rounding of such a score in fp32 moves. Products of D channels round up to D times."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         super().__init__(model, plan)
@@ -131,10 +132,12 @@ def _error(cache: PlanCache, call: Attended) -> float:
     expected = functional.scaled_dot_product_attention(
         q.double(), keys, values, attn_mask=seen, scale=call.scale, enable_gqa=True
     )
+    by_group = q.double().unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    largest = call.scale * float((by_group.abs() @ keys.abs().transpose(-1, -2)).max())
     layer = cache.layers[call.index]
     assert isinstance(layer, PagedLayer)
     layer.observe(q)
-    return float((out - expected).abs().max() / expected.abs().max())
+    return float((out - expected).abs().max() / values.abs().max()) / (2.0**-24 * (1 + largest))
 
 
 def begin_sums(cache: PlanCache, tokens: int) -> None:
