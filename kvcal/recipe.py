@@ -104,7 +104,9 @@ class CacheSpec:
     num_sink_tokens: SizeOrNone = knob(4, "First tokens kept at 16 bits.")
     k_recent_window: SizeOrNone = knob(64, "Most recent tokens whose keys stay at 16 bits.")
     v_recent_window: SizeOrNone = knob(64, "Most recent tokens whose values stay at 16 bits.")
-    param_dtype: Literal["float16", "bfloat16", "float32"] = knob("float16", "Of scales and zeros.")
+    param_dtype: Literal["float16", "bfloat16", "float32"] = knob(
+        "float16", "Of scales and zeros; scales of rotated pages always have 8 bits (e5m2)."
+    )
 
     @property
     def first_from_page(self) -> int:
@@ -123,7 +125,7 @@ class CacheSpec:
             group_size,  # type: ignore[arg-type]
             self.num_sink_tokens,
             window,
-            self.param_dtype,
+            self.param_dtype if quantizer == UNIFORM else "float16",
             quantizer=quantizer,
         )
 

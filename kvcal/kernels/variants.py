@@ -30,7 +30,7 @@ from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 
 AXES = {"channel": 0, "token": 1}
-DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float8_e5m2": 3}
 SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
 
 Defines = dict[str, int]
@@ -179,14 +179,14 @@ def side_defines(
 ) -> Defines:
     """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
     layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
-    found = {"TIERS": 0, "ROTATED": 0, "STEP": 0} | layout.macros(has_feedback)
+    found = {"TIERS": 0, "ROTATED": 0, "STEP": 0, "CANDIDATES": 1, "PARAM": DTYPES[layout.param_dtype]}
+    found |= layout.macros(has_feedback)
     if fmt.boost is not None and found["TIERS"]:
         found["SCORE"] = SCORES[fmt.boost.score]
     found |= {
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],
         "GROUP": fmt.group_size,
-        "PARAM": DTYPES[fmt.param_dtype],
         "SINKS": fmt.num_sink_tokens,
         "WINDOW": fmt.recent_window,
         "RING": fmt.ring_tokens,

@@ -16,7 +16,8 @@ This is GPTQ (Frantar et al., arXiv 2210.17323) in the form of LDLQ (Chee et al.
 it has, for tokens instead of rows of weights. Channels keep their natural order. Left out: an order by H's diagonal,
 and another H for every position of a page.
 
-A plan stores U above the diagonal, row by row, in fp16: D (D - 1) / 2 numbers a head. Errors are pushed as they arise,
+A plan stores U row by row from its diagonal on, in fp16: D (D + 1) / 2 numbers a head. On the diagonal, whose ones are
+known, is d over its mean: what a channel's rounding error costs. Errors are pushed as they arise,
 one product and one sum in fp32 for every later channel, never fused: any device has the same codes, bit for bit.
 """
 
@@ -31,15 +32,15 @@ LARGEST_FACTOR = 32768.0
 
 
 def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
-    """The stored factor of a layer's keys or values: [N, D (D - 1) / 2]."""
-    shape = (num_heads, head_dim * (head_dim - 1) // 2)
+    """The stored factor of a layer's keys or values: [N, D (D + 1) / 2]."""
+    shape = (num_heads, head_dim * (head_dim + 1) // 2)
     return TensorSpec("float16", shape, -LARGEST_FACTOR, LARGEST_FACTOR)
 
 
 def feedback_factor(hessian_NDD: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """(factor, share) of hessian_NDD fp64, to whose diagonal ``damping`` times its mean is added: the stored factor
-    fp16 [N, D (D - 1) / 2], and sum(d) / trace(H) fp64 [N], the share of the error that is left where codes never
-    saturate. A head whose Hessian is 0 has factor 0 and share 1."""
+    fp16 [N, D (D + 1) / 2], and sum(d) / trace(H) fp64 [N], the share of the error that is left where codes never
+    saturate. A head whose Hessian is 0 has U = 1, d = 1 and share 1."""
     head_dim = hessian_NDD.shape[-1]
     trace = hessian_NDD.diagonal(dim1=1, dim2=2).sum(1)
     scaled = hessian_NDD / torch.where(trace > 0, trace / head_dim, 1.0)[:, None, None]
@@ -48,16 +49,27 @@ def feedback_factor(hessian_NDD: Tensor, damping: float) -> tuple[Tensor, Tensor
     # Upper from lower: the last channel first.
     upper = torch.linalg.cholesky(damped.flip(1, 2)).flip(1, 2)
     diagonal = upper.diagonal(dim1=1, dim2=2)
-    row, column = torch.triu_indices(head_dim, head_dim, 1)
-    factor = (upper / diagonal.unsqueeze(1))[:, row, column].clamp(-LARGEST_FACTOR, LARGEST_FACTOR)
+    weights = diagonal.square() / diagonal.square().mean(1, keepdim=True)
+    rows = upper / diagonal.unsqueeze(1) + torch.diag_embed(weights - 1)
+    row, column = torch.triu_indices(head_dim, head_dim)
+    factor = rows[:, row, column].clamp(-LARGEST_FACTOR, LARGEST_FACTOR)
     share = diagonal.square().sum(1) / damped.diagonal(dim1=1, dim2=2).sum(1)
     return factor.to(torch.float16), share
 
 
 def factor_row(factor: Tensor, channel: int, head_dim: int) -> Tensor:
-    """Row ``channel`` of U right of the diagonal: [N, D (D - 1) / 2] -> [N, D - 1 - channel]."""
-    start = channel * (2 * head_dim - channel - 1) // 2
-    return factor[:, start : start + head_dim - 1 - channel]
+    """Row ``channel`` of U right of the diagonal: [N, D (D + 1) / 2] -> [N, D - 1 - channel]."""
+    start = _diagonal_place(channel, head_dim)
+    return factor[:, start + 1 : start + head_dim - channel]
+
+
+def factor_weights(factor: Tensor, head_dim: int) -> Tensor:
+    """The costs d of all channels, fp32 [N, D]."""
+    return factor[:, [_diagonal_place(channel, head_dim) for channel in range(head_dim)]].float()
+
+
+def _diagonal_place(channel: int, head_dim: int) -> int:
+    return channel * (2 * head_dim - channel + 1) // 2
 
 
 def round_with_feedback(
@@ -69,7 +81,7 @@ def round_with_feedback(
         x: [..., n, T, D], any float dtype, finite; converted to fp32.
         scale, zero, levels: broadcast to x: of its grid, and the largest code. Where levels are 0, values are kept as
             ``raw_dtype`` has their targets, and codes are 0.
-        factor: [n, D (D - 1) / 2], as ``feedback_factor`` makes it.
+        factor: [n, D (D + 1) / 2], as ``feedback_factor`` makes it.
     Returns:
         codes uint8 and targets fp32, shaped like x.
     """

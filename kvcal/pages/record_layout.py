@@ -26,7 +26,7 @@ CHANNEL_TILE = 16
 RECORD_ALIGNMENT = 16
 RAW_BITS = 16
 AXES = {"k": ("channel", "token"), "v": ("token",)}
-PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32")
+PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32", "float8_e5m2")
 
 
 class Layout(Protocol):
@@ -38,6 +38,7 @@ class Layout(Protocol):
     """
 
     num_bits: int
+    param_dtype: str
 
     @property
     def record_bytes(self) -> int: ...

@@ -2,15 +2,17 @@
 head).
 
 A token of one KV head is rotated (all heads of a side share its signs) and rounded to the cache's dtype,
-as a kernel keeps it in 16 bits. Each group of its channels is then rounded to the uniform grid that errs least on a
-Gaussian of the group's root mean square: 2^b levels around 0, a step of
+as a kernel keeps it in 16 bits. Each group of its channels is then rounded to a uniform grid: 2^b levels around 0. On a
+Gaussian of the group's root mean square the step that errs least is
 
     1.596 (1 bit), 0.9957 (2), 0.5860 (3), 0.3352 (4), 0.03076 (8)        (Max 1960, Table II; the last computed anew)
 
-standard deviations. Error feedback makes targets wider than values, and a clipped one costs all channels after it:
-there steps are ``WIDER`` (2 bits on SmolLM2-135M: KL .031 instead of .077). At 2 bits the squared error is .119 of the
-variance; Lloyd and Max's levels would have .1175, HIGGS's lattice of dimension 2 .108. The record is that of a uniform
-page of codes per token without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two tokens
+standard deviations. At 2 bits the squared error is then .119 of the variance; Lloyd and Max's levels would have .1175,
+HIGGS's lattice of dimension 2 .108. A step, which is the scale of the group, is stored in 8 bits: the upper half of a
+float16 (e5m2), whose neighbours differ by an eighth to a quarter. With error feedback, whose targets are wider than
+values, a token tries ``CANDIDATES`` neighbouring scales, from ``LOWEST`` times that step on, in all groups together. It
+keeps the one whose codes err least, by the costs of the factor. The record is that of a uniform page of codes per token
+without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two tokens
 that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up to. Sinks and
 recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation would spread over the
 head.
@@ -40,7 +42,7 @@ from typing import ClassVar
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.feedback import round_with_feedback
+from kvcal.pages.feedback import factor_weights, round_with_feedback
 from kvcal.pages.record_layout import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
 from kvcal.pages.uniform import UniformLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
@@ -48,8 +50,9 @@ from kvcal.records import TensorSpec
 STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.030762384}
 # What is left of a Gaussian's variance (the same table).
 DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.3e-05}
-# Steps times these with error feedback.
-WIDER = {1: 1.0, 2: 1.27, 3: 1.2, 4: 1.1, 8: 1.0}
+SCALE_DTYPE = "float8_e5m2"
+LOWEST, CANDIDATES = 1.2, 3
+LANES = 8  # of a GPU that share a token, whose sums are added to each other last
 
 
 def block_size(width: int) -> int:
@@ -110,12 +113,9 @@ class RotatedLayout(UniformLayout):
         """The largest code."""
         return 2**self.num_bits - 1
 
-    def gaussian_step(self, has_feedback: bool) -> float:
-        """Between neighbouring codes, in standard deviations."""
-        return STEPS[self.num_bits] * (WIDER[self.num_bits] if has_feedback else 1.0)
-
     def macros(self, has_feedback: bool = False) -> dict[str, int]:
-        return super().macros() | {"ROTATED": 1, "STEP": double_bits(self.gaussian_step(has_feedback))}
+        step = double_bits(STEPS[self.num_bits] * (LOWEST if has_feedback else 1.0))
+        return super().macros() | {"ROTATED": 1, "STEP": step, "CANDIDATES": CANDIDATES}
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
         return {"signs": (f"{prefix}_signs", TensorSpec("int8", (self.head_dim,), -1, 1))}
@@ -124,23 +124,47 @@ class RotatedLayout(UniformLayout):
         return _signs(self.head_dim, seed)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        rotated = rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float()
-        has_feedback = operands.get("feedback") is not None
-        scale, zero = self._gaussian_grid(rotated, self.gaussian_step(has_feedback))
-        step, start = (expand_groups(params, self.group_size, -1, self.head_dim) for params in (scale, zero))
-        if not has_feedback:
+        rotated, factor = (
+            rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float(),
+            operands.get("feedback"),
+        )
+        scale_bits = self._scale_bits(rotated, has_feedback=factor is not None)
+        if factor is None:
+            step, start = self._grid(scale_bits)
             steps = (rotated - start) / torch.where(step == 0, torch.inf, step)
             codes = steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
         else:
-            levels = x.new_full((), self.levels, dtype=torch.float32)
-            codes, _ = round_with_feedback(rotated, step, start, levels, operands["feedback"])
-        return self.pack(*(self._turned(part) for part in (codes, scale, zero)))
+            codes, scale_bits = self._searched(rotated, scale_bits, factor)
+        scale = scale_bits.to(torch.uint8).view(PARAM_DTYPES[SCALE_DTYPE])
+        return self.pack(self._turned(codes), self._turned(scale), scale)
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return unrotate(self.decode(records), operands["signs"])
 
-    def _gaussian_grid(self, rotated: Tensor, gaussian_step: float) -> tuple[Tensor, Tensor]:
-        """rotated [..., 128, head_dim] fp32 -> scale and zero [..., 128, num_groups] in ``param_dtype``.
+    def _searched(self, rotated: Tensor, lowest: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, and bits of scales, of the candidates from ``lowest`` on that leave the least error."""
+        bits = lowest + torch.arange(CANDIDATES, device=lowest.device).view(-1, *[1] * lowest.ndim)
+        step, start = self._grid(bits)
+        levels = rotated.new_full((), self.levels)
+        codes, targets = round_with_feedback(rotated.expand_as(step), step, start, levels, factor)
+        errors = targets - (codes.float() * step + start)
+        squares = errors.square_().mul_(factor_weights(factor, self.head_dim).unsqueeze(1))
+        lanes = torch.nn.functional.pad(squares, (0, -self.head_dim % LANES)).unflatten(-1, (-1, LANES)).unbind(-2)
+        error = sum_by_halves(sum(lanes[1:], lanes[0]), -1)
+        # A scale beyond its range is infinite, and its error NaN.
+        chosen = error.nan_to_num_(torch.inf, torch.inf).argmin(0, keepdim=True).unsqueeze(-1)
+        codes, bits = (part.take_along_dim(chosen, 0).squeeze(0) for part in (codes, bits))
+        return codes, bits
+
+    def _grid(self, scale_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps and first levels of every channel, fp32, of bits of scales [..., 128, num_groups]."""
+        scale = (scale_bits << 8).to(torch.int16).view(torch.float16)
+        step = expand_groups(scale, self.group_size, -1, self.head_dim)
+        return step, self._zero(step)
+
+    def _scale_bits(self, rotated: Tensor, has_feedback: bool) -> Tensor:
+        """rotated [..., 128, head_dim] fp32 -> int32 [..., 128, num_groups]: e5m2 of the scales, to nearest; with
+        feedback of the lowest candidates, from which what they have too much is cut off.
 
         Squares of fp32 numbers are exact in fp64."""
         groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
@@ -149,13 +173,12 @@ class RotatedLayout(UniformLayout):
         missing = (1 << (size - 1).bit_length()) - size
         counts = (self.head_dim - size * torch.arange(groups, device=rotated.device)).clamp_(max=size)
         rms = (sum_by_halves(torch.nn.functional.pad(sums, (0, missing)), -1) / counts).sqrt_()
-        param_dtype = PARAM_DTYPES[self.param_dtype]
-        scale = (rms * gaussian_step).float().to(param_dtype)
-        zero = self._zero(scale)
+        step = STEPS[self.num_bits] * (LOWEST if has_feedback else 1.0)
+        half = (rms * step).float().half()
         require_finite(
-            scale.double() + zero.double(),
+            half.float(),
             f"keys or values cannot be quantized: a group of {size} values holds NaN, infinity, or has a norm beyond "
-            f"{self.param_dtype}",
-            hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
+            "float16",
+            hint="check the model's outputs",
         )
-        return scale, zero
+        return (half.view(torch.int16).int() + (0 if has_feedback else 0x80)) >> 8

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.pages.lattice import ALLOWED_BITS, LatticeLayout
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout
-from kvcal.pages.rotated import RotatedLayout
+from kvcal.pages.rotated import SCALE_DTYPE, RotatedLayout
 from kvcal.pages.scores import SCORES
 from kvcal.pages.tiered import BASE_BITS, TieredLayout
 from kvcal.pages.uniform import UniformLayout
@@ -176,6 +176,10 @@ class Format:
                 found.append(f"quantizer = {self.quantizer!r} does not go with {' and '.join(clashing)}")
             if self.axis != "token":
                 found.append(f"rotated pages take fewer than 16 bits and axis 'token', found {self.axis!r}")
+            if self.param_dtype != "float16":
+                found.append(
+                    f"scales of rotated pages have 8 bits: they take no param_dtype, found {self.param_dtype!r}"
+                )
         if self.boost is not None:
             lowest = self.boost.tiers[-1].num_bits
             if self.num_bits not in BASE_BITS or self.axis != "channel" or lowest <= self.num_bits:
@@ -291,7 +295,8 @@ class Format:
         if num_bits != RAW_BITS and self.lattice_dim is not None:
             return LatticeLayout(num_bits, self.lattice_dim, num_heads * head_dim, self.param_dtype)
         kind = UniformLayout if num_bits == RAW_BITS else QUANTIZERS[self.quantizer]
-        return kind(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
+        param_dtype = self.param_dtype if kind is UniformLayout else SCALE_DTYPE
+        return kind(side, num_bits, self.axis, self.group_size, head_dim, param_dtype, cache_dtype)
 
     def nbytes(
         self,

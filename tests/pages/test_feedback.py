@@ -3,6 +3,7 @@ and the grid of rotated pages."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from test_layout_contract import random_page
 from torch import Tensor
 
-from kvcal.pages.feedback import factor_row, factor_spec, feedback_factor, round_with_feedback
+from kvcal.pages.feedback import factor_row, factor_spec, factor_weights, feedback_factor, round_with_feedback
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.pages.rotated import RotatedLayout
+from kvcal.pages.rotated import CANDIDATES, LOWEST, SCALE_DTYPE, STEPS, RotatedLayout, random_signs, rotate
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import UniformLayout
 from kvcal.stored_tensor import StoredTensor
@@ -99,6 +100,8 @@ def test_the_factor_is_the_hessians(head_dim: int) -> None:
     inverse = torch.linalg.inv(upper)
     middle = inverse @ damped @ inverse.transpose(1, 2)  # diag(d)
     diagonal = middle.diagonal(dim1=1, dim2=2)
+    costs = diagonal / diagonal.mean(1, keepdim=True)
+    torch.testing.assert_close(factor_weights(factor, head_dim).double(), costs, rtol=0.01, atol=2e-3)
     rest = middle - torch.diag_embed(diagonal)
     assert float(rest.abs().max()) <= 2e-3 * float(middle.abs().max())  # fp16
     torch.testing.assert_close(share, diagonal.sum(1) / (damped.diagonal(dim1=1, dim2=2)).sum(1), rtol=0.02, atol=1e-3)
@@ -109,7 +112,8 @@ def test_a_head_without_queries_gets_no_feedback() -> None:
     hessian = hessian_of(2, 16)
     hessian[1] = 0
     factor, share = feedback_factor(hessian, 0.01)
-    assert not bool(factor[1].any()) and float(share[1]) == 1.0 and bool(factor[0].any())
+    assert torch.equal(upper_of(factor, 16)[1], torch.eye(16, dtype=torch.float64)) and float(share[1]) == 1.0
+    assert factor_weights(factor, 16)[1].tolist() == [1.0] * 16 and bool(upper_of(factor, 16)[0].triu(1).any())
 
 
 def weighted_error(x: Tensor, decoded: Tensor, hessian: Tensor) -> float:
@@ -145,13 +149,43 @@ def test_an_identity_leaves_codes_as_they_are() -> None:
     factor, share = feedback_factor(torch.eye(80, dtype=torch.float64).repeat(2, 1, 1), 0.01)
     torch.testing.assert_close(share, torch.ones(2, dtype=torch.float64))
     pages = torch.stack([random_page(80, 0), random_page(80, 1)]).unsqueeze(0)
-    for layout in (
-        UniformLayout("k", 2, "channel", 64, 80, "float16", "bfloat16"),
-        RotatedLayout("v", 8, "token", 128, 80, "float16", "bfloat16"),  # whose grid feedback does not widen
-    ):
-        operands = {name: layout.make_tensor(name, 3) for name in layout.plan_tensors("")}
-        fed = layout.encode_pages(pages, {**operands, "feedback": factor})
-        assert torch.equal(fed, layout.encode_pages(pages, operands))
+    layout = UniformLayout("k", 2, "channel", 64, 80, "float16", "bfloat16")
+    assert torch.equal(layout.encode_pages(pages, {"feedback": factor}), layout.encode_pages(pages, {}))
+
+
+@pytest.mark.parametrize(("side", "num_bits", "group_size", "head_dim"), [("k", 2, 128, 20), ("v", 3, 32, 96)])
+def test_rotated_tokens_take_the_scales_that_err_least(
+    side: str, num_bits: int, group_size: int, head_dim: int
+) -> None:
+    layout = RotatedLayout(side, num_bits, "token", group_size, head_dim, SCALE_DTYPE, "bfloat16")
+    x = torch.stack([random_page(head_dim, 0), random_page(head_dim, 1)]).unsqueeze(0)
+    operands = {"signs": random_signs(head_dim, 3)}
+    factor, _ = feedback_factor(hessian_of(2, head_dim), 0.01)
+    codes, scales, _ = layout.fields(layout.encode_pages(x, operands | {"feedback": factor}))
+    codes, scales = (layout._turned(part) for part in (codes, scales.float()))
+    rotated = rotate(x, operands["signs"]).bfloat16()
+    upper, middle, weights = (
+        upper_of(factor, head_dim),
+        (2**num_bits - 1) / 2,
+        factor_weights(factor, head_dim).tolist(),
+    )
+    ladder = sorted((1 + mantissa / 4) * 2.0**exponent for mantissa in range(4) for exponent in range(-14, 16))
+    taken = set()
+    for head, token in itertools.product(range(2), range(0, PAGE_TOKENS, 9)):
+        values, errors = rotated[0, head, token].double(), []
+        lowest = [LOWEST * STEPS[num_bits] * group.square().mean().sqrt().item() for group in values.split(group_size)]
+        first = [bisect.bisect_right(ladder, step) - 1 for step in lowest]
+        for number in range(CANDIDATES):
+            steps = [ladder[place + number] for place in first for _ in range(group_size)][:head_dim]
+            starts, levels = [-middle * step for step in steps], [2**num_bits - 1] * head_dim
+            found, targets = wanted(values.tolist(), steps, starts, levels, upper[head].tolist())
+            stored = [code * step + start for code, step, start in zip(found, steps, starts, strict=True)]
+            error = sum(d * (a - b) ** 2 for d, a, b in zip(weights[head], targets, stored, strict=True))
+            errors.append((error, found, steps[::group_size]))
+        _, found, steps = min(errors)
+        assert (codes[0, head, token].tolist(), scales[0, head, token].tolist()) == (found, steps)
+        taken.add(errors.index(min(errors)))
+    assert len(taken) > 1
 
 
 def test_tiers_have_the_codes_of_the_loop() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.pages.rotated import STEPS, RotatedLayout, block_size, random_signs, rotate, unrotate
+from kvcal.pages.rotated import SCALE_DTYPE, STEPS, RotatedLayout, block_size, random_signs, rotate, unrotate
 from kvcal.plan.page_format import Format
 from kvcal.strict import dump
 
@@ -32,11 +32,19 @@ def tokens(head_dim: int) -> Tensor:
     return x.bfloat16()
 
 
+SCALES = sorted((1 + mantissa / 4) * 2.0**exponent for mantissa in range(4) for exponent in range(-14, 16))
+
+
+def nearest(scale: float) -> float:
+    """Of the normal numbers of e5m2."""
+    return min(SCALES, key=lambda stored: abs(stored - scale))
+
+
 @pytest.mark.parametrize(("side", "num_bits", "group_size", "head_dim"), SIZES)
 def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
     side: str, num_bits: int, group_size: int, head_dim: int
 ) -> None:
-    layout = RotatedLayout(side, num_bits, "token", group_size, head_dim, "float16", "bfloat16")
+    layout = RotatedLayout(side, num_bits, "token", group_size, head_dim, SCALE_DTYPE, "bfloat16")
     signs, x = random_signs(head_dim, 3), tokens(head_dim)
     records = layout.encode_pages(x, {"signs": signs})
     found = layout.decode_pages(records, 2, {"signs": signs})
@@ -47,7 +55,7 @@ def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
         kept = torch.zeros(head_dim, dtype=torch.float64)
         for start in range(0, head_dim, group_size):
             group = rotated[start : start + group_size]
-            scale = float((STEPS[num_bits] * group.square().mean().sqrt()).half())
+            scale = nearest(float((STEPS[num_bits] * group.square().mean().sqrt()).half()))
             zero = -middle * scale
             for channel, value in enumerate(group.tolist(), start):
                 code = min(max(round((value - zero) / scale), 0), 2**num_bits - 1)
@@ -63,6 +71,7 @@ def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
         ({"num_bits": 16}, "quantizer = 'rotated' does not go with num_bits = 16"),
         ({"lattice_dim": 2}, "quantizer = 'rotated' does not go with lattice_dim"),
         ({"shrink_at": (300,), "param_dtype": "float32"}, "quantizer = 'rotated' does not go with shrink_at"),
+        ({"param_dtype": "float32"}, "scales of rotated pages have 8 bits"),
         ({"quantizer": "lattice"}, "quantizer = 'lattice', expected one of"),
     ],
 )

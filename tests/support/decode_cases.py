@@ -87,7 +87,7 @@ CASES = {
     ),
     "rotated K, groups of 32": (
         k_format(2, "token", 32, **ROTATED),
-        v_format(2, 64, param_dtype="bfloat16", **ROTATED),
+        v_format(2, 64, **ROTATED),
     ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }

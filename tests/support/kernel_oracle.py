@@ -98,9 +98,9 @@ class Case:
 
 
 def feedback_of(num_heads: int, dim: int) -> Tensor:
-    """A factor of error feedback: [n, D (D - 1) / 2] fp16."""
+    """A factor of error feedback: [n, D (D + 1) / 2] fp16."""
     generator = torch.Generator().manual_seed(5)
-    return (torch.randn(num_heads, dim * (dim - 1) // 2, generator=generator) * 0.2).half()
+    return (torch.randn(num_heads, dim * (dim + 1) // 2, generator=generator) * 0.2).half()
 
 
 def _every_uniform_format() -> list[Case]:
@@ -157,16 +157,16 @@ FED = [
     Case("k", boosted("range", Tier(16, 0.05), Tier(8, 0.1), Tier(4, 0.2)), 72, offset=True, feedback=True),
 ]
 ROTATED = [
-    Case(side, Format(bits, "token", size, 5, param_dtype=param, quantizer="rotated"), dim, cache, **more)
-    for side, bits, size, param, dim, cache, more in [
-        ("k", 2, 128, "float16", 128, "bfloat16", {"rescale": True, "offset": True}),
-        ("k", 3, 64, "float32", 64, "float16", {"feedback": True}),
-        ("k", 1, 32, "bfloat16", 80, "bfloat16", {"rescale": True}),
-        ("k", 8, 128, "float16", 96, "float16", {}),
-        ("v", 2, 128, "float16", 128, "bfloat16", {"feedback": True}),
-        ("v", 4, 64, "float16", 96, "bfloat16", {}),
-        ("v", 3, 32, "float32", 72, "float16", {}),
-        ("v", 2, 128, "bfloat16", 24, "bfloat16", {"feedback": True}),
+    Case(side, Format(bits, "token", size, 5, quantizer="rotated"), dim, cache, **more)
+    for side, bits, size, dim, cache, more in [
+        ("k", 2, 128, 128, "bfloat16", {"rescale": True, "offset": True}),
+        ("k", 3, 64, 64, "float16", {"feedback": True}),
+        ("k", 1, 32, 80, "bfloat16", {"rescale": True}),
+        ("k", 8, 128, 96, "float16", {}),
+        ("v", 2, 128, 128, "bfloat16", {"feedback": True}),
+        ("v", 4, 64, 96, "bfloat16", {}),
+        ("v", 3, 32, 72, "float16", {}),
+        ("v", 2, 128, 24, "bfloat16", {"feedback": True}),
     ]
 ]
 PACKED = UNIFORM + TIERED + FED + ROTATED

@@ -6,7 +6,7 @@
 
 constexpr int KV_PAGE_TOKENS = 128;
 // Numbers of dtypes, as variants.py writes them.
-enum { KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32 };
+enum { KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32, KV_E5M2 };
 // Bits of `error`: a page with NaN, infinity or a range beyond its params; a page beyond the room of its tensor.
 enum { NON_FINITE = 1, NO_ROOM = 2 };
 
@@ -56,11 +56,18 @@ KV_INLINE unsigned short kv_bits_of(float x) {
     return y;
 }
 
+KV_INLINE constexpr int kv_param_bytes(int type) { return type == KV_FLOAT32 ? 4 : type == KV_E5M2 ? 1 : 2; }
+
+// A number of 8 bits, the upper half of a float16.
+KV_INLINE float kv_float_of_e5m2(unsigned bits) { return kv_float_of<KV_FLOAT16>((unsigned short)(bits << 8)); }
+
 // Scale or zero number i of a field in dtype TYPE.
 template <int TYPE>
 KV_INLINE float kv_load_param(const unsigned char* field, int i) {
     if constexpr (TYPE == KV_FLOAT32) {
         return ((const float*)field)[i];
+    } else if constexpr (TYPE == KV_E5M2) {
+        return kv_float_of_e5m2(field[i]);
     } else {
         return kv_float_of<TYPE>(((const unsigned short*)field)[i]);
     }

@@ -16,7 +16,7 @@
 
 // Numbers of the factor of error feedback of one head.
 template <class S>
-constexpr int FACTOR = S::dim * (S::dim - 1) / 2;
+constexpr int FACTOR = S::dim * (S::dim + 1) / 2;
 
 #ifndef SIDE
 
@@ -119,7 +119,7 @@ KV_INLINE void append_side(
 //   rows          [B] int32, each sequence's row of sinks, ring and query statistic, or 0: in their order
 //   table         [B, table_width] int32, slots of pages
 //   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
-//   k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], the factors of error feedback, or 0
+//   k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], the factors of error feedback, or 0
 //   k_signs, v_signs  int8 [D], of rotated pages, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
 // With STAGED, k_pages and v_pages are the memory of all pages, and the regions say what of it is theirs, and its room.
@@ -182,7 +182,7 @@ typedef Values Packed;
 //   x            [b, n, 128 P, D] in DTYPE, by strides in elements
 //   pages        records of the n heads of a slot side by side
 //   slots        [b, P] int32, rows slot_stride elements apart; first_page: the number of page 0 in its sequence
-//   rescale, offset  fp32 [n, D] of these heads, or 0; k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], or 0
+//   rescale, offset  fp32 [n, D] of these heads, or 0; k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], or 0
 //   k_signs, v_signs  int8 [D], or 0
 //   query_mean   [b, n, D] fp32, for query scores, or 0; first_head: the number of the first head in the layer
 //   error        int32, gets the bit NON_FINITE

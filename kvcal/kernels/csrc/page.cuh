@@ -209,9 +209,7 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             levels = other < S::dim ? scratch.level[other] : 0;
         }
         float low = 0.0f, scale = 0.0f;
-        if constexpr (S::is_rotated) {
-            scale = gaussian_scale<S>(source, scratch, other, first);
-        } else if ((S::axis == 1 || other < S::dim) && levels > 0) {
+        if (!S::is_rotated && (S::axis == 1 || other < S::dim) && levels > 0) {
             int last = S::axis == 0 ? first + S::group : kv_min(first + S::group, S::dim);
             float high;
             low = value<S>(source, scratch, S::axis == 0 ? first : other, S::axis == 0 ? other : first);
@@ -225,11 +223,16 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             low = __fadd_rn(low, 0.0f);  // no -0, whose order among zeros is the device's
             scale = __fdiv_rn(__fsub_rn(__fadd_rn(high, 0.0f), low), (float)levels);
         }
-        scale = kv_store_param<S::param>(record + S::scale, i, scale);
         float zero;
         if constexpr (S::is_rotated) {
+            // To nearest, or the lowest of the candidates.
+            const unsigned half = kv_bits_of<KV_FLOAT16>(gaussian_scale<S>(source, scratch, other, first));
+            const unsigned bits = half + (S::has_feedback ? 0 : 0x80) >> 8;
+            record[S::scale + i] = (unsigned char)bits;
+            scale = kv_float_of_e5m2(bits);
             zero = __fmul_rn(scale, -Page<S>::mean_code);
         } else {
+            scale = kv_store_param<S::param>(record + S::scale, i, scale);
             zero = kv_store_param<S::param>(record + S::zero, i, low);
         }
         if (!kv_finite(scale) || !kv_finite(zero)) {
@@ -243,48 +246,81 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
 
 // Codes with error feedback, as kvcal/pages/feedback.py chooses them: they take the place of the staged values; in that of
 // a 16-bit channel are the bits of its target. Eight lanes share a token, lane l has the channels l, l + 8, ... in
-// registers, and each error goes from its lane to the others. A target is summed up in the order of the channels.
+// registers, and each error goes from its lane to the others. A target is summed up in the order of the channels. Of the
+// candidates for a rotated token's scales those that cost least stay (kvcal/pages/rotated.py).
 template <class S>
-KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch) {
+KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch, unsigned char* record) {
     constexpr int LANES = 8, OWN = S::dim / LANES;
     static_assert(Page<S>::is_staged && S::dim % LANES == 0, "at most 128 channels, 8 at a time");
     const int lane = threadIdx.x % LANES;
     for (int token = threadIdx.x / LANES; token < KV_PAGE_TOKENS; token += THREADS / LANES) {
-        float x[OWN], target[OWN];
+        float x[OWN], least = 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            target[i] = x[i] = value<S>(source, scratch, token, LANES * i + lane);
+            x[i] = value<S>(source, scratch, token, LANES * i + lane);
         }
-        const unsigned short* row = source.feedback;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        int chosen = 0;
 #pragma unroll 1
-            for (int owner = 0; owner < LANES; ++owner) {
-                const int channel = LANES * i + owner;
-                float error = 0.0f;
-                if (lane == owner) {
-                    const int place = place_of_params<S>(token, channel);
-                    const float step = scratch.params.step[place], zero = scratch.params.zero[place];
-                    const unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
-                    unsigned short kept = (unsigned short)kv_code_of(target[i], zero, step, levels);
-                    // A scale of 0 is an infinite step.
-                    float decoded = __fadd_rn(__fmul_rn((float)kept, kv_finite(step) ? step : 0.0f), zero);
-                    if (S::tiers && levels == 0) {
-                        kept = kv_bits_of<DTYPE>(target[i]);
-                        decoded = kv_float_of<DTYPE>(kept);
-                    }
-                    scratch.tile[token * Page<S>::stride + channel] = kept;
-                    error = __fsub_rn(x[i], decoded);
-                }
-                error = __shfl_sync(0xffffffffu, error, owner, LANES);
+        for (int number = 0; number < S::candidates; ++number) {
+            float target[OWN], squares = 0.0f;
+            unsigned short kept[OWN];
 #pragma unroll
-                for (int k = i; k < OWN; ++k) {
-                    const int ahead = LANES * k + lane - channel;
-                    if (ahead > 0) {
-                        target[k] = __fadd_rn(target[k], __fmul_rn(kv_float_of<KV_FLOAT16>(row[ahead - 1]), error));
+            for (int i = 0; i < OWN; ++i) {
+                target[i] = x[i];
+            }
+            const unsigned short* row = source.feedback;
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+#pragma unroll 1
+                for (int owner = 0; owner < LANES; ++owner) {
+                    const int channel = LANES * i + owner;
+                    float error = 0.0f;
+                    if (lane == owner) {
+                        const int place = place_of_params<S>(token, channel);
+                        float step = scratch.params.step[place], zero = scratch.params.zero[place];
+                        if constexpr (S::is_rotated) {
+                            const unsigned lowest = kv_finite(step) ? kv_bits_of<KV_FLOAT16>(step) >> 8 : 0;
+                            const float scale = kv_float_of_e5m2(lowest + number);
+                            step = kv_step_of(scale), zero = __fmul_rn(scale, -Page<S>::mean_code);
+                        }
+                        const unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
+                        kept[i] = (unsigned short)kv_code_of(target[i], zero, step, levels);
+                        // A scale of 0 is an infinite step.
+                        float decoded = __fadd_rn(__fmul_rn((float)kept[i], kv_finite(step) ? step : 0.0f), zero);
+                        if (S::tiers && levels == 0) {
+                            kept[i] = kv_bits_of<DTYPE>(target[i]);
+                            decoded = kv_float_of<DTYPE>(kept[i]);
+                        }
+                        const float rest = __fsub_rn(target[i], decoded);
+                        const float square = __fmul_rn(__fmul_rn(rest, rest), kv_float_of<KV_FLOAT16>(row[0]));
+                        squares = i == 0 ? square : __fadd_rn(squares, square);
+                        error = __fsub_rn(x[i], decoded);
                     }
+                    error = __shfl_sync(0xffffffffu, error, owner, LANES);
+#pragma unroll
+                    for (int k = i; k < OWN; ++k) {
+                        const int ahead = LANES * k + lane - channel;
+                        if (ahead > 0) {
+                            target[k] = __fadd_rn(target[k], __fmul_rn(kv_float_of<KV_FLOAT16>(row[ahead]), error));
+                        }
+                    }
+                    row += S::dim - channel;
                 }
-                row += S::dim - 1 - channel;
+            }
+            for (int apart = LANES / 2; apart > 0 && S::candidates > 1; apart /= 2) {
+                squares = __fadd_rn(squares, __shfl_sync(0xffffffffu, squares, lane ^ apart, LANES));
+            }
+            if (number == 0 || squares < least) {
+                least = squares, chosen = number;
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) {
+                    scratch.tile[token * Page<S>::stride + LANES * i + lane] = kept[i];
+                }
+            }
+        }
+        if constexpr (S::candidates > 1) {
+            for (int place = token + lane * KV_PAGE_TOKENS; place < Page<S>::groups * KV_PAGE_TOKENS; place += LANES * KV_PAGE_TOKENS) {
+                record[S::scale + place] += chosen;
             }
         }
     }
@@ -383,7 +419,7 @@ KV_INLINE void pack_page(
         }
         store_params<S>(source, scratch, record, error);
         if constexpr (S::has_feedback) {
-            choose_codes<S>(source, scratch);
+            choose_codes<S>(source, scratch, record);
         }
         store_planes<S>(source, scratch, record);
         if constexpr (S::tiers > 0) {

@@ -61,6 +61,13 @@ KV_INLINE void load_params(const unsigned char* field, int first, float* x) {
             const float4 words = ((const float4*)field)[first / 4 + i];
             x[4 * i] = words.x, x[4 * i + 1] = words.y, x[4 * i + 2] = words.z, x[4 * i + 3] = words.w;
         }
+    } else if constexpr (TYPE == KV_E5M2) {
+        const uint4 words = *(const uint4*)(field + first);
+        const unsigned fours[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            x[i] = kv_float_of_e5m2(fours[i / 4] >> 8 * (i % 4) & 255);
+        }
     } else {
         load_eight<TYPE>((const unsigned short*)field + first, x);
         load_eight<TYPE>((const unsigned short*)field + first + 8, x + 8);

@@ -48,6 +48,7 @@ struct Keys {
     static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET, has_feedback = K_FEEDBACK && bits != RAW_BITS;
     static constexpr bool is_rotated = K_ROTATED;  // and have no zeros: they are -mean_code scales
     static constexpr long long gaussian_step = K_STEP;  // of rotated codes, in standard deviations: the bits of an fp64
+    static constexpr int candidates = K_CANDIDATES;     // scales of a token that error feedback tries
     static constexpr bool needs_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
 
     // Tier i, from most bits to fewest.
@@ -80,6 +81,7 @@ struct Values {
     static constexpr bool has_rescale = false, has_offset = false, has_feedback = V_FEEDBACK && bits != RAW_BITS;
     static constexpr bool is_rotated = V_ROTATED;
     static constexpr long long gaussian_step = V_STEP;
+    static constexpr int candidates = V_CANDIDATES;
     static constexpr bool needs_queries = false;
 };
 #endif
@@ -123,7 +125,7 @@ struct Source {
     const float* offset;
     // Of a ring of so many tokens, otherwise 0: the page's first token, and the token that stands for those before it.
     int ring, first, least;
-    // The factor of error feedback (kvcal/pages/feedback.py): fp16, the rows of U right of its diagonal, one by one.
+    // The factor of error feedback (kvcal/pages/feedback.py): fp16, U row by row, on its diagonal the costs of channels.
     const unsigned short* feedback;
     const signed char* signs;  // of rotated pages
 

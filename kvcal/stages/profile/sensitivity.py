@@ -167,9 +167,9 @@ def _page_errors(
 ) -> tuple[Tensor, Tensor]:
     """As ``_group_errors``, of pages that another quantizer packs."""
     weighted, squared = [], []
-    cache_dtype, param_dtype = _name(values.cache_dtype), _name(values.param_dtype)
+    cache_dtype = _name(values.cache_dtype)
     for num_bits in all_bits:
-        fmt = Format(num_bits, axis, size, param_dtype=param_dtype, quantizer=quantizer)  # type: ignore[arg-type]
+        fmt = Format(num_bits, axis, size, quantizer=quantizer)  # type: ignore[arg-type]
         read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, cache_dtype) for x_NTD in values.x_BNTD])
         error_BNTD = (read_BNTD - values.x_BNTD).abs()
         squared.append(values.squares(error_BNTD))

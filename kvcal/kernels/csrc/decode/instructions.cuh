@@ -58,6 +58,7 @@ __device__ __forceinline__ u32 dense_pair(float lo, float hi) { return DTYPE == 
 // A number of dtype TYPE (as DTYPE).
 template <int TYPE> __device__ __forceinline__ float number_at(const void* p, i64 index) {
     if constexpr (TYPE == KV_FLOAT32) return reinterpret_cast<const float*>(p)[index];
+    else if constexpr (TYPE == KV_E5M2) return kv_float_of_e5m2(reinterpret_cast<const u8*>(p)[index]);
     else return kv_float_of<TYPE>(reinterpret_cast<const u16*>(p)[index]);
 }
 

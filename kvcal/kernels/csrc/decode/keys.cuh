@@ -66,7 +66,7 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
     for (int group = 0; group < K_GROUPS; group++) {
         // A lane's channels are all in one group: the others contribute nothing to it.
         const bool mine = K_GROUPS == 1 || quad * (DIM / 4) / K_GROUP == group;
-        const int at = group * PAGE * (K_PARAM == KV_FLOAT32 ? 4 : 2);
+        const int at = group * PAGE * kv_param_bytes(K_PARAM);
 #pragma unroll 1
         for (int part = 0; part < QUERY_PARTS; part++) {
             if (QUERY_PARTS > 1) __syncwarp();  // codes are read again: there are no registers for them

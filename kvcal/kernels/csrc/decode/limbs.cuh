@@ -37,11 +37,18 @@ __device__ __forceinline__ void load_query(float (&x)[DIM / 8], const Shared& sh
 }
 #endif
 
-// Numbers first, first + 1, ... of dtype TYPE, which lie at multiples of 16 bytes.
+// Numbers first, first + 1, ... of dtype TYPE, which lie at multiples of 16 bytes (of 8, if each has one byte).
 template <int TYPE, int COUNT> __device__ __forceinline__ void load_numbers(float (&x)[COUNT], const u8* from, int first) {
     if constexpr (TYPE == KV_FLOAT32) {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 4) *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(from + (first + i) * 4);
+    } else if constexpr (TYPE == KV_E5M2) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 8) {
+            const uint2 v = *reinterpret_cast<const uint2*>(from + first + i);
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[i + k] = kv_float_of_e5m2((&v.x)[k / 4] >> k % 4 * 8 & 255u);
+        }
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 8) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
                 *reinterpret_cast<const float4*>(swap + n * SWAP_WORDS + i * SWAP_PART + g / 2 * SWAP_HEAD + g % 2 * 16 + quad * 4);
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
-        const int at = group * PAGE * (V_PARAM == KV_FLOAT32 ? 4 : 2), column = quad * 32 + g % 2 * 16;
+        const int at = group * PAGE * kv_param_bytes(V_PARAM), column = quad * 32 + g % 2 * 16;
         float param[PAGE / 8], unit[QUERY_TILES];
         u32 op[QUERY_TILES][PAGE / 16];
 #if !V_ROTATED

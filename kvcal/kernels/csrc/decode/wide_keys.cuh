@@ -302,7 +302,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
     }
 #pragma unroll
     for (int group = 0; group < K_GROUPS; group++) {
-        const u8 *scales = record + K_SCALE + group * PAGE * (K_PARAM == KV_FLOAT32 ? 4 : 2), *zeros = scales + (K_ZERO - K_SCALE);
+        const u8 *scales = record + K_SCALE + group * PAGE * kv_param_bytes(K_PARAM), *zeros = scales + (K_ZERO - K_SCALE);
 #pragma unroll 1
         for (int part = 0; part < QUERY_PARTS; part++) {
             if (QUERY_PARTS > 1) __syncwarp();  // codes are read again: there are no registers for them

@@ -61,6 +61,31 @@ __device__ __forceinline__ void load_pairs(u32 (&at)[16], const u8* from) {
     }
 }
 
+// Those of the scales of values, of the tokens of this quarter.
+__device__ __forceinline__ void load_scales(u32 (&at)[16], const u8* scales, int quad) {
+#if V_ROTATED
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+        const uint4 v = *reinterpret_cast<const uint4*>(scales + quad * 32 + 16 * w);
+#pragma unroll
+        for (int i = 0; i < 8; i++) at[8 * w + i] = permute((&v.x)[i / 4], (&v.z)[i / 4], i % 4 << 4 | (4 + i % 4) << 12) & 0xff00ff00u;
+    }
+#else
+    load_pairs(at, scales + quad * 64);
+#endif
+}
+
+// The largest scale of four tokens, as the bits of a half.
+__device__ __forceinline__ u32 largest_of_four(const u8* scales, int lane) {
+#if V_ROTATED
+    const u32 four = reinterpret_cast<const u32*>(scales)[lane];
+    return max(max(four & 255u, four >> 8 & 255u), max(four >> 16 & 255u, four >> 24)) << 8;
+#else
+    const uint2 four = *reinterpret_cast<const uint2*>(scales + lane * 8);
+    return max(max(four.x & 0xffffu, four.x >> 16), max(four.y & 0xffffu, four.y >> 16));
+#endif
+}
+
 // Scores s step + from of a page become exponents: what they are above the state's maximum. Where all of them are below it,
 // their largest is not looked for: sums may be relative to any number near it. Else the maximum becomes 1 more than that.
 __device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& state, const float (&step)[2], const float (&from)[2], int lane) {
@@ -99,7 +124,7 @@ __device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& sta
 
 // Probabilities of a page times its values, taken into ``state``. exponent: of all 128 tokens.
 __device__ __forceinline__ void wide_values(State& state, const float (&exponent)[2][PAGE / 8], const u8* record, const Shared& shared, int lane) {
-    static_assert(V_PARAM == KV_FLOAT16 && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
+    static_assert(V_PARAM == (V_ROTATED ? KV_E5M2 : KV_FLOAT16) && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
     constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_BITS), PLANE = PAGE * DIM / 4;
     constexpr int SIDE = TILES % 4 || PER % 4 || K_AXIS ? 2 : AT_ONCE;  // two are 1 to 2 % faster with scales of keys per token
     const int g = lane >> 2, quad = lane & 3;
@@ -122,15 +147,14 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
         u32 op[16];
-        const u8* scales = record + V_SCALE + group * PAGE * 2;
-        const uint2 four = *reinterpret_cast<const uint2*>(scales + lane * 8);
-        const u32 top = largest_of_warp(max(max(four.x & 0xffffu, four.x >> 16), max(four.y & 0xffffu, four.y >> 16)));
+        const u8* scales = record + V_SCALE + group * PAGE * kv_param_bytes(V_PARAM);
+        const u32 top = largest_of_warp(largest_of_four(scales, lane));
         // 2^up: scales are below 2^15 with it, and it is a normal half itself.
         const int up = max(-1, min(15, 29 - (int)(top >> 10)));
         const float unit = __uint_as_float((u32)(127 + 24 - up) << 23);
         {
             u32 scale[16];
-            load_pairs(scale, scales + quad * 64);
+            load_scales(scale, scales, quad);
             const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_BITS) - 1) * 0x00010001u;
 #pragma unroll
             for (int i = 0; i < 16; i++) op[i] = multiply_halves(p[i], multiply_halves(scale[i], power));
