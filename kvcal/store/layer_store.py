@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
+from kvcal.kernels.choice import refusals
 from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
 from kvcal.kernels.variants import Variant, stored_form, variant_of
 from kvcal.pages.basis import Basis
@@ -60,9 +61,9 @@ class LayerStore:
         self.prediction = Prediction(plan, state)
         self.sides: dict[Side, PagedTensor] = {}
         self._variants, self._regions = ([], []) if static is None else self._compiled(static)
-        tensors, group = state.tensors_on(device), plan.attention.group_heads
+        self._tensors, group = state.tensors_on(device), plan.attention.group_heads
         for side in SIDES:
-            codec = PageCodec.of_layer(plan, side, self.cache_dtype, tensors)
+            codec = PageCodec.of_layer(plan, side, self.cache_dtype, self._tensors)
             pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
             self.sides[side] = PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
         self.prediction.attach(self.sides)
@@ -187,9 +188,23 @@ class LayerStore:
         return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
-        """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
-        if self.static is None or stored_form(self.plan, codec.side) is not None:
+        """The kernels that pack prompts of a static cache, where they read pages as they are stored; on a GPU those of
+        a dynamic cache with error feedback, too, which torch chooses channel by channel."""
+        if stored_form(self.plan, codec.side) is not None:
             return None
+        if self.static is None:
+            device = codec.feedback.device if codec.feedback is not None else None
+            if (
+                device is None
+                or device.type != "cuda"
+                or codec.format.shrink_at
+                or any(refusals(self.plan, self.cache_dtype))
+            ):
+                return None
+            variant, error = variant_of(self.plan, self.cache_dtype), torch.zeros(1, dtype=torch.int32, device=device)
+            tensors, nothing = layer_transforms(self._tensors, self.plan.geometry.index), torch.empty(0, device=device)
+            transform = PageTransform.of_variant(variant, tensors, nothing)
+            return KernelCodec(codec.side, transform, error, {(): variant}, is_awaited=True)
         by_bits = {tuple(v.num_bits(side) for side in SIDES) if self._regions else (): v for v in self._variants}
         return KernelCodec(codec.side, self._transform(self.static), self.static.error, by_bits, self._regions)
 

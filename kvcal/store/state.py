@@ -19,16 +19,15 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.operands import Place
-from kvcal.kernels.reference import NON_FINITE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.pool import PhasedPages, Span, fixed
-from kvcal.store.step import StepScratch
+from kvcal.store.step import StepScratch, require_no_error
 from kvcal.store.workspace import form_bytes, raw_record_bytes, step_workspace
 
 
@@ -252,13 +251,7 @@ class StepState:
 
     def check(self) -> None:
         """Wait for the device, and raise what its kernels found."""
-        found = int(self.error)
-        if not found:
-            return
-        self.error.zero_()
-        if found & NON_FINITE:
-            raise NonFiniteActivations(
-                "keys or values cannot be quantized: a page holds NaN, infinity, or a range beyond its param_dtype",
-                hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
-            )
-        self.require_room(max(self.max_tokens + 1, int(self.lengths.max())))
+        require_no_error(self.error)
+        if int(self.error):
+            self.error.zero_()
+            self.require_room(max(self.max_tokens + 1, int(self.lengths.max())))

@@ -14,10 +14,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.kernels import ops
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.pages.basis import Basis, reading_queries
 from kvcal.plan.page_format import SIDES, Format, Side
@@ -58,23 +60,36 @@ class StepScratch:
         return [self.error, *self._workspaces.values(), *self._read_at.values()]
 
 
+def require_no_error(error: Tensor) -> None:
+    """Wait for the device. NonFiniteActivations, and no error any more: a page could not be stored."""
+    if int(error) & NON_FINITE:
+        error.zero_()
+        raise NonFiniteActivations(
+            "keys or values cannot be quantized: a page holds NaN, infinity, or a range beyond its param_dtype",
+            hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
+        )
+
+
 @dataclass(frozen=True)
 class KernelCodec:
     """The kernels that pack and unpack the pages of one side in place of torch: of the one variant, or where pages
     shrink, of the one for the bits that they have in ``pools``, of keys and of values. ``transform``: the layer's.
-    NaN and infinity set a bit of ``error``."""
+    NaN and infinity set a bit of ``error``, or where it ``is_awaited``, raise NonFiniteActivations."""
 
     side: Side
     transform: PageTransform
     error: Tensor
     variants: Mapping[tuple[int, ...], Variant]
     pools: Sequence[RegionPool] = ()
+    is_awaited: bool = False
 
     def pack(self, x: Tensor, pages: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None) -> None:
         """Tokens x [b, n, 128 P, D], from page ``first_page`` of their sequences on, to pages[slots], int32 [b, P];
         ``query_mean`` [b, n, D] fp32."""
         mean = x.new_empty(0, dtype=torch.float32) if query_mean is None else query_mean
         ops.pack(x, pages, slots, first_page, mean, *self._operands(self.error))
+        if self.is_awaited:
+            require_no_error(self.error)
 
     def unpack(self, pages: Tensor, slots: Tensor, out: Tensor) -> None:
         """pages[slots], int32 [b, P] -> out [b, n, 128 P, D], any float dtype."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_cases import KIVI_2, llama_plan, random_states, tiny_llama
 from gpu_cases import PAIRS, logits_of, plan_for, ragged_ids, random_ids, random_llama, relative
-from static_cases import TRANSFORMED, assert_same_pages
+from static_cases import TRANSFORMED, assert_same_pages, pages_of
 
 from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -37,6 +37,20 @@ def test_pages_of_a_ragged_batch_are_those_of_the_dynamic_cache(name: str) -> No
     assert torch.equal(found[0], expected[0])
     assert relative(found, expected).max() < 0.03
     assert assert_same_pages(static, dynamic) > 0
+
+
+def test_a_dynamic_cache_chooses_codes_as_on_a_cpu() -> None:
+    model = random_llama()
+    plan, pages = plan_for(model, "rotated, feedback"), {}
+    k, v = (torch.randn(2, 2, 300, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2))
+    for device in ("cpu", "cuda"):
+        layer = PlanCache(plan, model.config).paged_layers[0]
+        layer.update(k.to(device), v.to(device))
+        pages[device] = [pages_of(part, row, 300).cpu() for part in layer.parts for row in range(2)]
+    assert all(len(ours) == 2 and torch.equal(ours, theirs) for ours, theirs in zip(*pages.values(), strict=True))
+    k[0, 0, 5, 3] = torch.nan
+    with pytest.raises(NonFiniteActivations, match="cannot be quantized"):
+        PlanCache(plan, model.config).paged_layers[0].update(k.cuda(), v.cuda())
 
 
 @pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(64, 1), (64, 8), (128, 1), (128, 2), (128, 8)])

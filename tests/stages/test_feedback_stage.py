@@ -200,7 +200,7 @@ def test_a_cache_packs_pages_with_feedback_and_errs_less(tmp_path, llama, k, v, 
     record = run(tmp_path, llama, layers, tensors)
     plain, fed = plan_of(llama, layers, tensors), plan_of(llama, record.apply(layers), tensors | record.tensors())
     more = sum(tensor.nbytes for tensor in record.tensors().values())
-    assert fed.nbytes([300]) == plain.nbytes([300]) + more == plain.nbytes([300]) + 2 * 2 * 2 * 120 * 2
+    assert fed.nbytes([300]) == plain.nbytes([300]) + more == plain.nbytes([300]) + 2 * 2 * 2 * 136 * 2
     ids = sequences([190], 7, 128).sequences[0]
     seen, _ = captured_by(llama.model, llama.geometry, {"input_ids": ids[None]})
     weights = output_weights(llama.model, llama.geometry)
