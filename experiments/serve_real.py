@@ -270,8 +270,10 @@ class Served:
         for name, (prompt, output) in requests.items():
             cache, tokens = PlanCache(self.plan, model.config), len(output)
             options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-            with attached(model):
-                ids = model.generate(torch.tensor([prompt]), past_key_values=cache, **options)[0, len(prompt) :]
+            ids = torch.tensor([prompt])
+            with attached(model):  # a mask, because Qwen2.5's prompts begin with the token that pads
+                ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+            ids = ids[0, len(prompt) :]
             pairs = enumerate(zip(ids.tolist(), output, strict=True))
             first = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
             assert first is None or (name, first) in ties, f"request {name}, token {first}: {ids}, {output}"
