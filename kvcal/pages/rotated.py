@@ -1,9 +1,9 @@
 """Rotated pages: uniform pages of values that a Hadamard rotation has made nearly Gaussian (QuaRot's rotation, per
 head).
 
-A token of one KV head is rotated (all heads of a side share its signs) and rounded to the cache's dtype,
-as a kernel keeps it in 16 bits. Each group of its channels is then rounded to a uniform grid: 2^b levels around 0. On a
-Gaussian of the group's root mean square the step that errs least is
+A token of one KV head is rotated (all heads of a side share its signs) and rounded to the cache's dtype, as a kernel
+keeps it in 16 bits. Each group of its channels is then rounded to a uniform grid: 2^b levels around 0. On a Gaussian of
+the group's root mean square the step that errs least is
 
     1.596 (1 bit), 0.9957 (2), 0.5860 (3), 0.3352 (4), 0.03076 (8)        (Max 1960, Table II; the last computed anew)
 
@@ -12,10 +12,9 @@ HIGGS's lattice of dimension 2 .108. A step, which is the scale of the group, is
 float16 (e5m2), whose neighbours differ by an eighth to a quarter. With error feedback, whose targets are wider than
 values, a token tries ``CANDIDATES`` neighbouring scales, from ``LOWEST`` times that step on, in all groups together. It
 keeps the one whose codes err least, by the costs of the factor. The record is that of a uniform page of codes per token
-without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two tokens
-that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up to. Sinks and
-recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation would spread over the
-head.
+without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two tokens that are rotated alike is
+the one before: kernels rotate the query, and rotate back what values add up to. Sinks and recent tokens stay as the
+model made them. Left out: keys per channel, whose outliers a rotation would spread over the head.
 
 The rotation, a randomized Hadamard transform (HIGGS and QuaRot), makes any row of values nearly Gaussian:
 
@@ -51,7 +50,7 @@ STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.0307623
 # What is left of a Gaussian's variance: the same table, at 8 bits with what scales of 8 bits add.
 DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.65e-05}
 SCALE_DTYPE = "float8_e5m2"
-LOWEST, CANDIDATES = 1.2, 3
+LOWEST, CANDIDATES = 1.2, 3  # measured on one model (docs/real.md)
 LANES = 8  # of a GPU that share a token, whose sums are added to each other last
 
 
@@ -124,10 +123,8 @@ class RotatedLayout(UniformLayout):
         return _signs(self.head_dim, seed)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        rotated, factor = (
-            rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float(),
-            operands.get("feedback"),
-        )
+        rotated = rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float()
+        factor = operands.get("feedback")
         scale_bits = self._scale_bits(rotated, has_feedback=factor is not None)
         if factor is None:
             step, start = self._grid(scale_bits)
@@ -142,7 +139,7 @@ class RotatedLayout(UniformLayout):
         return unrotate(self.decode(records), operands["signs"])
 
     def _searched(self, rotated: Tensor, lowest: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and bits of scales, of the candidates from ``lowest`` on that leave the least error."""
+        """Codes, and bits of scales, of the candidates from ``lowest`` on that cost least."""
         bits = lowest + torch.arange(CANDIDATES, device=lowest.device).view(-1, *[1] * lowest.ndim)
         step, start = self._grid(bits)
         levels = rotated.new_full((), self.levels)
@@ -150,11 +147,9 @@ class RotatedLayout(UniformLayout):
         errors = targets - (codes.float() * step + start)
         squares = errors.square_().mul_(factor_weights(factor, self.head_dim).unsqueeze(1))
         lanes = torch.nn.functional.pad(squares, (0, -self.head_dim % LANES)).unflatten(-1, (-1, LANES)).unbind(-2)
-        error = sum_by_halves(sum(lanes[1:], lanes[0]), -1)
-        # A scale beyond its range is infinite, and its error NaN.
-        chosen = error.nan_to_num_(torch.inf, torch.inf).argmin(0, keepdim=True).unsqueeze(-1)
-        codes, bits = (part.take_along_dim(chosen, 0).squeeze(0) for part in (codes, bits))
-        return codes, bits
+        cost = sum_by_halves(sum(lanes[1:], lanes[0]), -1).nan_to_num_(torch.inf, torch.inf)  # NaN of an infinite scale
+        chosen = cost.argmin(0, keepdim=True).unsqueeze(-1)
+        return codes.take_along_dim(chosen, 0).squeeze(0), bits.take_along_dim(chosen, 0).squeeze(0)
 
     def _grid(self, scale_bits: Tensor) -> tuple[Tensor, Tensor]:
         """Steps and first levels of every channel, fp32, of bits of scales [..., 128, num_groups]."""
@@ -164,9 +159,7 @@ class RotatedLayout(UniformLayout):
 
     def _scale_bits(self, rotated: Tensor, has_feedback: bool) -> Tensor:
         """rotated [..., 128, head_dim] fp32 -> int32 [..., 128, num_groups]: e5m2 of the scales, to nearest; with
-        feedback of the lowest candidates, from which what they have too much is cut off.
-
-        Squares of fp32 numbers are exact in fp64."""
+        feedback of the lowest candidates, rounded down. Squares of fp32 numbers are exact in fp64."""
         groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
         sums = torch.nn.functional.pad(rotated.double().square_(), (0, groups * size - self.head_dim))
         sums = sums.unflatten(-1, (groups, size))
@@ -175,10 +168,6 @@ class RotatedLayout(UniformLayout):
         rms = (sum_by_halves(torch.nn.functional.pad(sums, (0, missing)), -1) / counts).sqrt_()
         step = STEPS[self.num_bits] * (LOWEST if has_feedback else 1.0)
         half = (rms * step).float().half()
-        require_finite(
-            half.float(),
-            f"keys or values cannot be quantized: a group of {size} values holds NaN, infinity, or has a norm beyond "
-            "float16",
-            hint="check the model's outputs",
-        )
+        reason = f"a group of {size} values holds NaN, infinity, or has a norm beyond float16"
+        require_finite(half.float(), f"keys or values cannot be quantized: {reason}", hint="check the model's outputs")
         return (half.view(torch.int16).int() + (0 if has_feedback else 0x80)) >> 8

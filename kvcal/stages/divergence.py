@@ -106,33 +106,27 @@ def lockstep(
         while start < length:
             free = min(cache.tokens_to_next_page() for cache in caches)
             stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))
-            chunk_BT = tokens_BT[:, start:stop]
-            at = {} if first_B is None else {"position_ids": first_B[:, None] + torch.arange(start, stop)}
-            at = {name: ids_BT.to(model.device) for name, ids_BT in at.items()}
+            given = {"input_ids": tokens_BT[:, start:stop]}
+            if first_B is not None:
+                given["position_ids"] = (first_B[:, None] + torch.arange(start, stop)).to(model.device)
             forwards = [Forward(wanted={later.layer for later in begins if later.parent == n}) for n in numbers]
             # The first forward of all shows whether others may begin later.
             for together in (numbers[:1], numbers[1:]) if is_shared and not start else (numbers,):
                 for number in together if inputs.can_begin_later else ():
                     forwards[number].begin(begins[number].layer, forwards[begins[number].parent])
-                calls = [partial(_fed, model, caches[n], inputs, forwards[n], chunk_BT, at) for n in together]
+                calls = [partial(_fed, model, caches[n], inputs, forwards[n], given) for n in together]
                 logits = side_by_side(calls, model.device) if is_streamed(model) else (call() for call in calls)
                 yield from zip(together, repeat(start), logits, strict=False)
             start = stop
 
 
 def _fed(
-    model: PreTrainedModel,
-    cache: PlanCache,
-    inputs: LayerInputs,
-    forward: Forward,
-    chunk_BT: Tensor,
-    at: dict[str, Tensor],
+    model: PreTrainedModel, cache: PlanCache, inputs: LayerInputs, forward: Forward, given: dict[str, Tensor]
 ) -> Tensor:
-    """The logits of a chunk through one cache. ``at``: the model's argument for positions, if it gets one."""
     inputs.forward = forward
     with torch.no_grad():
-        logits_BTV = model(input_ids=chunk_BT, use_cache=True, **at, **with_cache(model, cache)).logits
-    cache.skip(forward.first, *chunk_BT.shape)
+        logits_BTV = model(**given, use_cache=True, **with_cache(model, cache)).logits
+    cache.skip(forward.first, *given["input_ids"].shape)
     return logits_BTV
 
 

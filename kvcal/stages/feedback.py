@@ -58,7 +58,7 @@ from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_input
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"
-SCHEMA = 2
+SCHEMA = 3
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}

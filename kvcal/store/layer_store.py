@@ -9,6 +9,7 @@ that it may be captured in a CUDA graph. Nothing here knows of transformers or o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -193,24 +194,19 @@ class LayerStore:
         if stored_form(self.plan, codec.side) is not None:
             return None
         if self.static is None:
-            device = codec.feedback.device if codec.feedback is not None else None
-            if (
-                device is None
-                or device.type != "cuda"
-                or codec.format.shrink_at
-                or any(refusals(self.plan, self.cache_dtype))
-            ):
+            if codec.feedback is None or not codec.feedback.is_cuda or any(refusals(self.plan, self.cache_dtype)):
                 return None
-            variant, error = variant_of(self.plan, self.cache_dtype), torch.zeros(1, dtype=torch.int32, device=device)
-            tensors, nothing = layer_transforms(self._tensors, self.plan.geometry.index), torch.empty(0, device=device)
-            transform = PageTransform.of_variant(variant, tensors, nothing)
+            with torch.inference_mode(False):  # as the memory of a part
+                error, nothing = codec.feedback.new_zeros(1, dtype=torch.int32), codec.feedback.new_empty(0)
+            variant, transform = variant_of(self.plan, self.cache_dtype), self._transform(self._tensors, nothing)
             return KernelCodec(codec.side, transform, error, {(): variant}, is_awaited=True)
         by_bits = {tuple(v.num_bits(side) for side in SIDES) if self._regions else (): v for v in self._variants}
-        return KernelCodec(codec.side, self._transform(self.static), self.static.error, by_bits, self._regions)
+        transform = self._transform(self.static.tensors, self.static.scratch.nothing)
+        return KernelCodec(codec.side, transform, self.static.error, by_bits, self._regions)
 
-    def _transform(self, static: StepState) -> PageTransform:
-        tensors = layer_transforms(static.tensors, self.plan.geometry.index)
-        return PageTransform.of_variant(variant_of(self.plan, self.cache_dtype), tensors, static.scratch.nothing)
+    def _transform(self, tensors: Mapping[str, Tensor], nothing: Tensor) -> PageTransform:
+        tensors = layer_transforms(tensors, self.plan.geometry.index)
+        return PageTransform.of_variant(variant_of(self.plan, self.cache_dtype), tensors, nothing)
 
     def _layer_step(self, static: StepState) -> LayerStep:
         geometry, keys, first, scratch = self.plan.attention, self.sides["k"], self._variants[0], static.scratch
@@ -224,7 +220,7 @@ class LayerStore:
             self._memory("k", static),
             self._memory("v", static),
             QueryStatistic(keys.query_sum, keys.query_since),
-            self._transform(static),
+            self._transform(static.tensors, static.scratch.nothing),
             (k_basis, v_basis),
             scratch.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + len(drafts)), first.head_dim),
             (tuple(variant.number for variant in self._variants), *with_drafts),

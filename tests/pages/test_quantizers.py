@@ -8,6 +8,8 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.pages import uniform
 from kvcal.pages.record_layout import PARAM_DTYPES
 
+TAKEN = ("float16", "bfloat16", "float32")  # e5m2 is for scales that are searched
+
 NUM_BITS = (1, 2, 3, 4, 8)
 HALVES = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 14.5, 254.5])
 
@@ -29,7 +31,7 @@ def assert_equals_the_loop(x: torch.Tensor, num_bits: int, group_size: int, para
         assert decoded[members].tolist() == expected_values
 
 
-@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("param_dtype", TAKEN)
 @pytest.mark.parametrize("num_bits", NUM_BITS)
 def test_codes_equal_the_loop(num_bits, param_dtype):
     generator = torch.Generator().manual_seed(num_bits)
@@ -44,7 +46,7 @@ def test_codes_equal_the_loop(num_bits, param_dtype):
         assert_equals_the_loop(x, num_bits, group_size, param_dtype)
 
 
-@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("param_dtype", TAKEN)
 @pytest.mark.parametrize("num_bits", NUM_BITS)
 def test_codes_equal_the_loop_on_awkward_numbers(num_bits, param_dtype):
     """Random bit patterns: all magnitudes up to 32768 (so that no range overflows), subnormals and both zeros."""
@@ -68,7 +70,7 @@ def test_ties_round_to_even(num_bits):
     assert codes.tolist() == [0, levels, *even]
 
 
-@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+@pytest.mark.parametrize("param_dtype", TAKEN)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -240.0, 2.0**-24])
 def test_constant_groups_are_exact(value, param_dtype):
     x = torch.full((2, 64), value)
