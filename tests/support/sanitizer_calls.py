@@ -19,17 +19,16 @@ from kvcal.store.state import Serving
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("query_range", (Tier(16, 0.125, 1.5), Tier(4, 0.25, 0.5)))
+ROTATED = "rotated pages, error feedback"
 # Formats of keys and values; None: a sliding window of 100 tokens.
 CASES = {
-    "2 bits": (Format(2, "channel"), Format(2)),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2)),
     "sinks and windows": (Format(2, "channel", 32, 32, 128), Format(2, "token", 32, 32, 128)),
-    "keys per token": (Format(4, "token", 64), Format(4, "token", 64)),
     "keys of 16 bits": (RAW, Format(2, "token", 32, 4)),
     "values of 16 bits": (Format(2, "channel", 32, 4), RAW),
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
     "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32)),
-    "rotated pages": (Format(2, num_sink_tokens=4, quantizer="rotated"), Format(3, quantizer="rotated")),
+    ROTATED: (Format(2, num_sink_tokens=4, quantizer="rotated"), Format(3, quantizer="rotated")),
     "a sliding window": None,
 }
 LENGTHS, STEPS, GROUP, HEADS, DIM = (372, 250), 45, 4, 2, 128
@@ -40,7 +39,8 @@ def layers_of(case: str) -> list[LayerPlan]:
     geometry = AttentionGeometry(0, GROUP * HEADS, HEADS, DIM, DIM, None if formats else 100)
     if formats is None:
         return [LayerPlan(geometry)]
-    return [LayerPlan(geometry, formats[:1], formats[1:])]
+    has_feedback = case == ROTATED
+    return [LayerPlan(geometry, formats[:1], formats[1:], k_feedback=has_feedback, v_feedback=has_feedback)]
 
 
 def cache_of(case: str) -> PlanCache:
