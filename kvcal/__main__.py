@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from kvcal import distributed
-from kvcal.commands import about, plans, run, stages
+from kvcal.commands import plans, run, stages, without_model
 from kvcal.commands.options import for_ranks, needs_compile
 from kvcal.commands.serve import bench, capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -96,10 +96,10 @@ def options(
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "First": {
         "plan": needs_compile(run.plan),
-        "size": about.size,
-        "recipes": about.recipes,
-        "models": about.models,
-        "doctor": about.doctor,
+        "size": without_model.size,
+        "recipes": without_model.recipes,
+        "models": without_model.models,
+        "doctor": without_model.doctor,
     },
     "Whole recipes": {"run": run.run, "search": run.search, "tune": run.tune, "compare": run.compare},
     "Stage by stage": {

@@ -1,4 +1,4 @@
-"""A page layout: the record of bytes of 128 tokens of some KV heads, and what all layouts share.
+"""A page layout: the record of bytes of 128 tokens of some KV heads, and what all layouts (uniform.py, …) share.
 
 K and V pages are separate records, because windows differ between K and V (Kitty, KVmix): each side has its own pages
 and its own count of them. Records are padded with zeros to 16 bytes, one load of a GPU thread.

@@ -1,6 +1,6 @@
 // Tokens become pages, and pages tokens again: `append` (one decode step), `pack` (a prompt), `unpack`.
 //
-// One block writes the page of one row, head and side: 128 tokens are staged in shared memory (heads of more than 128
+// One block writes the page of one row, head and side (pack_page.cuh): 128 tokens are staged in shared memory (heads of more than 128
 // channels are read in place), every group gets its scale and zero, and the planes are written 16 codes at a time,
 // neighbouring threads to neighbouring words. The bytes are those of kvcal/pages (uniform, tiered, scores, packing),
 // bit for bit. Values are converted again wherever they are read, which costs less than room for fp32.
@@ -10,7 +10,7 @@
 // multiples of 8 elements. Heads lie side by side: strides of sinks and rings are those from sequence to sequence, and
 // strides of pages, in bytes, those from slot to slot.
 
-#include "page.cuh"
+#include "pack_page.cuh"
 #include "stage.cuh"
 #include "stored.cuh"
 

@@ -12,7 +12,7 @@ import torch
 from cli_cases import ran_well, run_kvcal, save_family
 from transformers import FalconForCausalLM, PreTrainedTokenizerBase
 
-from kvcal.commands import about
+from kvcal.commands import without_model
 from kvcal.models.config import families, read_sizes
 from kvcal.models.load import load
 from kvcal.plan.layer import bare_layers, fixed_layers
@@ -185,7 +185,7 @@ def test_doctor_tells_versions_and_what_follows() -> None:
 def test_doctor_compares_packages_with_the_requirements(
     requirement: str, status: str | None, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(about.metadata, "requires", lambda name: [requirement])
+    monkeypatch.setattr(without_model.metadata, "requires", lambda name: [requirement])
     done = run_kvcal("doctor", "--json")
     name = requirement.partition(">")[0].partition("<")[0]
     found = [one for one in done.json["findings"] if one["name"] == name]
