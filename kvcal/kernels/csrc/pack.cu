@@ -1,7 +1,7 @@
 // Tokens become pages, and pages tokens again: `append` (one decode step), `pack` (a prompt), `unpack`.
 //
-// One block writes the page of one row, head and side (pack_page.cuh): 128 tokens are staged in shared memory (heads of more than 128
-// channels are read in place), every group gets its scale and zero, and the planes are written 16 codes at a time,
+// One block writes the page of one row, head and side (pack_page.cuh): 128 tokens are staged in shared memory (heads of
+// more than 128 channels are read in place), every group gets its scale and zero, and the planes are written 16 codes at a time,
 // neighbouring threads to neighbouring words. The bytes are those of kvcal/pages (uniform, tiered, scores, packing),
 // bit for bit. Values are converted again wherever they are read, which costs less than room for fp32.
 //

@@ -48,7 +48,7 @@ BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
 
 @dataclass(frozen=True, config=STRICT)
 class BudgetSplit:
-    """How a budget's bytes are split among what takes them. ``weights`` and ``workspace`` are None when only
+    """The bytes of a budget by what takes them. ``weights`` and ``workspace`` are None when only
     the cache was budgeted; ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what
     transforms will take.
 
