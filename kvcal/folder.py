@@ -197,8 +197,9 @@ def sequences(
     ArtifactError for a ``folder`` of another model."""
     if folder is not None:
         folder.require_model(model_inputs(loaded))
-    spec = spec.for_model(loaded.source in embedded_models())
-    return load_sequences(spec, tokenizer_of(loaded), loaded.max_context, purpose)
+    tokenizer = tokenizer_of(loaded)
+    spec = spec.for_model(loaded.source in embedded_models(), bool(tokenizer.chat_template))
+    return load_sequences(spec, tokenizer, loaded.max_context, purpose)
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Text of the installed Python packages and the standard library, read at run time: source code and documentation.
+"""Text of the installed Python packages and the standard library, read at run time: code, documentation and chats.
 
 Every machine that runs kvcal has some, nobody's text is committed for it, and it needs no network. Other versions of
 packages give other texts, and so another fingerprint. Files come in rounds, one of each package a round, so that no
@@ -6,8 +6,9 @@ package is the whole sample; a package's order is that of hashes of its name and
 whatever a folder's listing order. A package is not looked into before its turn, nor a file read.
 
 python:code: files of 2 to 200 thousand characters. python:docs: a package's description, its .rst, .md and .txt files,
-and the docstrings of a module, joined. Left out: packages without a list of files, licences, tests of the standard
-library.
+and the docstrings of a module, joined. python:chat: a conversation a module, on what its functions and classes are for
+and how they are written, after their docstrings. Left out: packages without a list of files, licences, tests of the
+standard library.
 """
 
 from __future__ import annotations
@@ -18,31 +19,46 @@ import os
 import platform
 import re
 import sysconfig
+import textwrap
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import TypeVar
 
 MIN_CHARS, MAX_CHARS = 2_000, 200_000
+MIN_DOC_CHARS, MAX_CHAT_CHARS = 80, 1 << 16  # of a docstring that a chat is about, and of the whole
+ROLES = ("user", "assistant")
 STDLIB = "python"
 _OUTSIDE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 _NO_PROSE = re.compile(r"licen|copying|notice|authors|require|top_level|entry_points|sources|credits", re.IGNORECASE)
 _PROSE_SHARE = 0.75  # of letters and spaces in what is read as prose
+_Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+Messages = list[dict[str, str]]
+T = TypeVar("T")
 
 
 def installed_texts(source: str) -> Iterator[str]:
     """Documents of "python:code" or "python:docs"."""
-    read: Callable[[str, Distribution | None], Iterator[str]] = _code if source == "python:code" else _docs
+    return _in_turn(_code if source == "python:code" else _docs)
+
+
+def installed_chats() -> Iterator[Messages]:
+    """Conversations of "python:chat": the user's and the assistant's messages in turn."""
+    return _in_turn(_chats)
+
+
+def _in_turn(read: Callable[[str, Distribution | None], Iterator[T]]) -> Iterator[T]:
     waiting = deque(
         read(name, package) for name, package in sorted(_packages().items(), key=lambda item: _hash(item[0]))
     )
     while waiting:
         package = waiting.popleft()
-        text = next(package, None)
-        if text is not None:
+        item = next(package, None)
+        if item is not None:
             waiting.append(package)
-            yield text
+            yield item
 
 
 def _hash(name: str) -> bytes:
@@ -86,6 +102,22 @@ def _docs(name: str, package: Distribution | None) -> Iterator[str]:
             yield text
 
 
+def _chats(name: str, package: Distribution | None) -> Iterator[Messages]:
+    for text in _code(name, package):
+        lines, messages, num_chars = text.splitlines(), Messages(), 0
+        for node, doc in _documented(text):
+            if isinstance(node, ast.Module) or len(doc) < MIN_DOC_CHARS or num_chars > MAX_CHAT_CHARS:
+                continue
+            code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            turn = (f"Write `{node.name}`. {doc.partition(chr(10))[0]}", f"```python\n{code}\n```")
+            if len(messages) % 4 == 0:
+                turn = (f"What is `{code.partition(chr(10))[0].rstrip(':')}` for?", doc)
+            messages += [{"role": role, "content": said} for role, said in zip(ROLES, turn, strict=True)]
+            num_chars += sum(map(len, turn))
+        if messages:
+            yield messages
+
+
 def _files(name: str, package: Distribution | None, suffixes: tuple[str, ...]) -> list[Path]:
     """Files of a package, in the order of a hash of its name and their paths."""
     if package is None:
@@ -114,17 +146,20 @@ def _text(path: Path) -> str | None:
     return text if MIN_CHARS <= len(text) <= MAX_CHARS else None
 
 
-def _docstrings(text: str) -> str | None:
-    """Docstrings of a module, its classes and functions, in order; None where it is no Python of this version."""
+def _docstrings(text: str) -> str:
+    return "\n\n".join(doc for _, doc in _documented(text)) + "\n"
+
+
+def _documented(text: str) -> list[tuple[_Node, str]]:
+    """A module, its classes and functions, and their docstrings; none where it is no Python of this version."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes and the like in others' code
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return None
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    return "\n\n".join(one for one in found if one) + "\n"
+        return []
+    nodes = [node for node in ast.walk(tree) if isinstance(node, _Node)]
+    return [(node, doc) for node in nodes if (doc := ast.get_docstring(node))]
 
 
 def _is_prose(text: str) -> bool:

@@ -67,7 +67,7 @@ class DataSpec:
     source: str | tuple[str, ...] = knob(
         AUTO,
         "A file, a folder, a hub id, tasks, python:docs …, or a list of these; auto: tasks for an embedded model, "
-        "python:docs and python:code for another.",
+        "python:docs, python:code and, with a chat template, python:chat for another.",
     )
     num_samples: Size = knob(16, "Sequences.")
     seq_len: TextTokens = knob(1024, "Tokens of each at most.")
@@ -89,11 +89,12 @@ class DataSpec:
         """Whether the embedded model's tasks are all there is."""
         return self.source != AUTO and all(source.name in TASK_SOURCES for source in self.sources)
 
-    def for_model(self, is_embedded: bool) -> DataSpec:
-        """With the source that "auto" stands for."""
+    def for_model(self, is_embedded: bool, has_chats: bool) -> DataSpec:
+        """With the source that "auto" stands for; ``has_chats``: whether the tokenizer has a chat template."""
         if self.source != AUTO:
             return self
-        return replace(self, source=TASK_SOURCES[0] if is_embedded else INSTALLED[: self.num_samples])
+        installed = INSTALLED if has_chats else INSTALLED[:2]
+        return replace(self, source=TASK_SOURCES[0] if is_embedded else installed[: self.num_samples])
 
 
 def load_sequences(

@@ -4,6 +4,7 @@ A source is spelled alike in a recipe's [data] and after --data, as its name and
 
     auto                                 the tasks for an embedded model, installed text for a user's
     python:code, python:docs             text of the installed packages, which needs no network
+    python:chat                          conversations on them, for a model with a chat template
     my.jsonl,columns=question+answer     a file or a folder
     owner/name,config=en,split=test      a data set on the hub
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal.artifact import require_file
-from kvcal.data.installed import installed_sha256, installed_texts
+from kvcal.data.installed import installed_chats, installed_sha256, installed_texts
 from kvcal.data.pools import Purpose, SourceId, dealt_pieces, pool_of
 from kvcal.data.tasks import TASKS
 from kvcal.errors import UsageError
@@ -38,7 +39,8 @@ from kvcal.errors import UsageError
 AUTO = "auto"
 TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 # Sources that need neither a file nor a network. A model without data is calibrated on them.
-INSTALLED = ("python:docs", "python:code")
+CHAT = "python:chat"
+INSTALLED = ("python:docs", "python:code", CHAT)
 SOURCES = (AUTO, *TASK_SOURCES, *INSTALLED)
 OPTIONS = ("columns", "split", "config")
 _OPTION = re.compile(r",(\w+)=([^,=/\\]*)$")
@@ -174,7 +176,10 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
     path, an unreachable hub id, unreadable content, an unknown column, a column of the wrong type, no item at all.
     """
     name = source.name
-    if name in INSTALLED:
+    items: Iterator[Dealt]
+    if name == CHAT:
+        items = ((pool_of(talk), Chat(tuple(talk), index)) for index, talk in enumerate(installed_chats()))
+    elif name in INSTALLED:
         items = _texts(installed_texts(name))
     elif source.is_local:
         for option, value in (("split", source.split), ("config", source.config)):

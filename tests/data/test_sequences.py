@@ -3,7 +3,7 @@
 import gzip
 import json
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.data import sources
+from kvcal.data import installed, sources
 from kvcal.data.pools import PURPOSES
 from kvcal.data.sequences import DataSpec, TokenDataset, encode_problem, load_sequences, prefix_ids
 from kvcal.data.sources import Source
@@ -192,6 +192,18 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     rewriting = "{{ messages | length }}" + TEMPLATE
     whole, target = one_chat(tmp_path, [user, reply] * 2, rewriting)
     assert whole == "4" + (asked + answered) * 2 and target == whole[1:]
+
+
+def test_chats_ask_for_docstrings_and_for_code() -> None:
+    found = list(islice(installed.installed_chats(), 12))
+    for talk in found:
+        assert [one["role"] for one in talk] == ["user", "assistant"] * (len(talk) // 2)
+        assert talk[0]["content"].startswith(("What is `def ", "What is `class ", "What is `async def "))
+        assert all("def " in one["content"] or "class " in one["content"] for one in talk[3::4])
+    assert sum(len(talk) > 2 for talk in found) >= 6
+    data = load_sequences(DataSpec("python:chat", 2, 512, min_len=64), chat_tokenizer())
+    assert data.kinds == ("python:chat",) * 2
+    assert all(8 < mask.sum() < mask.numel() for mask in data.loss_masks)  # the assistant's words alone
 
 
 def test_records_are_cut_at_seq_len_and_skipped_when_nothing_is_left_to_predict(

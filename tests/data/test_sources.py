@@ -52,7 +52,7 @@ def test_a_source_is_spelled_with_its_options(text: str, source: Source) -> None
         (["a.txt,split=a,split=b"], ["split is given twice"]),
         (["a.txt,weight=2"], ["unknown option 'weight'", "columns, split, config"]),
         (["tasks:sums"], ["tasks:sums", "tasks:chain"]),
-        (["python:tests"], ["python:tests", "python:docs, python:code"]),
+        (["python:tests"], ["python:tests", "python:docs, python:code, python:chat"]),
         (["tasks,columns=a"], ["for files and data sets"]),
         (["a.txt", "tasks", "a.txt"], ["a.txt", "twice"]),
         (["auto", "a.txt"], ["auto stands for all sources", "tasks or python:docs"]),
@@ -73,11 +73,12 @@ def test_one_file_by_two_paths_is_one_source(tmp_path: Path, monkeypatch: pytest
 
 
 def test_auto_depends_on_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert DataSpec().source == "auto" and DataSpec().for_model(True) == DataSpec("tasks")
-    assert DataSpec().for_model(False) == DataSpec(("python:docs", "python:code"))
+    assert DataSpec().source == "auto" and DataSpec().for_model(True, has_chats=True) == DataSpec("tasks")
+    assert DataSpec().for_model(False, has_chats=False) == DataSpec(("python:docs", "python:code"))
+    assert DataSpec().for_model(False, has_chats=True) == DataSpec(("python:docs", "python:code", "python:chat"))
     assert not DataSpec().is_toy and DataSpec("tasks").is_toy
-    assert DataSpec(num_samples=1).for_model(False).sources == DataSpec("python:docs").sources
-    assert DataSpec("a.txt").for_model(False) == DataSpec("a.txt")
+    assert DataSpec(num_samples=1).for_model(False, has_chats=True).sources == DataSpec("python:docs").sources
+    assert DataSpec("a.txt").for_model(False, has_chats=True) == DataSpec("a.txt")
     known, unknown = (load_sequences(DataSpec(source, 2, 256), tokenizer) for source in ("tasks", "auto"))
     assert known.fingerprint == unknown.fingerprint and known.description == unknown.description
 
@@ -200,7 +201,7 @@ def test_installed_text_does_not_depend_on_the_order_of_folders(monkeypatch: pyt
 def test_docstrings_are_prose_without_code() -> None:
     code = 'class A:\n    """First line.\n\n    Second."""\n    def f(self):\n        "Third."\n        return 1\n'
     assert installed._docstrings(code) == "First line.\n\nSecond.\n\nThird.\n"
-    assert installed._docstrings("def broken(") is None
+    assert installed._docstrings("def broken(") == "\n"
 
 
 def write_sources(folder: Path) -> dict[str, str]:
