@@ -73,19 +73,22 @@ def mean_and_covariance(sums_NEE: Tensor, is_centered: bool) -> tuple[Tensor, Te
 def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int) -> Tensor:
     """The mean of R M R' over the places of a text of ``tokens`` in a ``context``, one after the other, where R is
     RoPE's turn by the text's first position: of sums M fp64 [N, E, E] of products of keys, or of queries, after RoPE,
-    whose first channels are a head's."""
+    whose first channels are a head's.
+
+    A pair of channels is one complex z, which RoPE multiplies by exp(i t f). So the means of z z* and of z z' over
+    positions t are those of the text times numbers of the frequencies f alone."""
     places = min(MAX_PLACES, max(1, -(-context // tokens)))
     a, b = rotary.pairs.unbind(1)
-    total = torch.zeros_like(sums_NEE)
-    for first in torch.linspace(0, max(0, context - tokens), places, dtype=torch.float64):
-        cos, sin, turned = (first * rotary.frequency).cos(), (first * rotary.frequency).sin(), sums_NEE
-        for _ in range(2):  # rows, then columns
-            x = turned.clone()
-            x[..., a] = turned[..., a] * cos - turned[..., b] * sin
-            x[..., b] = turned[..., b] * cos + turned[..., a] * sin
-            turned = x.mT
-        total += turned
-    return total / places
+    eye = torch.eye(sums_NEE.shape[-1], dtype=torch.complex128)
+    is_alone = ~torch.isin(torch.arange(len(eye)), rotary.pairs)
+    paired = torch.cat([eye[a] + 1j * eye[b], eye[is_alone]])  # z of x
+    frequency = torch.nn.functional.pad(rotary.frequency.double(), (0, int(is_alone.sum())))
+    first = torch.linspace(0, max(0, context - tokens), places, dtype=torch.float64)
+    phase = torch.exp(1j * first[:, None] * frequency)
+    left = paired @ sums_NEE.to(torch.complex128)
+    same = left @ paired.mH * (phase.mT @ phase.conj())
+    opposite = left @ paired.mT * (phase.mT @ phase)
+    return (paired.mH @ (same @ paired + opposite @ paired.conj())).real / (2 * places)
 
 
 def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
