@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
 from kvcal.plan.plan import SIDES, LayerPlan, Plan, Side, Workload, plan_record
-from kvcal.quantities import format_bytes, format_measured, format_seconds
+from kvcal.quantities import format_bytes, format_measured
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
     from kvcal.plan.plan import Damage
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.allocate.stage import Choices
-    from kvcal.stages.checkpoint import Estimate
     from kvcal.stages.compare import Comparison
     from kvcal.stages.evaluate.stage import Evaluation, GateResult
     from kvcal.stages.profile.record import Profile
@@ -87,15 +86,6 @@ def search_table(report: SearchReport) -> View:
         rows.append((name, "" if one.bits is None else f"{one.bits:.3f}", *kls, one.left_out or ""))
     title = f"Plans for {report.serve}, KL on {report.num_select} texts of select, {report.num_validate} of validate"
     return title, ("system", "bits", "select", "validate", "difference", "left out"), rows
-
-
-def estimates_table(estimates: Sequence[Estimate]) -> View:
-    """The size of stages: time from one timed step, memory from shapes."""
-    rows = []
-    for stage, steps, seconds, nbytes in estimates:
-        counts = ", ".join(f"{count} {name}" for name, count in steps.items())
-        rows.append((stage, counts, format_seconds(seconds), format_bytes(nbytes)))
-    return "Before it begins (estimates)", ("stage", "steps", "time", "memory"), rows
 
 
 def plan_table(plan: Plan, workload: Workload, damage: Damage | None = None) -> View:

@@ -27,9 +27,8 @@ from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 with lazy_imports():
     from transformers.utils import logging
 
-    from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
-    from kvcal import recipe_files, tables
+    from kvcal import recipe_files
     from kvcal.data import reading
     from kvcal.data import sequences as data_sequences
     from kvcal.engines import support
@@ -37,7 +36,6 @@ with lazy_imports():
     from kvcal.models import load as model_load
     from kvcal.models import residence
     from kvcal.plan import plan as plan_file
-    from kvcal.stages import formats, pipeline
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -71,9 +69,6 @@ PlanArgument = Annotated[Path, typer.Argument(help="A plan.safetensors file.", s
 PlanOption = Annotated[Path, typer.Option("--plan", help="A plan.safetensors file.", show_default=False)]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifacts.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results; made if needed.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say how many steps, how long and how much memory each stage takes, and stop.")
-]
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 OtherModel = Annotated[
     str | None,
@@ -121,11 +116,6 @@ class OutputOptions:
             return
         for part in parts:
             console.show(part)
-
-    def show_estimates(self, job: artifacts.Job) -> None:
-        """The sizes of the stages that take long, instead of running them (--dry-run)."""
-        estimates = formats.estimate_profile(job) if job.recipe.search is None else [pipeline.estimate_search(job)]
-        self.show({"stages": [estimate._asdict() for estimate in estimates]}, tables.estimates_table(estimates))
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ def plan(
         str | None, typer.Option(help="Name of this plan's folder in --out; default: recipe, budget and workload.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the plan here.")] = None,
-    dry_run: options.DryRun = False,
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
@@ -93,9 +92,6 @@ def plan(
         folder = artifacts.Folder.create(out)
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
         artifacts.Folder.create(folder.path)
-        if dry_run:
-            given.show_estimates(artifacts.Job(chosen, loaded, folder, reporter))
-            return
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
         checks = verify_stage.verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
@@ -204,7 +200,6 @@ def search(
     recipe: options.RecipeArgument = "best",
     model: options.OtherModel = None,
     out: options.Out = Path("artifacts/search"),
-    dry_run: options.DryRun = False,
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Build the plan of every system within the budget, measure the KL of all of them, and write the best one. The
@@ -213,7 +208,7 @@ def search(
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
 
-    Example: `kvcal search best --model Qwen/Qwen3-8B --set search.serve=storage --dry-run`
+    Example: `kvcal search best --model Qwen/Qwen3-8B --set search.serve=storage`
     """
     base = recipe_files.load_recipe(recipe)
     if base.search is None:
@@ -222,9 +217,6 @@ def search(
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
-        if dry_run:
-            given.show_estimates(artifacts.Job(base, loaded, folder, reporter))
-            return
         plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
         damage = damage_stage.measure_damage(plan, loaded, given.data or (), reporter, folder.plan)
         report_page.write_report(folder)

@@ -36,7 +36,6 @@ def profile(
     out: options.Out,
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "default",
-    dry_run: options.DryRun = False,
 ) -> None:
     """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if interrupted.
 
@@ -46,9 +45,6 @@ def profile(
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
-        if dry_run:
-            given.show_estimates(artifacts.Job(replace(base, search=None), loaded, folder, reporter))
-            return
         result = formats.profile_folder(loaded, folder, base, reporter)
     given.show(tables.profile_json(result), tables.profile_table(result))
     reporter.say(f"profile: {folder.profile}")

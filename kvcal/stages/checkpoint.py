@@ -14,8 +14,6 @@ When the device runs out of memory, the rest of the stage goes on with half as m
 A process may measure several of its batches together, each in its own shapes: a streamed model loads its layers once
 for all of them. Which ones depends on the memory and on the number of processes, the statistics do not. So when the
 device runs out of memory, fewer go together before a batch is halved.
-
-An ``Estimate`` is the size of a stage before it begins: time from one timed step, memory from shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass as record
@@ -310,31 +308,6 @@ def require_smaller(most: int, what: str) -> None:
 
 # The most memory that a container may take, of cgroups 2 and 1.
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-class Estimate(NamedTuple):
-    """A stage's ``seconds``, and the most ``nbytes`` of its device, weights included. ``steps``: what it consists of,
-    such as {"plans": 30}."""
-
-    stage: str
-    steps: Mapping[str, int]
-    seconds: float
-    nbytes: int
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of the second call of two: the first compiles what has to be."""
-    for _ in range(2):
-        _wait()
-        started = time.perf_counter()
-        call()
-        _wait()
-    return time.perf_counter() - started
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def host_bytes() -> int:

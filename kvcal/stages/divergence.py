@@ -34,25 +34,21 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvcal.cache.attached import attached_for
-from kvcal.cache.dense_layer import UnreadPages, values_at_once
+from kvcal.cache.dense_layer import UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.attention import with_cache
 from kvcal.models.forwards import Forward, LayerInputs, kept_inputs, side_by_side
-from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import is_streamed
-from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
-from kvcal.stages.checkpoint import parameter_bytes, require_smaller, seconds_of
-from kvcal.store.workspace import SCRATCH_BYTES
-from kvcal.stored_tensor import ITEM_BYTES
+from kvcal.stages.checkpoint import require_smaller
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
@@ -209,35 +205,6 @@ class Room:
             self.most = sum(shares[first:stop]) / 2
             require_smaller((stop - first) // 2, "one plan's cache of these texts")
             self._reporter.say(f"out of memory, goes on with {self.most:.3g} caches at once")
-
-
-def lockstep_bytes(loaded: LoadedModel, batch: int, width: int) -> int:
-    """Bytes of the model's device while ``LOCKSTEP`` plans and the reference are fed ``batch`` texts of at most
-    ``width`` tokens: weights, caches at 16 bits (in the model's dtype where that is wider), the layer that grows once
-    more, the scratch of pages that are read back, the logits of one chunk for two of them, and what compares them."""
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    itemsize, cache_itemsize = loaded.model.dtype.itemsize, ITEM_BYTES[reference.cache_dtype]
-    paged = [layer for layer in reference.layers if layer.is_paged]
-    per_token = [batch * layer.attention.num_kv_heads * layer.head_dim(side) for layer in paged for side in SIDES]
-    at_once = min(sum(per_token) * PAGE_TOKENS * (LOCKSTEP + 1), values_at_once(loaded.model.device))
-    widest = max(per_token, default=0)
-    passing = widest * width * itemsize + SCRATCH_BYTES * max(widest * PAGE_TOKENS, at_once)
-    num_logits = batch * min(width, MAX_CHUNK_TOKENS) * loaded.vocab_size
-    at_once_compared = max(MAX_COMPARED[loaded.model.device.type], loaded.vocab_size)
-    compared = 4 * 8 * min(num_logits, at_once_compared)
-    cached = (LOCKSTEP + 1) * reference.nbytes((width,) * batch) * max(itemsize, cache_itemsize) // cache_itemsize
-    return parameter_bytes(loaded.model) + cached + passing + 4 * num_logits * itemsize + compared
-
-
-def seconds_a_plan(loaded: LoadedModel, texts: Sequence[Text]) -> float:
-    """Seconds that a plan of which every layer is run takes on texts fed at once; timed. Of a streamed model, among as
-    many as share the loads of its layers."""
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    first = next(layer.geometry.index for layer in reference.layers if layer.is_paged)
-    formats = [Format(2, "token", 128, sinks) for sinks in range(LOCKSTEP if is_streamed(loaded.model) else 1)]
-    plans = [one_side_plan(reference, first, "v", fmt) for fmt in formats]
-    seconds = seconds_of(lambda: deviations(loaded.model, reference, plans, *padded_texts(texts)))
-    return seconds / (1 + len(plans))
 
 
 def cache_share(reference: Plan, plan: Plan) -> float:

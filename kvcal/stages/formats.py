@@ -43,7 +43,7 @@ from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.centre import DATA, centring, takes_mean
-from kvcal.stages.checkpoint import Estimate, Mean
+from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup
@@ -99,11 +99,6 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         texts = f"{spec.kl_samples} texts of {spec.kl_tokens} tokens"
         made_on += f"; KL at {min(spec.kl_bits)} bits alone, on {texts} (--thorough: at all bits, on more)"
     return current_or("profile", folder.profile, profile_record.load, inputs, make, reporter, made_on)
-
-
-def estimate_profile(job: Job) -> list[Estimate]:
-    data = sequences(job.recipe.data, job.loaded, "fit", job.folder)
-    return profile_stage.dry_run(job.loaded, data, profile_spec(job.recipe.profile, job.loaded), job.recipe.cache)
 
 
 def allocate_folder(

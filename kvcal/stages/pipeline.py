@@ -35,8 +35,7 @@ from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, compile_plan, resolve_budget, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
-from kvcal.stages.checkpoint import Estimate
-from kvcal.stages.divergence import KL_BATCH, kl_texts, lockstep_bytes, seconds_a_plan
+from kvcal.stages.divergence import kl_texts
 from kvcal.stages.evaluate.stage import (
     Evaluation,
     evaluate,
@@ -55,7 +54,7 @@ from kvcal.stages.formats import (
     tell_doubts,
     tune_folder,
 )
-from kvcal.stages.search import FINALISTS, SearchRecord, choose_plan, not_for_decoding
+from kvcal.stages.search import SearchRecord, choose_plan, not_for_decoding
 from kvcal.stages.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.strict import dump, flat_records
 
@@ -242,22 +241,6 @@ def search_folder(job: Job) -> Allocation:
     distributed.gather(None)  # until rank 0 has written the file
     tell_doubts(found, loaded.max_context, job.reporter)
     return found
-
-
-def estimate_search(job: Job) -> Estimate:
-    """The measurements of a search, from one timed plan; the systems' own stages come before them."""
-    recipe, loaded = job.recipe, job.loaded
-    spec, num_systems = search_spec(recipe, loaded), len(system_recipes(recipe))
-    select, validate = (
-        kl_texts(job_sequences(job, recipe.data, purpose), spec.kl_samples, spec.kl_tokens, recipe.cache)
-        for purpose in PURPOSES
-    )
-    batch = select[: KL_BATCH.get(loaded.model.device.type, 4)]
-    times = (num_systems + 1) * len(select) + (min(FINALISTS, num_systems) + 1) * len(validate)
-    seconds = seconds_a_plan(loaded, batch) / len(batch) * times
-    nbytes = lockstep_bytes(loaded, len(batch), max(text.tokens_T.numel() for text in select))
-    steps = {"plans": num_systems, "plans times texts": times}
-    return Estimate("search, without the systems' own stages", steps, seconds, nbytes)
 
 
 def _plans(job: Job, systems: dict[str, Recipe]) -> tuple[dict[str, Plan], dict[str, str]]:

@@ -89,19 +89,6 @@ def commands(profiled: Path, tmp_path: Path) -> Commands:
     return Commands(profiled / "tiny", Path(shutil.copy(profiled / "small.toml", tmp_path)), folder)
 
 
-def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(profiled: Path, tmp_path: Path) -> None:
-    model, folder = profiled / "tiny", tmp_path / "out"
-    options = ("--out", folder, "--recipe", profiled / "small.toml", "--dry-run")
-    for command in (("profile", model), ("plan", model, "--bits", "3")):
-        done = run_kvcal(*command, *options, "--json")
-        gradients, *others = done.json["stages"]
-        assert (
-            done.code == 0 and gradients["stage"] == "gradients" and {one["stage"] for one in others} <= {"divergence"}
-        )
-        assert gradients["steps"]["tokens"] > 0 < gradients["seconds"] and gradients["nbytes"] > 10**5
-        assert not [path for path in folder.rglob("*") if path.is_file()]
-
-
 def reserve_of(done: Outcome) -> str:
     found = re.search(r"--reserve (\d+)", " ".join(done.err.split()))
     assert found is not None, done.err

@@ -23,7 +23,6 @@ from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint, divergence
 from kvcal.stages.checkpoint import host_bytes
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
-from kvcal.stages.profile import observers as profile_observers
 from kvcal.stages.profile import stage as profile_stage
 
 # (layers that stay, places of the others) for one of each kind: tied embeddings, sliding layers, sinks and merged
@@ -145,26 +144,9 @@ def test_as_many_batches_at_once_as_memory_holds(saved, monkeypatch: pytest.Monk
         monkeypatch.setattr(profile_stage, "host_bytes", lambda host=host: host)
         found = replace(loaded, residence=Residence(5000 + 200_000 + working, SHAPES, 0, 2))
         assert profile_stage.batches_at_once(found, 1000) == expected
-        assert profile_stage.gradient_bytes(found, 1000, 3) == 205_000 + 16_000 + 2 * 4000
+        assert profile_stage.gradient_bytes(found, 1000) == 205_000 + 16_000
     assert profile_stage.batches_at_once(open_model(saved("llama")), 1000) == 1
     assert profile_stage.batches_at_once(open_model(saved("llama"), 1 << 40), 1000) == 1
-
-
-def test_a_dry_run_times_batches_that_share_loads(saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, timed = with_places(saved("llama"), 0, 2), []
-    monkeypatch.setattr(profile_stage, "batches_at_once", lambda *_: 3)
-    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 400)
-    original = profile_observers.GradientPass.measure_together
-
-    def noted(self: profile_observers.GradientPass, batches: list) -> list:
-        timed.append([batch.numbers for batch in batches])
-        return original(self, batches)
-
-    monkeypatch.setattr(profile_observers.GradientPass, "measure_together", noted)
-    [gradients] = profile_stage.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
-    assert timed == [[(2, 2), (0, 0), (1, 1)]] * 2  # the longest is number 2, of 160 tokens
-    assert gradients.steps == {"sequences": 3, "tokens": 370, "tokens at once": 1200}
-    assert gradients.nbytes == profile_stage.gradient_bytes(loaded, 400, 3)
 
 
 def test_ranks_share_the_memory_that_a_container_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, ProfileSpec
 from kvcal.stages import divergence
 from kvcal.stages.allocate.stage import allocate
-from kvcal.stages.checkpoint import graph_bytes, parameter_bytes
+from kvcal.stages.checkpoint import graph_bytes
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
@@ -274,23 +274,6 @@ def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(finished) -
             assert share == pytest.approx(expected)
             shares += share
     assert shares == pytest.approx(2)
-
-
-def test_a_dry_run_tells_the_size_of_a_profile(monkeypatch) -> None:
-    """Steps and memory from shapes, of as many tokens at once as the device's memory holds."""
-    loaded = loaded_model()
-    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 400)
-    gradients, kl = profile_stage.dry_run(loaded, DATA, SPEC, CACHE)
-    assert gradients.steps == {"sequences": 4, "tokens": 610, "tokens at once": 400}
-    assert kl.steps == {"plans": 8, "texts": 2} and min(gradients.seconds, kl.seconds) > 0
-    assert gradients.nbytes == profile_stage.gradient_bytes(loaded, 400)
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    cached, page = ((divergence.LOCKSTEP + 1) * reference.nbytes([length]) for length in (175, 128))
-    page -= (divergence.LOCKSTEP + 1) * reference.nbytes([127])
-    held = parameter_bytes(loaded.model) + cached * (4 // 2)  # of a model in fp32, caches in bfloat16
-    assert held < kl.nbytes < held + 175 * 64 * (16 + 32) + (32 // 2) * page + cached
-    [alone] = profile_stage.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
-    assert alone.stage == "gradients"
 
 
 @pytest.mark.parametrize(("total", "width", "expected"), [(10**9, 200, 8192), (4 * 10**7, 200, 4096), (1, 1500, 2048)])

@@ -29,15 +29,12 @@ from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.checkpoint import (
     Batch,
     Checkpoint,
-    Estimate,
     Mean,
     State,
     for_each_batch,
     graph_bytes,
     host_bytes,
-    longest_first,
     parameter_bytes,
-    seconds_of,
     summed,
 )
 from kvcal.stages.divergence import (
@@ -48,10 +45,8 @@ from kvcal.stages.divergence import (
     cache_share,
     deviations,
     kl_texts,
-    lockstep_bytes,
     one_side_plan,
     padded_texts,
-    seconds_a_plan,
     unquantized_plan,
 )
 from kvcal.stages.feedback import FeedbackRecord
@@ -103,40 +98,6 @@ def run_profile(
     return profile
 
 
-def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> list[Estimate]:
-    """The size of a profile, from one timed batch of one sequence, or as many as share the loads of a streamed model's
-    layers, and one timed plan. Raises as ``run_profile``."""
-    setup = _setup_of(loaded, data, spec, cache)
-    estimates = [_estimated_gradients(loaded, data, setup)] if spec.gradients else []
-    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    if texts:
-        reference = unquantized_plan(loaded.identity, loaded.geometry)
-        places = product([layer.index for layer in setup.layers], SIDES)
-        plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
-        batch = texts[: KL_BATCH.get(loaded.model.device.type, 4)]
-        num_groups = len(_divergence_steps(setup, texts[:1], 1))
-        whole_plans = num_groups + sum(cache_share(reference, plan) for plan in plans)
-        seconds = seconds_a_plan(loaded, batch) * len(texts) / len(batch) * whole_plans
-        nbytes = lockstep_bytes(loaded, len(batch), max(len(text.tokens_T) for text in texts))
-        estimates.append(Estimate("divergence", {"plans": len(plans), "texts": len(texts)}, seconds, nbytes))
-    return estimates
-
-
-def _estimated_gradients(loaded: LoadedModel, data: TokenDataset, setup: ProfileSetup) -> Estimate:
-    longest = longest_first(data)[0]
-    width = len(data.sequences[longest])
-    most_tokens = max(width, batch_tokens(loaded, width))
-    at_once = batches_at_once(loaded, most_tokens)
-    gradients, batches = _gradient_pass(loaded, setup), [Batch.of(data, (longest,))]
-    if at_once > 1:
-        numbers = (longest_first(data) * at_once)[: most_tokens // width * at_once]
-        batches = [Batch.of(data, numbers[first::at_once]) for first in range(at_once)]
-    num_tokens = sum(batch.num_tokens for batch in batches)
-    seconds = seconds_of(lambda: gradients.measure_together(batches)) * data.num_tokens / num_tokens
-    steps = {"sequences": len(data.sequences), "tokens": data.num_tokens, "tokens at once": at_once * most_tokens}
-    return Estimate("gradients", steps, seconds, gradient_bytes(loaded, most_tokens, at_once))
-
-
 def batch_tokens(loaded: LoadedModel, width: int) -> int:
     """Tokens of a batch of gradients, padding included: ``BATCH_TOKENS``, halved until the estimated peak fits into the
     memory that the device has in all, or was given, but not below ``width``, one sequence. Never by what is free: bytes
@@ -164,14 +125,12 @@ def batches_at_once(loaded: LoadedModel, most_tokens: int) -> int:
     return max(1, min(by_host, 1 + free // shapes.waiting(most_tokens)))
 
 
-def gradient_bytes(loaded: LoadedModel, num_tokens: int, at_once: int = 1) -> int:
-    """Bytes of the device while gradients of batches are measured: weights, the graph, logits with their gradient, and
+def gradient_bytes(loaded: LoadedModel, num_tokens: int) -> int:
+    """Bytes of the device while gradients of a batch are measured: weights, the graph, logits with their gradient, and
     the fp32 parts of the loss; of a streamed model those that its residence counts, of a layer's graph."""
     model, residence = loaded.model, loaded.residence
     if residence is not None and is_streamed(model):
-        shapes = residence.shapes
-        weights = residence.memory - residence.working
-        return weights + shapes.working(num_tokens) + (at_once - 1) * shapes.waiting(num_tokens)
+        return residence.memory - residence.working + residence.shapes.working(num_tokens)
     num_logits = num_tokens * loaded.vocab_size
     logits = 2 * model.dtype.itemsize * num_logits + 3 * 4 * min(MAX_LOGITS, num_logits)
     return parameter_bytes(model) + num_tokens * graph_bytes(model) + logits
