@@ -91,7 +91,6 @@ def plan(
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
-        artifacts.Folder.create(folder.path)
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
         checks = verify_stage.verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")

@@ -135,8 +135,9 @@ def test_an_infeasible_budget_is_refused_before_anything_is_measured(finished: R
         ["--budget", "10KB"],
         ["--bits", "4", "--for-engine", "vllm", "--set", "cache.num_sink_tokens=0"],
     ):
-        early = run_kvcal("run", recipe, "--model", model, "--out", tmp_path / "new", *options)
-        assert early.code == 3 and not any((tmp_path / "new").iterdir())
+        for command in (("plan", model, "--recipe", recipe), ("run", recipe, "--model", model)):
+            early = run_kvcal(*command, "--out", tmp_path / "new", *options)
+            assert early.code == 3 and not any((tmp_path / "new").iterdir())
         shutil.rmtree(copy)
         shutil.copytree(out, copy)
         if "cache" not in str(options):
