@@ -42,6 +42,8 @@ app = typer.Typer(
 def main() -> None:
     # `datasets` logs what it raises: a line besides the error's own, JSON with --json.
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
+    if {"-q", "--quiet"} & set(sys.argv[1:]):  # other packages' bars: of GGUF files, downloads, lm-eval
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         # With --json, typer's own errors are raised instead of drawn, and an exit code is returned.
         code = app(standalone_mode=not _wants_json())
