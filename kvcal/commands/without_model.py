@@ -172,9 +172,8 @@ def models(given: options.OutputOptions) -> None:
     Example: `kvcal models --json`
     """
     listed: dict[str, Any] = {"embedded": list(model_files.embedded_models()), **model_config.families()}
-    supported = [
-        (one["model_type"], one["class"], one["layers"], one["keys_before_rope"]) for one in listed["supported"]
-    ]
+    keys = ("model_type", "class", "layers", "keys_before_rope")
+    supported = list(dict.fromkeys(tuple(one[key] for key in keys) for one in listed["supported"]))
     refused = [(one["model_type"], one["fails_in"], one["reason"]) for one in listed["refused"]]
     given.show(
         listed,

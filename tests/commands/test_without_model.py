@@ -162,7 +162,7 @@ def test_models_are_those_of_the_contract_tests() -> None:
     listed = run_kvcal("models", "--json").json
     assert listed == {"embedded": ["reasoner-10m"], **families()}
     table = run_kvcal("models").out
-    assert "Qwen3NextForCausalLM" in table and "keeps a state in" in table
+    assert "Qwen3NextForCausalLM" in table and "keeps a state in" in table and table.count(" LlamaForCausalLM") == 1
 
 
 def test_doctor_tells_versions_and_what_follows() -> None:
