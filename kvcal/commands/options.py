@@ -230,9 +230,12 @@ class TaskOptions:
 class WorkloadOptions:
     """The workload that a plan's bytes are counted for."""
 
-    batch: Annotated[int | None, typer.Option(help="Sequences; default: a plan's, or 8.", min=1, max=MAX_BATCH)] = None
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences; default: a plan's or a recipe's, or 8.", min=1, max=MAX_BATCH)
+    ] = None
     context: Annotated[
-        int | None, typer.Option(help="Tokens of each; default: a plan's, or 4096.", min=1, max=MAX_CONTEXT)
+        int | None,
+        typer.Option(help="Tokens of each; default: a plan's or a recipe's, or 4096.", min=1, max=MAX_CONTEXT),
     ] = None
 
     def workload(self, default: plan_file.Workload) -> plan_file.Workload:
