@@ -215,14 +215,17 @@ class TaskOptions:
     )
     limit: Annotated[int | None, typer.Option(help="Problems of each task at most.", min=1)] = None
 
-    def knobs(self) -> dict[str, Any]:
-        """The knobs of [evaluate] that were given, by dotted name."""
-        names = None
+    def knobs(self, recipe: str, model: str) -> dict[str, Any]:
+        """The knobs of [evaluate] that were given, by dotted name. Ledgers and tasks of the recipe default are the
+        embedded model's: another one is measured on installed text, and on no tasks but those given."""
+        is_own = recipe == "default" and model not in model_files.embedded_models()
+        names: list[str] | None = [] if is_own else None
         if self.tasks is not None:
             given = [name.strip() for name in self.tasks.split(",") if name.strip()]
             prefix = reading.LM_EVAL
             names = [name if reading.is_own_task(name) else prefix + name.removeprefix(prefix) for name in given]
         values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
+        values |= {"data.source": "auto", "data.min_len": 0} if is_own else {}
         return {f"evaluate.{key}": value for key, value in values.items()}
 
 

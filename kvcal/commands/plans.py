@@ -200,7 +200,8 @@ def eval_command(
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
-    says; next to the plan, 16 bits and the baselines of `--set evaluate.against` are measured.
+    says; next to the plan, 16 bits and the baselines of `--set evaluate.against` are measured. A model of yours is
+    measured on installed text, or --data, and on the tasks of --tasks alone, unless --recipe names a recipe.
 
     With limits, such as those of a CI job, the command ends with exit code 7 when the plan is beyond one of them; the
     table is printed all the same.
@@ -209,11 +210,11 @@ def eval_command(
 
     Example: `kvcal eval plan.safetensors --model M --tasks gsm8k,arc_easy:acc_norm --limit 200`
 
-    Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
+    Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --tasks gsm8k --min-accuracy gsm8k=0.6 --json`
     """
     loaded_plan = plan_file.load_plan(plan)
     others: dict[str, Any] = {"name": plan.stem, "evaluate.against": [], "evaluate.data.num_samples": given.samples}
-    base = replace(given, samples=None).recipe(recipe, others | posed.knobs())
+    base = replace(given, samples=None).recipe(recipe, others | posed.knobs(recipe, model))
     if BASELINE not in base.evaluate.against:
         base = replace(base, evaluate=replace(base.evaluate, against=(BASELINE, *base.evaluate.against)))
     gates = limits.gates()

@@ -291,7 +291,7 @@ def compare(
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
     evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
-    spec = replace(given, sets=evaluating, samples=None).recipe(recipe, posed.knobs()).evaluate
+    spec = replace(given, sets=evaluating, samples=None).recipe(recipe, posed.knobs(recipe, model)).evaluate
     if spec.harness_tasks:
         harness.require_tasks(spec)
     points = _changed(compare_stage.points_of(recipes, bits or ()), given)

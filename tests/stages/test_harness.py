@@ -91,6 +91,7 @@ def test_eval_poses_tasks_of_the_harness_beside_its_own(
     command = ["eval", model / "plan.safetensors", "--model", model, "--out", tmp_path, "--include-path", tasks]
     command += ["--samples", 1, "--seq-len", 200, "--limit", 3, "--json", "--set", "evaluate.max_new_tokens=1"]
     value = ran_well(*command, "--tasks", "chain,tiny_ends,tiny_sums", "--min-accuracy", "tiny_ends=0").json
+    assert value["data"].startswith("python:docs (pool report)")  # the recipe's ledgers are the embedded model's
     for row in value["rows"]:
         own, ends, sums = row["tasks"]
         assert [task["task"] for task in row["tasks"]] == ["chain", "tiny_ends", "tiny_sums"]
