@@ -20,13 +20,19 @@ LENGTH = 160  # beyond GPT-OSS's window
 
 
 class SameRows:
-    """The same batch again and again."""
+    """The same batch again and again, and a clock that counts them."""
+
+    num_batches = 0
 
     def __init__(self) -> None:
         self.tokens = torch.randint(2, 50, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 
     def batch(self, progress: float, batch_tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        self.num_batches += 1
         return self.tokens, torch.ones(2, LENGTH), 1
+
+    def monotonic(self) -> int:
+        return self.num_batches
 
 
 @pytest.mark.parametrize("family", train_models.FAMILIES)
@@ -51,13 +57,15 @@ def test_a_trained_model_runs_through_a_plans_cache(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = train_models.build("gpt-oss", True, "cpu")
     record: dict = {}
-    train_models.train(model, SameRows(), 3, 2 * LENGTH, False, record)
+    rows = SameRows()
+    monkeypatch.setattr(train_models, "time", rows)  # a busy machine takes as many steps as an idle one
+    train_models.train(model, rows, 8, 2 * LENGTH, False, record)
     train_models.save(model, record, tmp_path)
-    ids = SameRows().tokens[:1, :-1]
+    ids = rows.tokens[:1, :-1]
     loaded = load(str(tmp_path), device="cpu")
     with torch.no_grad():
         loss = loaded.model(ids, labels=ids, use_cache=False).loss.item()
-        assert record["steps"] > 3
+        assert record["steps"] == 8
         assert loss < record["log"][0]["text"] - 1
         exact = loaded.model(ids).logits
         cache = PlanCache(plan_of(loaded.geometry, Format(2, "channel", 32), Format(2, "token", 32)), model.config)
