@@ -102,6 +102,7 @@ def test_eval_poses_tasks_of_the_harness_beside_its_own(
     assert [gate["gate"] for gate in value["gates"]] == ["min_accuracy tiny_ends"]
     wrong = run_kvcal(*command, "--tasks", "chain,nope")
     assert wrong.code == 2 and "neither kvcal nor lm-eval has a task 'nope'" in wrong.err
+    assert "retrieval:TOKENS" in wrong.err
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcal.data.reading import LM_EVAL, EvaluateSpec
+from kvcal.data.reading import LM_EVAL, READINGS, EvaluateSpec
 from kvcal.data.tasks import TASKS
 from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel
@@ -47,8 +47,9 @@ def require_tasks(spec: EvaluateSpec) -> None:
     known = _task_manager(spec.include_path).all_tasks
     unknown = [task for task in spec.harness_tasks if task.partition(":")[0] not in known]
     if unknown:
+        own = ", ".join((*TASKS, *(f"{name}:TOKENS" for name in READINGS)))
         raise UsageError(
-            f"neither kvcal nor lm-eval has a task {unknown[0]!r}; kvcal's are {', '.join(TASKS)}",
+            f"neither kvcal nor lm-eval has a task {unknown[0]!r}; kvcal's are {own}",
             hint="lm-eval ls tasks prints the names of lm-eval's; --include-path adds a folder of your own",
         )
 
