@@ -31,8 +31,8 @@ from transformers import LlamaConfig
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Workload
 from kvcal.progress import Silent

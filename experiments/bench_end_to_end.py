@@ -34,7 +34,7 @@ from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import SlowPath
 from kvcal.models.attention import with_cache
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.plan import Plan, Workload, load_plan
 
 SHAPE = {

@@ -38,8 +38,8 @@ def measure(given: argparse.Namespace) -> None:
 
     from kvcal.data.sequences import TokenDataset
     from kvcal.geometry import ModelIdentity
-    from kvcal.models.geometry import geometry_of
     from kvcal.models.load import LoadedModel
+    from kvcal.models.supported_layers import geometry_of
     from kvcal.recipe import CacheSpec, ProfileSpec
     from kvcal.stages.profile.stage import run_profile
 

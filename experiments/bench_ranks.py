@@ -31,10 +31,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from kvcal import distributed
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.residence import Residence
 from kvcal.models.streamed import copy_threads
+from kvcal.models.supported_layers import geometry_of
 from kvcal.progress import Silent
 from kvcal.quantities import parse_bytes
 from kvcal.recipe import CacheSpec, ProfileSpec

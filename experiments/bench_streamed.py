@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.residence import Residence
 from kvcal.models.streamed import stream
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
 from kvcal.quantities import parse_bytes

@@ -25,7 +25,7 @@ from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.feedback import feedback_factor, round_with_feedback
+from kvcal.pages.error_feedback import feedback_factor, round_with_feedback
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import quantize
 from kvcal.plan.page_format import Boost, Format, Side, Tier

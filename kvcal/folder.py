@@ -17,8 +17,8 @@ from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import ModelIdentity
 from kvcal.models.files import embedded_models
-from kvcal.models.geometry import num_embeddings
 from kvcal.models.load import LoadedModel
+from kvcal.models.supported_layers import num_embeddings
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, ProfileSpec, Recipe, SearchSpec

@@ -19,9 +19,10 @@ from kvcal.artifact import write_bytes_atomic, write_text_atomic
 from kvcal.console import View
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
+from kvcal.plan.damage import load_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.plan import Plan, load_damage, load_plan
+from kvcal.plan.plan import Plan, load_plan
 from kvcal.recipe import Objective
 from kvcal.stages.allocate.stage import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON

@@ -15,7 +15,7 @@ from kvcal.quantities import format_bytes, format_measured
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
-    from kvcal.plan.plan import Damage
+    from kvcal.plan.damage import Damage
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.allocate.stage import Choices
     from kvcal.stages.compare import Comparison

@@ -26,7 +26,7 @@ from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import draft_refusals, refusals
-from kvcal.models.geometry import sharing_layers
+from kvcal.models.supported_layers import sharing_layers
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.state import PlanState, StepState
 

@@ -34,7 +34,7 @@ from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.store.dequantize import form_reasons
 from kvcal.store.layer_store import DecodedCopy, LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.

@@ -23,9 +23,10 @@ with lazy_imports():
     from kvcal import folder as artifacts
     from kvcal import report as report_page
     from kvcal.cache import prefix_file
+    from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
-    from kvcal.stages import damage as damage_stage
     from kvcal.stages import generate as generate_stage
+    from kvcal.stages import measure_damage as damage_stage
     from kvcal.stages import pipeline
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import stage as allocate_stage
@@ -76,7 +77,7 @@ def inspect(
         found = allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         given.show(asdict(found), tables.choices_table(found))
         return
-    damage = plan_file.load_damage(plan, loaded)
+    damage = damage_file.load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
     value = tables.plan_json(loaded, workload) | {"damage": strict.dump(damage)}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
@@ -181,7 +182,7 @@ def verify(
         loaded = given.load(model)
         checks = verify_stage.verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
         damage = damage_stage.measure_damage(loaded_plan, loaded, data or (), reporter)
-    plan_file.require_undamaged(damage, allow_damage)
+    damage_file.require_undamaged(damage, allow_damage)
     if damage is not None:
         checks.append(verify_stage.Check("damage", str(damage)))
     passed: console.View = ("All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks])
@@ -234,7 +235,7 @@ def eval_command(
     )
     report_page.write_report(folder)  # last: what is damaged there must not hide the numbers
     evaluate_stage.require_passed(plan.name, results)
-    plan_file.require_undamaged(damage, allow_damage)
+    damage_file.require_undamaged(damage, allow_damage)
 
 
 @options.spread

@@ -20,12 +20,12 @@ with lazy_imports():
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import report as report_page
+    from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
     from kvcal.stages import compare as compare_stage
-    from kvcal.stages import damage as damage_stage
-    from kvcal.stages import formats, pipeline
+    from kvcal.stages import formats, memory_needs, pipeline
+    from kvcal.stages import measure_damage as damage_stage
     from kvcal.stages import search as search_stage
-    from kvcal.stages import size as size_stage
     from kvcal.stages import tune as tune_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import record as allocation_record
@@ -95,13 +95,13 @@ def plan(
         checks = verify_stage.verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
         allocation = allocation_record.load(folder.allocation)[0]
-        gain = size_stage.gain_of(made, allocation.split, loaded.vocab_size)
+        gain = memory_needs.gain_of(made, allocation.split, loaded.vocab_size)
         damage = damage_stage.measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
         if output is not None and (allow_damage or damage is None or not damage.is_destroyed):
             plan_file.save_plan(made, path := output)
             if damage is not None:
-                plan_file.save_damage(damage, path)
+                damage_file.save_damage(damage, path)
         report_page.write_report(folder)
     value = {
         "plan": str(path),
@@ -115,7 +115,7 @@ def plan(
     given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
     reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: {following}")
-    plan_file.require_undamaged(damage, allow_damage)
+    damage_file.require_undamaged(damage, allow_damage)
 
 
 def budget_name(spec: recipe_keys.AllocateSpec) -> str:
@@ -124,7 +124,7 @@ def budget_name(spec: recipe_keys.AllocateSpec) -> str:
     return f"{size.replace(' ', '')}-{spec.batch}x{spec.context}"
 
 
-def gain_table(gain: size_stage.Gain, workload: plan_file.Workload) -> console.View:
+def gain_table(gain: memory_needs.Gain, workload: plan_file.Workload) -> console.View:
     """The plan next to 16 bits."""
     batch, context = workload.batch, workload.context
     rows = [
@@ -136,7 +136,7 @@ def gain_table(gain: size_stage.Gain, workload: plan_file.Workload) -> console.V
     return f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
 
 
-def _fit(gain: size_stage.Gain, name: str) -> str:
+def _fit(gain: memory_needs.Gain, name: str) -> str:
     return "the plan's alone" if gain.fit is None else str(getattr(gain.fit, name))
 
 
@@ -189,7 +189,7 @@ def run(
     }
     given.show(value, *shown)
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\nreport: {folder.report}")
-    plan_file.require_undamaged(damage, allow_damage)
+    damage_file.require_undamaged(damage, allow_damage)
 
 
 @options.spread
@@ -224,7 +224,7 @@ def search(
     value["damage"] = strict.dump(damage)
     given.show(value, tables.search_table(searched.report), tables.budget_table(searched.allocation))
     reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
-    plan_file.require_undamaged(damage, allow_damage)
+    damage_file.require_undamaged(damage, allow_damage)
 
 
 @options.spread

@@ -20,10 +20,11 @@ with lazy_imports():
     from kvcal import artifact, recipe_files, strict, tables
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
+    from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
-    from kvcal.stages import damage as damage_stage
     from kvcal.stages import feedback as feedback_stage
     from kvcal.stages import formats, pipeline, transform
+    from kvcal.stages import measure_damage as damage_stage
     from kvcal.stages import reparam as reparam_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.predictors import record as predictors_record
@@ -221,4 +222,4 @@ def compile_command(
         damage = damage_stage.measure_damage(plan, loaded, (), reporter, path)
     found = strict.dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})
-    plan_file.require_undamaged(damage, allow_damage)
+    damage_file.require_undamaged(damage, allow_damage)

@@ -27,7 +27,7 @@ with lazy_imports():
     from kvcal.models import config as model_config
     from kvcal.models import files as model_files
     from kvcal.plan import plan as plan_file
-    from kvcal.stages import size as size_stage
+    from kvcal.stages import memory_needs
 
 # Extras of kvcal, and what needs them.
 EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal bench`"}
@@ -61,7 +61,7 @@ def size(
     facts, workload = model_config.read_sizes(model), sizes.workload(plan_file.DEFAULT_WORKLOAD)
     if weights is not None:
         facts = replace(facts, weight_bytes=parse_bytes(weights))
-    rows = list(size_stage.uniform_sizes(facts, workload, limit, tp))
+    rows = list(memory_needs.uniform_sizes(facts, workload, limit, tp))
     fitting = next((row for row in rows if row.fit is not None and limit is not None and row.fit.total <= limit), None)
     value = {
         "model": facts.id,

@@ -91,7 +91,7 @@ class PageTransform(NamedTuple):
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
-    k_feedback: Tensor = NOTHING  # [n, D (D + 1) / 2] fp16: factors of error feedback (kvcal.pages.feedback)
+    k_feedback: Tensor = NOTHING  # [n, D (D + 1) / 2] fp16: factors of error feedback (kvcal.pages.error_feedback)
     v_feedback: Tensor = NOTHING
     k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.pages.rotated)
     v_signs: Tensor = NOTHING

@@ -164,7 +164,7 @@ def tokens(
     """fp32 [n, held + 1, D]: what attention of a step reads, in a sequence that held ``held`` tokens before it. Nothing
     beyond what was allocated, whatever ``held``."""
     (sinks, ring, pages), table, row = memory, place.table, place.row(sequence)
-    if variant.ring_tokens is not None:  # of a sliding window: the token that leaves it, then the ring (kernels.window)
+    if variant.ring_tokens is not None:  # of a sliding window: the token that leaves it, then the ring
         return torch.cat([sinks[row], ring[row, :, : min(held, ring.shape[2])]], dim=1).float()
     held = min(held, PAGE_TOKENS * table.shape[1] + ring.shape[2] - 1)
     read = min(variant.format(side).pages_read(held), table.shape[1])

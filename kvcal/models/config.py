@@ -1,8 +1,8 @@
 """Sizes of a model from its config.json and the headers of its weights, before anything is loaded.
 
-A loaded model's cache is measured (``kvcal.models.geometry``). Beforehand, transformers builds the model without
-weights, and the same measurement runs on shapes alone. Model types in ``DIRECT`` state their layers in plain keys,
-which are read without transformers, whose import takes longer than the answer. Tests compare both ways with what
+A loaded model's cache is measured (``kvcal.models.supported_layers``). Beforehand, transformers builds the model
+without weights, and the same measurement runs on shapes alone. Model types in ``DIRECT`` state their layers in plain
+keys, which are read without transformers, whose import takes longer than the answer. Tests compare both ways with what
 running the model measures.
 
 ``families.json`` lists what the contract tests measured: families that are served, and those that are not, with the
@@ -76,8 +76,8 @@ def read_sizes(source: str) -> ModelSizes:
     if _is_direct(content):
         stated, geometry = content, _direct_geometry(content, f"{location.id}: {location.config_name}")
     else:
-        from kvcal.models.geometry import geometry_without_weights
         from kvcal.models.load import read_config
+        from kvcal.models.supported_layers import geometry_without_weights
 
         config = read_config(location)
         text = config.get_text_config(decoder=True)

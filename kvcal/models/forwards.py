@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcal.models.attention import attention_modules, layer_index
-from kvcal.models.geometry import sharing_layers
+from kvcal.models.supported_layers import sharing_layers
 
 Result = TypeVar("Result")
 

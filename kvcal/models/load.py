@@ -39,9 +39,9 @@ from kvcal.artifact import sha256_file
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
 from kvcal.models.files import Location, config_sha256, locate, read_json, require_sizes, tokenizer_files, weight_files
-from kvcal.models.geometry import checkpoint_dtype, geometry_of, require_cache
 from kvcal.models.residence import NUM_TOKENS, Residence
 from kvcal.models.streamed import stream
+from kvcal.models.supported_layers import checkpoint_dtype, geometry_of, require_cache
 
 # From what config.json says: wrong types, sizes and names.
 CONFIG_ERRORS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)

@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
-from kvcal.models.geometry import attention_layers, probe_ids, sharing_layers
 from kvcal.models.streamed import stored
+from kvcal.models.supported_layers import attention_layers, probe_ids, sharing_layers
 from kvcal.models.taps import Captured, tap
 
 Projection = nn.Linear | Conv1D

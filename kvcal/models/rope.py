@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
-from kvcal.models.geometry import probe_ids
+from kvcal.models.supported_layers import probe_ids
 from kvcal.models.taps import Captured, tap
 
 FP32_EPS = torch.finfo(torch.float32).eps

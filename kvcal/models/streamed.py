@@ -50,8 +50,8 @@ from transformers import Cache, PreTrainedModel
 from kvcal.distributed import size_on_node
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.forwards import reach
-from kvcal.models.geometry import sharing_layers
 from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
+from kvcal.models.supported_layers import sharing_layers
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
 # Bytes that a thread copies at once.

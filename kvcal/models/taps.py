@@ -46,8 +46,8 @@ from kvcal.models.attention import (
     substituted,
     with_cache,
 )
-from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
 from kvcal.models.streamed import runs_again
+from kvcal.models.supported_layers import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
 
 _ROTARY_NAME = re.compile(r"_?apply_\w*(rotary|rope)")
 _AXES = ((0, 1, 2, 3), (0, 2, 1, 3))  # of keys (B, N, T, R) or (B, T, N, R), as (B, N, T, R)

@@ -41,8 +41,8 @@ VALUES_AT_ONCE = 2**23
 class PageCodec:
     """The codec of the KV heads ``heads`` (n of them) of one side, all in ``format``; :meth:`of_layer` makes one from a
     plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4] fp64 (where
-    ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor of kvcal.pages.feedback, ``operands`` as the layout
-    names them. Pages are coded in the ``basis``: tokens are given and returned in it.
+    ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor (kvcal.pages.error_feedback), ``operands`` as the
+    layout names them. Pages are coded in the ``basis``: tokens are given and returned in it.
 
     M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None without a
     predictor; r records a page.

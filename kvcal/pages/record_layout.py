@@ -34,7 +34,7 @@ class Layout(Protocol):
 
     M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors that
     ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error feedback "feedback",
-    the factor of the n heads (kvcal.pages.feedback).
+    the factor of the n heads (kvcal.pages.error_feedback).
     """
 
     num_bits: int

@@ -31,7 +31,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages import packing, uniform
-from kvcal.pages.feedback import round_with_feedback
+from kvcal.pages.error_feedback import round_with_feedback
 from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
 from kvcal.pages.record_layout import (
     PAGE_TOKENS,
@@ -144,7 +144,7 @@ class TieredLayout(Layout):
 
     def encode(self, x: Tensor, scores: Tensor, feedback: Tensor | None = None) -> Tensor:
         """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8.
-        ``feedback``: the factor of the heads n of x [..., n, 128, head_dim] (kvcal.pages.feedback), or None."""
+        ``feedback``: the factor of the heads n of x [..., n, 128, head_dim] (kvcal.pages.error_feedback), or None."""
         index, channels = self._select(scores)
         parts = [self._quantize(x.masked_fill((index != NO_SLOT).unsqueeze(-2), 0.0), self.num_bits)]
         for (bits, _, _), slots in zip(self.tiers, self.slots, strict=True):

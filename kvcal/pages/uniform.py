@@ -26,7 +26,7 @@ from typing import ClassVar
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages import packing
-from kvcal.pages.feedback import round_with_feedback
+from kvcal.pages.error_feedback import round_with_feedback
 from kvcal.pages.record_layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
@@ -169,7 +169,7 @@ class UniformLayout(Layout):
     def quantize(self, x: Tensor, feedback: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded channels;
         scale and zero as :func:`dequantize` takes them. Not for 16 bits, which have none. ``feedback``: the factor of
-        the heads n of x [..., n, 128, head_dim] (kvcal.pages.feedback), None to round each value by itself."""
+        the heads n of x [..., n, 128, head_dim] (kvcal.pages.error_feedback), None to round each value by itself."""
         param_dtype = PARAM_DTYPES[self.param_dtype]
         codes, scale, zero = quantize(self._turned(x), self.num_bits, self.group_size, self._group_dim, param_dtype)
         return (codes if feedback is None else self._feed_back(x, scale, zero, feedback)), scale, zero

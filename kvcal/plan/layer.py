@@ -46,9 +46,9 @@ class LayerPlan:
     Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
     (subtracted before; of keys before RoPE their mean), ``k_pages`` "pre" (pages hold K before RoPE), predictors
     (AQUA-KV: pages hold the residual).
-    ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.feedback), whose factor the plan
-    holds; pages are read as without it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of each
-    head (kvcal.pages.basis), at 16 bits, too.
+    ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.error_feedback), whose factor the
+    plan holds; pages are read as without it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of
+    each head (kvcal.pages.basis), at 16 bits, too.
 
     Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no transforms,
     which are made for keys and values of heads.

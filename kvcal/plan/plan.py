@@ -3,7 +3,7 @@
 ``nbytes`` is the one cost function: the allocator optimises it, ``inspect`` prints it, and the runtime's tensors
 obey it (the runtime sizes its tensors with the same ``Format`` methods). The file format is specified in
 docs/plan-format.md, the tensors that transforms need in ``kvcal.plan.tensors``. What a plan does to a model's
-predictions (``Damage``) lies in a file next to it.
+predictions (``kvcal.plan.damage``) lies in a file next to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
-from kvcal.errors import ArtifactError, GateFailed, UsageError
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.record_layout import RAW_BITS
@@ -28,9 +28,9 @@ from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
-from kvcal.records import read_json, record_of, refusing, write_json
+from kvcal.records import record_of, refusing
 from kvcal.stored_tensor import ITEM_BYTES
-from kvcal.strict import STRICT, Amount, Count, Share, Tokens, dump
+from kvcal.strict import STRICT, Tokens, dump
 
 __all__ = [
     "DEFAULT_WORKLOAD", "RAW", "SIDES", "Boost", "Format", "LayerPlan", "Plan", "Predictor", "Side", "Tier",
@@ -39,7 +39,6 @@ __all__ = [
 
 KIND = "kv-quantization-plan"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.safetensors)")
-DAMAGE, DAMAGE_SCHEMA = "damage", 1
 SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from after the sinks
 
 
@@ -200,78 +199,3 @@ def load_plan(path: str | Path, revision: str | None = None) -> Plan:
     if type(predicted) is not int or predicted != taken:
         raise ArtifactError(f"{path}: predicted_bytes = {predicted!r}, but its layers take {taken}")
     return plan
-
-
-# A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that is sure of
-# nothing changes its most likely token for nothing.
-MAX_KL, MIN_TOP1, MIN_KL = 0.5, 0.8, 0.1
-LIMITS = f"allowed: KL up to {MAX_KL:g} and, where it is above {MIN_KL:g}, top-1 from {MIN_TOP1:.0%} on"
-
-
-@dataclass(frozen=True, config=STRICT)
-class SideDamage:
-    """KL in nats per token with one side of one layer quantized alone."""
-
-    layer: Count
-    side: Side
-    kl: Amount
-
-
-@dataclass(frozen=True, config=STRICT)
-class Damage:
-    """A plan (by its digest) next to 16 bits over ``num_tokens`` tokens: ``kl`` in nats per token, its standard error
-    over texts, and ``top1``, the share of tokens whose most likely token stays. ``worst``: of a destroyed plan, the
-    sides that do most by themselves. ``inputs``: what it was measured with."""
-
-    plan_sha256: str
-    kl: Amount
-    kl_error: Amount | None
-    top1: Share
-    num_tokens: Count
-    texts: str
-    worst: tuple[SideDamage, ...]
-    inputs: dict[str, Any]
-
-    @property
-    def is_destroyed(self) -> bool:
-        return is_destroyed(self.kl, self.top1)
-
-    def __str__(self) -> str:
-        error = "" if self.kl_error is None else f" ± {self.kl_error:.1g}"
-        found = f"KL {self.kl:.3g}{error} nats a token, top-1 {self.top1:.1%} of 16 bits"
-        named = ", ".join(f"layer {one.layer} {one.side.upper()} (alone: KL {one.kl:.3g})" for one in self.worst)
-        return f"{found}; most by {named}" if named else found
-
-
-def is_destroyed(kl: float, top1: float) -> bool:
-    """Whether a plan of this KL and top-1 agreement is beyond the limits."""
-    return kl > MAX_KL or (kl > MIN_KL and top1 < MIN_TOP1)
-
-
-def damage_path(plan: Path) -> Path:
-    return plan.with_name(f"{plan.stem}.damage.json")
-
-
-def save_damage(damage: Damage, plan: Path) -> None:
-    write_json(damage_path(plan), DAMAGE, DAMAGE_SCHEMA, damage)
-
-
-def load_damage(file: Path, plan: Plan) -> Damage | None:
-    """The measurement of ``plan``, which this file holds; None where there is none. The plan's digest needs torch, and
-    is taken only where there is a measurement."""
-    path = damage_path(file)
-    if not path.is_file():
-        return None
-    damage = read_json(
-        path, DAMAGE, DAMAGE_SCHEMA, Damage, "delete the file; `kvcal plan` and `kvcal compile` write it again"
-    )
-    return damage if damage.plan_sha256 == plan.sha256 else None
-
-
-def require_undamaged(damage: Damage | None, is_allowed: bool) -> None:
-    """GateFailed for a plan that destroys the model, unless that ``is_allowed``."""
-    if damage is not None and damage.is_destroyed and not is_allowed:
-        raise GateFailed(
-            f"the plan destroys the model: {damage}; {LIMITS}",
-            hint="a larger budget, or other formats for these layers; --allow-damage takes the plan as it is",
-        )

@@ -5,7 +5,7 @@
     layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
                                                      (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
-    layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.feedback)
+    layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.error_feedback)
     layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.pages.basis)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
@@ -23,7 +23,7 @@ from typing import Any
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.basis import CENTER, MATRICES, basis_specs
-from kvcal.pages.feedback import factor_spec
+from kvcal.pages.error_feedback import factor_spec
 from kvcal.pages.predictor import PredictorShape
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side

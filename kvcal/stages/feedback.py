@@ -36,7 +36,7 @@ from kvcal.models.projections import output_weights
 from kvcal.models.rope import RotaryMap, rotary_maps
 from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.pages.basis import Basis, fitted_basis, moved_hessian
-from kvcal.pages.feedback import feedback_factor
+from kvcal.pages.error_feedback import feedback_factor
 from kvcal.plan.layer import LATENTS, LayerPlan, Present
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
@@ -92,8 +92,8 @@ class _Body:
 
 @dataclass(frozen=True, eq=False)
 class FeedbackRecord:
-    """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.feedback); ``bases``: of
-    those that have one."""
+    """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.error_feedback); ``bases``:
+    of those that have one."""
 
     subject: Subject
     sides: tuple[SideFeedback, ...]

@@ -8,7 +8,7 @@ kept for its readers as well, before RoPE and in fp32.
 A step knows no lengths on the host. So all pages that there is room for are decoded, ``VALUES_AT_ONCE`` at a time. One
 page of every sequence is encoded, and kept where ``append`` has just completed it at 16 bits. The cost is that of full
 sequences, whatever they hold, which the cache says by ``SlowPath``. Prompts take the way of the dynamic cache
-(kvcal.store.paged_tensor).
+(kvcal.store.sinks_ring_pages).
 
 Cross-layer prediction (AQUA-KV, Alg. 2-4, faithful mode): pages of a layer hold residuals.
 
@@ -38,8 +38,8 @@ from kvcal.pages.record_layout import PAGE_TOKENS, noted_in
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import predictor_shape
-from kvcal.store.paged_tensor import PagedTensor, Predict
 from kvcal.store.pool import Span, ordinals_of
+from kvcal.store.sinks_ring_pages import PagedTensor, Predict
 from kvcal.store.state import PlanState, StepState
 
 

@@ -28,8 +28,8 @@ from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.dequantize import Prediction, StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
-from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.pool import Pool, RegionPool, TablePool, fixed
+from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
 

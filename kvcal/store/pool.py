@@ -4,11 +4,11 @@
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
     RegionPool    a region of the one memory of all layers, whose pages shrink (``PhasedPages``); static too.
 
-A part is the keys or the values of a layer (kvcal.store.paged_tensor). kvcal.kernels.operands says how the memory of
-pages that shrink is laid out, and what leads from stage to stage. Every update begins by shrinking pages to the bits of
-the columns after it, as in the dynamic cache: there is no room for new pages before. A step does so by itself, on the
-device, once for all layers and before the first of them (``advance``). Prompts, and whatever else the host does, wait
-for the device (``prepare``).
+A part is the keys or the values of a layer (kvcal.store.sinks_ring_pages). kvcal.kernels.operands says how the memory
+of pages that shrink is laid out, and what leads from stage to stage. Every update begins by shrinking pages to the
+bits of the columns after it, as in the dynamic cache: there is no room for new pages before. A step does so by itself,
+on the device, once for all layers and before the first of them (``advance``). Prompts, and whatever else the host does,
+wait for the device (``prepare``).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.attention import _LISTENING, attention_modules, layer_index, listen
-from kvcal.models.geometry import attention_layers
+from kvcal.models.supported_layers import attention_layers
 from kvcal.models.taps import tap
 
 FAMILIES = ("llama", "gemma3", "gpt2", "gpt_oss", "qwen3_next")

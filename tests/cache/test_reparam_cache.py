@@ -13,8 +13,8 @@ from kvcal import PlanCache
 from kvcal.errors import ArtifactError
 from kvcal.geometry import ModelIdentity
 from kvcal.models.attention import attention_modules
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
+from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import rereading
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.errors import SlowPath
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 
 VOCABULARY = 128
 SIZES = {"llama, 72": 72, "llama, 80": 80, "gemma, 256": 256}

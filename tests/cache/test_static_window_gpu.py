@@ -13,7 +13,7 @@ from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.kernels.ops import append_window
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
 

@@ -16,24 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.errors import GateFailed, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.rope import rotary_maps
+from kvcal.plan.damage import damage_path, is_destroyed, load_damage, require_undamaged, save_damage
 from kvcal.plan.page_format import Format
-from kvcal.plan.plan import (
-    Plan,
-    Workload,
-    damage_path,
-    is_destroyed,
-    load_damage,
-    load_plan,
-    require_undamaged,
-    save_damage,
-    save_plan,
-)
+from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.damage import first_positions, measure_damage
 from kvcal.stages.divergence import unquantized_plan
 from kvcal.stages.evaluate.stage import Gates, read_accuracies
 from kvcal.stages.formats import formats_plan
+from kvcal.stages.measure_damage import first_positions, measure_damage
 
 MODEL = "reasoner-10m"
 COARSE = Format(1, "token", 64, 0)  # 1 bit for the keys of a token: outliers take the scale

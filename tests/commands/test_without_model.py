@@ -20,7 +20,7 @@ from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.recipe import AllocateSpec
 from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
 from kvcal.stages.allocate.budget import resolve_budget
-from kvcal.stages.size import RECIPES
+from kvcal.stages.memory_needs import RECIPES
 
 ROOT = Path(__file__).parents[2]
 

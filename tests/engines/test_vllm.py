@@ -20,8 +20,8 @@ from kvcal.engines.capacity import capacity as capacity_of
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import TESTED
 from kvcal.geometry import CacheDtype
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import identity_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import LayerPlan, Workload, save_plan
 

@@ -18,7 +18,7 @@ from kvcal.geometry import StateGeometry
 from kvcal.models import config as model_config
 from kvcal.models.config import DIRECT, checkpoint_bytes, read_sizes
 from kvcal.models.files import locate
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 
 UNCALIBRATED = {"bloom": "bypasses transformers", "falcon": "bypasses", "mpt": "bypasses", "zamba2": "same attention"}
 

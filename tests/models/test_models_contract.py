@@ -14,9 +14,9 @@ from kvcal.cache.attached import attached_for
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.attention import _LISTENING, given_cache, with_cache
-from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import kv_projections
+from kvcal.models.supported_layers import RecordingCache, attention_layers, geometry_of
 from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.plan.plan import Workload
 from kvcal.recipe_files import load_recipe

@@ -7,8 +7,8 @@ from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measu
 from transformers import BartConfig, BartForCausalLM
 
 from kvcal.errors import UnsupportedModel
-from kvcal.models.geometry import attention_layers, geometry_of
 from kvcal.models.projections import kv_projections, output_dim, output_weights
+from kvcal.models.supported_layers import attention_layers, geometry_of
 
 
 def flows_of(model, projections, inputs) -> dict:

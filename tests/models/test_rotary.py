@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel
-from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import RotaryMap, inputs_at, rotary_maps, rotary_pairs
+from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.transforms import rotate
 

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from kvcal import PlanCache, attached
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.folder import Folder, Job
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
 from kvcal.models.rope import rotary_maps
+from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.basis import fitted_basis, moved_hessian
-from kvcal.pages.feedback import feedback_factor
+from kvcal.pages.error_feedback import feedback_factor
 from kvcal.pages.rotated import rotate as rotate_channels
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier

@@ -8,8 +8,8 @@ from form_cases import rotary_table
 from reparam_cases import outlier_model
 from torch import Tensor
 
-from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
+from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.transforms import rotate
 from kvcal.stages import hessians as module
 from kvcal.stages.hessians import (

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import _LISTENING
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import UniformLayout
 from kvcal.stages.checkpoint import Batch, Mean

@@ -15,9 +15,9 @@ from tiny_models import _IDS, _SHAPE, _build, built
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_pairs
+from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import tap
 from kvcal.plan.page_format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module

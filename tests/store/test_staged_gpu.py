@@ -12,7 +12,7 @@ from static_cases import pages_of
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.plan import Workload
 from kvcal.store.state import Serving
 

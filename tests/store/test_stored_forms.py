@@ -33,8 +33,8 @@ from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.variants import VARIANTS, variant_of
-from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
+from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.record_layout import noted_in
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import SIDES, num_pages

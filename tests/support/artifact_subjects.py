@@ -19,7 +19,7 @@ from kvcal import Plan, PlanCache, load_plan
 from kvcal import tables as views
 from kvcal.cache.attached import attached_for
 from kvcal.geometry import ModelIdentity
-from kvcal.pages.feedback import factor_spec
+from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec

@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import Side
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
 from kvcal.plan.tensors import lattice_tensors

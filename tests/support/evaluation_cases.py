@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
 
 RAW_PAIR = (RAW, RAW)

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.data.tasks import chain
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
+from kvcal.models.supported_layers import geometry_of
 
 VOCABULARY = 512
 RECIPES = recipe_formats()

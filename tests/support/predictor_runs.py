@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload

@@ -9,8 +9,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
-from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
+from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import Batch

@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.build import held_tensors
 from kvcal.errors import SlowPath
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 
 ROWS, CONTEXT = 4, 560
 MOST_LENGTHS = 8  # of prompts in a batch, beyond which rows share them

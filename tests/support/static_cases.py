@@ -13,9 +13,9 @@ from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.pages.basis import Basis
-from kvcal.pages.feedback import factor_spec
+from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.sinks_ring_pages import PagedTensor
 
 RECIPES = recipe_formats()
 V = Format(2, "token", 32, recent_window=33)

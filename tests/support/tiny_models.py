@@ -12,7 +12,7 @@ import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcal.geometry import Geometry
-from kvcal.models.geometry import geometry_of
+from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import Captured, tap
 
 VOCAB_SIZE = 128

@@ -34,8 +34,8 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvcal.engines.shard import BlockLayout
-from kvcal.engines.sinks import SharedSinks
 from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.page_format import SIDES
 
 RINGS, SINKS = ".kvcal_ring", ".kvcal_sinks"
 
@@ -184,7 +184,7 @@ class SinkMetadata(RingMetadata):
         if len(self.begun):
             copies.save(rings[self.begun], blocks[self.begun])
         if len(self.at_ends):
-            copies.restore(rings[self.at_ends], blocks[self.at_ends])
+            copies.copy_back(rings[self.at_ends], blocks[self.at_ends])
 
 
 def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
@@ -284,3 +284,30 @@ class SinkBackend(RingBackend):
     @staticmethod
     def get_builder_cls() -> type[SinkMetadataBuilder]:
         return SinkMetadataBuilder
+
+
+class SharedSinks:
+    """Sinks of one layer that requests share: ``rings``, uint8 [rings, ring_bytes or more], and ``blocks``, uint8
+    [blocks, sink_bytes or more], with keys before values.
+
+    Attention reads sinks from a request's ring. A request that begins after blocks of another has a ring without them.
+    So there is one small block more for each first page of a prompt: the sinks of all layers at 16 bits. The request
+    that fills a first page copies its sinks there; one that begins after it copies them back, into its ring."""
+
+    def __init__(self, layout: BlockLayout, rings: Tensor, blocks: Tensor) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        first = 0
+        for side in SIDES:
+            start, nbytes = layout.sinks_at(side)
+            self._parts.append((rings[:, start : start + nbytes], blocks[:, first : first + nbytes]))
+            first += nbytes
+
+    def save(self, rings: Tensor, blocks: Tensor) -> None:
+        """Copy the sinks of rings, int64 [n], to blocks, int64 [n]."""
+        for own, shared in self._parts:
+            shared[blocks] = own[rings]
+
+    def copy_back(self, rings: Tensor, blocks: Tensor) -> None:
+        """The other way round."""
+        for own, shared in self._parts:
+            own[rings] = shared[blocks]

@@ -244,7 +244,7 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
     __syncthreads();
 }
 
-// Codes with error feedback, as kvcal/pages/feedback.py chooses them: they take the place of the staged values; in that of
+// Codes with error feedback, as kvcal/pages/error_feedback.py chooses them: they take the place of the staged values; in that of
 // a 16-bit channel are the bits of its target. Eight lanes share a token, lane l has the channels l, l + 8, ... in
 // registers, and each error goes from its lane to the others. A target is summed up in the order of the channels. Of the
 // candidates for a rotated token's scales those that cost least stay (kvcal/pages/rotated.py).

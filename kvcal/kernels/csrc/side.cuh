@@ -125,7 +125,7 @@ struct Source {
     const float* offset;
     // Of a ring of so many tokens, otherwise 0: the page's first token, and the token that stands for those before it.
     int ring, first, least;
-    // The factor of error feedback (kvcal/pages/feedback.py): fp16, U row by row, on its diagonal the costs of channels.
+    // The factor of error feedback (kvcal/pages/error_feedback.py): fp16, U row by row, on its diagonal the costs of channels.
     const unsigned short* feedback;
     const signed char* signs;  // of rotated pages
 

@@ -36,8 +36,8 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel, naming
 from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.attention import repeatable_attention
 from kvcal.models.forwards import side_by_side
-from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
+from kvcal.models.supported_layers import attention_layers
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.record_layout import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side

@@ -4,8 +4,8 @@ A format may fit a budget and destroy a model: keys with a large bias, an outlie
 KL(16 bits || plan) and the share of tokens whose most likely next token stays are measured on texts of the pool
 *report*, where every layer reads a packed page. Texts stand at places from the first to the last of the plan's context:
 a format that is right for the first positions may fail at the last ones. Keys that are stored before RoPE are of no
-position. Of a plan beyond the limits (``kvcal.plan.plan``) each layer, then each side of the worst layers, is quantized
-alone. Pages that shrink at more tokens than these are not seen.
+position. Of a plan beyond the limits (``kvcal.plan.damage``) each layer, then each side of the worst layers, is
+quantized alone. Pages that shrink at more tokens than these are not seen.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from kvcal.folder import compute_dtype, model_inputs, sequences
 from kvcal.models.files import embedded_models
 from kvcal.models.load import LoadedModel
 from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.damage import Damage, SideDamage, load_damage, save_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
-from kvcal.plan.plan import Damage, Plan, SideDamage, load_damage, save_damage
+from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.stages.divergence import deviations, unquantized_plan

@@ -1,0 +1,90 @@
+"""What a plan does to a model's predictions, in a file next to the plan, and the limits beyond which it is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.errors import GateFailed
+from kvcal.plan.page_format import Side
+from kvcal.plan.plan import Plan
+from kvcal.records import read_json, write_json
+from kvcal.strict import STRICT, Amount, Count, Share
+
+DAMAGE, DAMAGE_SCHEMA = "damage", 1
+
+# A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that is sure of
+# nothing changes its most likely token for nothing.
+MAX_KL, MIN_TOP1, MIN_KL = 0.5, 0.8, 0.1
+LIMITS = f"allowed: KL up to {MAX_KL:g} and, where it is above {MIN_KL:g}, top-1 from {MIN_TOP1:.0%} on"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SideDamage:
+    """KL in nats per token with one side of one layer quantized alone."""
+
+    layer: Count
+    side: Side
+    kl: Amount
+
+
+@dataclass(frozen=True, config=STRICT)
+class Damage:
+    """A plan (by its digest) next to 16 bits over ``num_tokens`` tokens: ``kl`` in nats per token, its standard error
+    over texts, and ``top1``, the share of tokens whose most likely token stays. ``worst``: of a destroyed plan, the
+    sides that do most by themselves. ``inputs``: what it was measured with."""
+
+    plan_sha256: str
+    kl: Amount
+    kl_error: Amount | None
+    top1: Share
+    num_tokens: Count
+    texts: str
+    worst: tuple[SideDamage, ...]
+    inputs: dict[str, Any]
+
+    @property
+    def is_destroyed(self) -> bool:
+        return is_destroyed(self.kl, self.top1)
+
+    def __str__(self) -> str:
+        error = "" if self.kl_error is None else f" ± {self.kl_error:.1g}"
+        found = f"KL {self.kl:.3g}{error} nats a token, top-1 {self.top1:.1%} of 16 bits"
+        named = ", ".join(f"layer {one.layer} {one.side.upper()} (alone: KL {one.kl:.3g})" for one in self.worst)
+        return f"{found}; most by {named}" if named else found
+
+
+def is_destroyed(kl: float, top1: float) -> bool:
+    """Whether a plan of this KL and top-1 agreement is beyond the limits."""
+    return kl > MAX_KL or (kl > MIN_KL and top1 < MIN_TOP1)
+
+
+def damage_path(plan: Path) -> Path:
+    return plan.with_name(f"{plan.stem}.damage.json")
+
+
+def save_damage(damage: Damage, plan: Path) -> None:
+    write_json(damage_path(plan), DAMAGE, DAMAGE_SCHEMA, damage)
+
+
+def load_damage(file: Path, plan: Plan) -> Damage | None:
+    """The measurement of ``plan``, which this file holds; None where there is none. The plan's digest needs torch, and
+    is taken only where there is a measurement."""
+    path = damage_path(file)
+    if not path.is_file():
+        return None
+    damage = read_json(
+        path, DAMAGE, DAMAGE_SCHEMA, Damage, "delete the file; `kvcal plan` and `kvcal compile` write it again"
+    )
+    return damage if damage.plan_sha256 == plan.sha256 else None
+
+
+def require_undamaged(damage: Damage | None, is_allowed: bool) -> None:
+    """GateFailed for a plan that destroys the model, unless that ``is_allowed``."""
+    if damage is not None and damage.is_destroyed and not is_allowed:
+        raise GateFailed(
+            f"the plan destroys the model: {damage}; {LIMITS}",
+            hint="a larger budget, or other formats for these layers; --allow-damage takes the plan as it is",
+        )
