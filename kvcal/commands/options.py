@@ -216,17 +216,23 @@ class TaskOptions:
     limit: Annotated[int | None, typer.Option(help="Problems of each task at most.", min=1)] = None
 
     def knobs(self, recipe: str, model: str) -> dict[str, Any]:
-        """The knobs of [evaluate] that were given, by dotted name. Ledgers and tasks of the recipe default are the
-        embedded model's: another one is measured on installed text, and on no tasks but those given."""
-        is_own = recipe == "default" and model not in model_files.embedded_models()
-        names: list[str] | None = [] if is_own else None
+        """The knobs of [evaluate] that were given, by dotted name, over ``users_evaluation``."""
+        names = None
         if self.tasks is not None:
             given = [name.strip() for name in self.tasks.split(",") if name.strip()]
             prefix = reading.LM_EVAL
             names = [name if reading.is_own_task(name) else prefix + name.removeprefix(prefix) for name in given]
         values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
-        values |= {"data.source": "auto", "data.min_len": 0} if is_own else {}
-        return {f"evaluate.{key}": value for key, value in values.items()}
+        named = {f"evaluate.{key}": value for key, value in values.items() if value is not None}
+        return users_evaluation(recipe, model) | named
+
+
+def users_evaluation(recipe: str, model: str) -> dict[str, Any]:
+    """Knobs of [evaluate]: ledgers and tasks of kvcal's recipes are the embedded model's. Another one is measured on
+    installed text, and on no tasks but those given. A recipe of the user's counts as it is."""
+    if model in model_files.embedded_models() or recipe not in recipe_files.recipe_names():
+        return {}
+    return {"evaluate.tasks": [], "evaluate.data.source": "auto", "evaluate.data.min_len": 0}
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ def run(
 ) -> None:
     """Run all stages of a recipe, skipping those that are current, and print the table.
 
-    One source serves both calibration and evaluation: they draw from different pools of it.
+    One source serves both calibration and evaluation: they draw from different pools of it. A model of yours is
+    measured on installed text, or --data, and on the tasks of `--set evaluate.tasks` alone.
 
     Example: `kvcal run default --model Qwen/Qwen3-8B --data corpus.jsonl --out artifacts/qwen3`
 
@@ -170,7 +171,8 @@ def run(
             "chooses its formats",
             hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
         )
-    chosen = given.change(base, {} if is_fixed else budgets.whole_plan())
+    measured = options.users_evaluation(recipe, model or base.model)
+    chosen = given.change(base, measured if is_fixed else measured | budgets.whole_plan())
     workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:

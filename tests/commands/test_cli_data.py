@@ -9,7 +9,7 @@ from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.__main__ import PANELS
-from kvcal.commands.options import RecipeOptions
+from kvcal.commands.options import RecipeOptions, users_evaluation
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan.plan import load_plan
@@ -86,6 +86,16 @@ def test_a_model_of_the_users_is_calibrated_on_installed_text(folder: Path, tmp_
     (tmp_path / "small.toml").write_text(text)
     told = ran_well("profile", folder / "tiny", "--recipe", tmp_path / "small.toml", "--out", tmp_path / "out")
     assert "profile: python:docs 1, python:code 1" in told.err and NOTE in told.err and TOY not in told.err
+
+
+def test_recipes_of_kvcals_measure_a_model_of_the_users_on_installed_text() -> None:
+    """On the embedded model's ledgers and tasks no longer; --data and --set count more."""
+    base, knobs = load_recipe("default"), users_evaluation("default", "folder")
+    found = RecipeOptions().change(base, knobs).evaluate
+    assert (found.data.source, found.data.min_len, found.tasks) == ("auto", 0, ())
+    set_ = RecipeOptions(data=["a.txt"], sets=["evaluate.tasks=['ledger']"]).change(base, knobs).evaluate
+    assert (set_.data.source, set_.tasks) == ("a.txt", ("ledger",))
+    assert users_evaluation("default", "reasoner-10m") == users_evaluation("mine.toml", "folder") == {}
 
 
 def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
