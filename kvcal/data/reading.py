@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal.data.pools import Purpose
 from kvcal.data.sequences import DataSpec
@@ -199,7 +199,7 @@ def _require_tasks(tasks: tuple[str, ...]) -> None:
         raise ValueError(f"tasks = {list(tasks)}, expected each one once")
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class EvaluateSpec:
     """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
 
@@ -237,7 +237,7 @@ class EvaluateSpec:
         return tuple(filter(is_reading, self.tasks))
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class TuneSpec:
     """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy under
     ``max_bits`` is chosen."""

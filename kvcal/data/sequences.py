@@ -34,7 +34,7 @@ from kvcal.data.sources import (
     TASK_SOURCES,
     Chat,
     Item,
-    Record,
+    Pair,
     Source,
     identify_source,
     read_source,
@@ -171,7 +171,7 @@ def _task_records(source: str, count: int, seed: int, purpose: Purpose) -> Itera
     """``count`` problems with their solutions: bounded, since a short seq_len can cut off every completion."""
     draw = mixture if source == "tasks" else TASKS[source.removeprefix("tasks:")]
     for problem in islice(dealt(draw, purpose, f"{source}:{seed}", prompt_of), count):
-        yield Record(problem.prompt_text, problem.completion)
+        yield Pair(problem.prompt_text, problem.completion)
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -206,7 +206,7 @@ def _item_sequences(
         )
     pending: list[int] = []  # tokens of plain documents that do not fill a window yet
     for item in items:
-        if isinstance(item, Record):
+        if isinstance(item, Pair):
             spans = [(item.prompt, False), (item.completion, True)]
             yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
         elif isinstance(item, Chat):

@@ -8,7 +8,7 @@ A source is spelled alike in a recipe's [data] and after --data, as its name and
     my.jsonl,columns=question+answer     a file or a folder
     owner/name,config=en,split=test      a data set on the hub
 
-Yields three kinds of item: a ``Piece`` of plain text, a ``Record`` with a prompt and a completion, and a ``Chat``; of
+Yields three kinds of item: a ``Piece`` of plain text, a ``Pair`` with a prompt and a completion, and a ``Chat``; of
 each, those that are dealt to one pool (see kvcal.data.pools). Which of them is decided once per source, by the file's
 extension or by the columns of its first record. Nothing is read before it is asked for, so sixteen samples of a 10 GB
 file cost what sixteen samples cost. A table's document longer than 64 KiB is dealt in pieces, as a text file is.
@@ -132,7 +132,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Record:
+class Pair:
     """A prompt and the completion that a model should give."""
 
     prompt: str
@@ -148,7 +148,7 @@ class Chat:
     index: int
 
 
-Item = Piece | Record | Chat
+Item = Piece | Pair | Chat
 Dealt = tuple[Purpose, Item]
 
 
@@ -310,7 +310,7 @@ def _items(records: Iterator[dict[str, Any]], source: Source) -> Iterator[Dealt]
             case [str() as text]:
                 yield from _texts([text])
             case [str() as prompt, str() as completion]:
-                yield pool_of([prompt, completion]), Record(prompt + "\n", completion)
+                yield pool_of([prompt, completion]), Pair(prompt + "\n", completion)
             case _:
                 kinds = zip(columns, values, strict=True)
                 found = " and ".join(f"column {name!r} holds {type(value).__name__}" for name, value in kinds)

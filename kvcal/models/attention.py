@@ -92,10 +92,10 @@ def replaced_attention(
     """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention, with masks of
     ``base``, the implementation that it had, made by ``mask(base's function, ...)`` if there is one. Restored on exit,
     also after an error."""
-    with ExitStack() as restore:
+    with ExitStack() as hooks:
         with _ENTERING:
             base = require_base(model)
-            restore.callback(_set_implementations, model, implementations_of(model.config))
+            hooks.callback(_set_implementations, model, implementations_of(model.config))
             name, base_mask = prefix + base, AttentionMaskInterface()[base]
             AttentionInterface.register(name, partial(attention, base))
             AttentionMaskInterface.register(name, base_mask if mask is None else partial(mask, base_mask))
@@ -216,13 +216,13 @@ def repeatable_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, graphs of the model's forwards have attention with a repeatable backward, which must be run
     within it, too. Settings of torch are restored on exit, also after an error. UnsupportedModel: as
     ``attention_modules``."""
-    with ExitStack() as restore:
-        restore.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+    with ExitStack() as hooks:
+        hooks.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
         settings = _Settings()
-        restore.callback(settings.restore)
+        hooks.callback(settings.put_back)
         for module in attention_modules(model):
-            restore.callback(module.register_forward_hook(settings.watch).remove)
+            hooks.callback(module.register_forward_hook(settings.watch).remove)
         yield
 
 
@@ -239,14 +239,14 @@ class _Settings:
         node = _attention_node(output_BTC.grad_fn) if isinstance(output_BTC, Tensor) else None
         if node is not None:
             node.register_prehook(lambda _: self.demand())
-            node.register_hook(lambda *_: self.restore())
+            node.register_hook(lambda *_: self.put_back())
 
     def demand(self) -> None:
         """Deterministic algorithms or an error, without the filling of all new memory that comes with them."""
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode("error")
 
-    def restore(self) -> None:
+    def put_back(self) -> None:
         torch.set_deterministic_debug_mode(self._mode)
         torch.utils.deterministic.fill_uninitialized_memory = self._fill  # type: ignore[attr-defined]
 

@@ -121,14 +121,14 @@ def tap(
     require_base(model)
     layers = [layer for layer in attention_layers(geometry or geometry_of(model)) if layer.index >= first]
     recorder = _Recorder(model, layers, on_attention)
-    with ExitStack() as restore:
-        restore.enter_context(listen(model, recorder.observe))
-        restore.enter_context(recorder.recording(forward_of(module) for module in modules))
-        restore.callback(model.register_forward_pre_hook(recorder.start, with_kwargs=True).remove)
-        restore.callback(model.register_forward_hook(recorder.finish).remove)
+    with ExitStack() as hooks:
+        hooks.enter_context(listen(model, recorder.observe))
+        hooks.enter_context(recorder.recording(forward_of(module) for module in modules))
+        hooks.callback(model.register_forward_pre_hook(recorder.start, with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(recorder.finish).remove)
         for module in modules:
             if recorder.is_latent(module):
-                restore.callback(module.register_forward_pre_hook(recorder.lend, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_pre_hook(recorder.lend, with_kwargs=True).remove)
         yield
 
 
@@ -246,10 +246,10 @@ class _Recorder(threading.local):
     def recording(self, forwards: Iterable[FunctionType]) -> Iterator[None]:
         """Within the context, the rotary functions that ``forwards`` call are recorded; restored on exit."""
         functions = {(id(f.__globals__), name): f.__globals__ for f in forwards for name in f.__code__.co_names}
-        with ExitStack() as restore:
+        with ExitStack() as hooks:
             for (_, name), namespace in functions.items():
                 if _ROTARY_NAME.match(name) and name in namespace:
-                    restore.callback(namespace.__setitem__, name, namespace[name])
+                    hooks.callback(namespace.__setitem__, name, namespace[name])
                     namespace[name] = self._recorded(namespace[name])
             yield
 
@@ -341,13 +341,13 @@ def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> 
 
         on_block(captured.pop(), reread)
 
-    with ExitStack() as restore:
-        restore.enter_context(torch.no_grad())
-        restore.enter_context(tap(model, captured.append, geometry))
+    with ExitStack() as hooks:
+        hooks.enter_context(torch.no_grad())
+        hooks.enter_context(tap(model, captured.append, geometry))
         sharing = sharing_layers(model.config)
         for module in attention_modules(model):
             if layer_index(module) not in sharing:
-                restore.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
         yield
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -109,7 +109,7 @@ class State:
     done: Mapping[str, int]
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class _StateBody:
     counts: dict[str, Count]
     done: dict[str, Count]

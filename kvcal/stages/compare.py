@@ -19,7 +19,7 @@ from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
@@ -62,7 +62,7 @@ class Point:
         return Folder(above / ("own" if self.bits is None else format(self.bits, "g")), above)
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Refusal:
     """The error of a recipe without numbers: its own words, and the exit code it has by itself."""
 
@@ -72,7 +72,7 @@ class Refusal:
     exit_code: Annotated[int, Field(ge=1, le=255)]
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Entry:
     """One plan. ``bits``: its budget, None for the recipe's own. ``row``: its numbers, None with a ``refusal``."""
 
@@ -85,7 +85,7 @@ class Entry:
     row: Row | None = None
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Comparison:
     """``inputs``: what the rows were measured with, flat. ``entries``: the baselines, then the recipes as given."""
 

@@ -224,7 +224,7 @@ def deviations(
     """Changes by P plans at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
     Sequences may be padded on the right, where there are no loss tokens. ``room``: of earlier calls, which it
     limits. ``first_B``: as for ``lockstep``."""
-    predicting_BT = loss_mask_BT.roll(-1, dims=1).cpu()  # the position before each loss token; 0 is never one
+    scored_BT = loss_mask_BT.roll(-1, dims=1).cpu()  # the position before each loss token; 0 is never one
     columns: list[list[Tensor]] = []
 
     def feed_group(group: Sequence[Plan]) -> None:
@@ -233,7 +233,7 @@ def deviations(
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
         with closing(lockstep(model, caches, tokens_BT, first_B)) as fed:
             for number, start, logits_BTV in fed:
-                sequence_n, position_n = predicting_BT[:, start : start + logits_BTV.shape[1]].nonzero().unbind(1)
+                sequence_n, position_n = scored_BT[:, start : start + logits_BTV.shape[1]].nonzero().unbind(1)
                 logits_nV = logits_BTV[sequence_n.to(logits_BTV.device), position_n.to(logits_BTV.device)]
                 if number == 0:
                     reference_nV, top_n = logits_nV, logits_nV.argmax(-1)
@@ -247,7 +247,7 @@ def deviations(
 
     (room or Room(LOCKSTEP)).groups(reference, plans, feed_group)
     if not plans:
-        none = torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
+        none = torch.empty(0, int(scored_BT.sum()), dtype=torch.float64)
         return Deviations(none, none.bool(), none.new_zeros(none.shape[1]).long())
     kl_Pn, flips_Pn = (torch.stack([of_plan[part] for of_plan in columns]) for part in (0, 1))
     if not torch.isfinite(kl_Pn).all():

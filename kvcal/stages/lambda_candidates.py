@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,7 +41,7 @@ from kvcal.strict import STRICT, Amount, Count
 QUIETEST = 2.0**-10
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class CalibrationSubject:
     """The model and the data of a calibration at far positions; a stage adds its settings. ``position_scale``: the one
     used, which is the settings' within the model's context; ``num_tokens``: of the data."""

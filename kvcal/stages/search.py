@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal import artifact
@@ -38,7 +38,7 @@ SCHEMA = 4
 FINALISTS = 3
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class SystemResult:
     """The plan of one system. KL to the 16-bit cache in nats per loss token: means over the texts of a pool, with their
     standard errors.
@@ -57,7 +57,7 @@ class SystemResult:
     left_out: str | None = None
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class SearchReport:
     """``shipped``: the name of the system whose plan ships; ``serve``: decode or storage; ``num_select`` and
     ``num_validate``: texts. ``systems``: least KL on *select* first, those without a plan last."""
@@ -190,7 +190,7 @@ def _slow_reasons(layer: LayerPlan, cache_dtype: CacheDtype) -> list[str]:
     return [*refusals(layer, cache_dtype), *forms, *(() if forms else slow_reasons(layer, cache_dtype))]
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class _SearchBody:
     allocation: Allocation
     report: SearchReport

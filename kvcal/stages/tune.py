@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal.artifact import differing_input, require_file
 from kvcal.data.reading import EvaluateSpec, TuneSpec
@@ -49,7 +49,7 @@ LABEL = "tune: trials"
 DIRECTIONS: tuple[Literal["maximize"], Literal["minimize"]] = ("maximize", "minimize")
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Outcome:
     """The worth of one setting. ``bits_per_value`` and ``total_bytes`` count everything, at the workload of the search.
     ``facts``: further figures, such as the mean bits of a key's code."""

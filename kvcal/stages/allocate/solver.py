@@ -105,9 +105,9 @@ def _program(kept: Sequence[Sequence[Entry]], room: int, time_limit_s: float) ->
     scale, unit = 1e4 / loss.max(), np.repeat(np.arange(len(sizes)), sizes)
     x = cp.Variable(len(loss), boolean=True)
     one_each = sparse.csr_array((np.ones(len(loss)), (unit, np.arange(len(loss)))))
-    shrink = min(1.0, 2.0**20 / weight.max())
+    row_scale = min(1.0, 2.0**20 / weight.max())
     # Half a unit above the limit: what fits and what does not are clear of it.
-    rows = [one_each @ x == 1, (shrink * weight) @ x <= shrink * (limit + 0.5)]
+    rows = [one_each @ x == 1, (row_scale * weight) @ x <= row_scale * (limit + 0.5)]
     while True:
         problem = cp.Problem(cp.Minimize((scale * loss) @ x), rows)
         try:

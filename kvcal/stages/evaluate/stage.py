@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal.artifact import differing_input
@@ -52,7 +52,7 @@ SCHEMA = 3
 ALL_TASKS = "all"  # the mean over tasks
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class MeasuredBits:
     """All-in bits per cached value at the lengths that were measured, whose mean is ``mean_tokens``."""
 
@@ -70,7 +70,7 @@ class MeasuredBits:
         return f"{self.bits_per_value:.3f} ({self.mean_tokens:.0f} tokens)"
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Row:
     """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
     ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths, prompt and completion;
@@ -96,7 +96,7 @@ class Row:
         return mean_accuracy(self.tasks)[1] if self.tasks else None
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Evaluation:
     """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for people;
     ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -49,7 +49,7 @@ SEGMENT_TOKENS = 32
 _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class TaskResult:
     """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at ``max_new_tokens``;
     ``generated_tokens`` counts those up to the end of each completion; ``lengths``: tokens of each problem, prompt and

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -40,7 +40,7 @@ from kvcal.strict import STRICT, Amount, Count, Number, Share
 KEPT_BYTES, CHUNK = 2**30, 128
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class TextQuality:
     """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single sequence."""
 
@@ -58,10 +58,10 @@ class TextQuality:
 @dataclass(frozen=True, eq=False)
 class TextBatch:
     """Sequences of equal length, so that their pages are written at the same tokens: ``input_ids_BT`` int64;
-    ``predicts_TB`` bool: the next token counts; ``sequences``: their numbers in the data set."""
+    ``scored_TB`` bool: the next token counts; ``sequences``: their numbers in the data set."""
 
     input_ids_BT: Tensor
-    predicts_TB: Tensor
+    scored_TB: Tensor
     sequences: tuple[int, ...]
 
 
@@ -75,8 +75,8 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
             chosen = tuple(numbers[first : first + batch])
             input_ids_BT = torch.stack([data.sequences[i] for i in chosen]).to(device)
             masks_TB = torch.stack([data.loss_masks[i] for i in chosen], dim=1).to(device)
-            predicts_TB = torch.nn.functional.pad(masks_TB[1:], (0, 0, 0, 1), value=False)
-            batches.append(TextBatch(input_ids_BT, predicts_TB, chosen))
+            scored_TB = torch.nn.functional.pad(masks_TB[1:], (0, 0, 0, 1), value=False)
+            batches.append(TextBatch(input_ids_BT, scored_TB, chosen))
     return batches
 
 
@@ -89,7 +89,7 @@ def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int) -> lis
         return found
     for text in text_batches(data, batch, loaded.model.device):
         cache = DynamicCache(config=loaded.model.config)
-        chunks = range(0, len(text.predicts_TB), CHUNK)
+        chunks = range(0, len(text.scored_TB), CHUNK)
         found.append(torch.cat([_reference(loaded, text, start, start + CHUNK, cache) for start in chunks]))
     return found
 
@@ -104,7 +104,7 @@ def measure_text(
     done = 0
     for number, text in enumerate(text_batches(data, batch, loaded.model.device)):
         cache, reference = PlanCache(plan, loaded.model.config), DynamicCache(config=loaded.model.config)
-        before = [0, *text.predicts_TB.sum(1).cumsum(0).tolist()]
+        before = [0, *text.scored_TB.sum(1).cumsum(0).tolist()]
         for start, logits_BTV in feed(loaded.model, cache, text.input_ids_BT):
             stop = start + logits_BTV.shape[1]
             if kept:
@@ -135,13 +135,13 @@ def measure_text(
 def _reference(loaded: LoadedModel, text: TextBatch, start: int, stop: int, cache: DynamicCache) -> Tensor:
     """Logits fp32 [M, V] at the predicting positions from ``start`` on, up to which ``cache`` has the text."""
     inputs = {"input_ids": text.input_ids_BT[:, start:stop], **with_cache(loaded.model, cache)}
-    return loaded.model(**inputs).logits.transpose(0, 1)[text.predicts_TB[start:stop]].float()
+    return loaded.model(**inputs).logits.transpose(0, 1)[text.scored_TB[start:stop]].float()
 
 
 def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor) -> tuple[Tensor, Tensor]:
     """The row [M] of every predicting position, and [M, 3] fp64: negative log-likelihood, KL, agreement."""
     stop = start + logits_BTV.shape[1]
-    columns, rows = text.predicts_TB[start:stop].nonzero(as_tuple=True)
+    columns, rows = text.scored_TB[start:stop].nonzero(as_tuple=True)
     logits_MV = logits_BTV[rows, columns].float()
     targets = text.input_ids_BT[rows, columns + start + 1]
     nll = torch.nn.functional.cross_entropy(logits_MV, targets, reduction="none")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass as record
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal import artifact
@@ -49,7 +49,7 @@ TINY = 1e-300  # keeps a share defined where nothing was lost at all
 SCHEMA = 2
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class ProfileSetup:
     """The model, data and settings of a profile. ``weight_bytes``: of the model in its checkpoint's dtype;
     ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences of the gradients; ``max_positions``: of the
@@ -205,7 +205,7 @@ def load(path: Path) -> Profile:
     return Profile(content.subject, means)
 
 
-@record(frozen=True, config=STRICT)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class _ProfileBody:
     subject: ProfileSetup  # the key's name in the file
     counts: dict[str, Count]
