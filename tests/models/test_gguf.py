@@ -92,8 +92,8 @@ def test_a_gguf_file_is_loaded_as_a_plain_model(tmp_path: Path) -> None:
     save_plan(replace(plan_of(loaded.geometry, *KIVI_2), model=loaded.identity), tmp_path / "plan.safetensors")
     command = [sys.executable, "-m", "kvcal", "generate", "--model", copy, "--plan", tmp_path / "plan.safetensors"]
     command += ["--prompt", "c", "--max-new-tokens", "3", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True)  # transformers shows a bar, but for --quiet
-    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "it/s" not in done.stderr  # transformers shows a bar, but for --quiet
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
