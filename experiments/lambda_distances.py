@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import RotaryMap
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.transforms import rotate
+from kvcal.pages.rescale_and_rope import rotate
 from kvcal.stages.lambda_candidates import calibration_inputs, lambda_of
 
 STRETCH = 4

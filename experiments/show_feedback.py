@@ -26,7 +26,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.error_feedback import feedback_factor, round_with_feedback
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.uniform import quantize
 from kvcal.plan.page_format import Boost, Format, Side, Tier
 from kvcal.plan.plan import Plan, Workload

@@ -22,7 +22,7 @@ from kvcal.console import TerminalReporter
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.scores import Score
 from kvcal.pages.tiered import MAX_SLOTS, TieredLayout
 from kvcal.plan.layer import FormatsSpec, bare_layers, fixed_layers

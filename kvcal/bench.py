@@ -26,7 +26,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import KvcalError, SlowPath, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import refusals
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload

@@ -18,8 +18,8 @@ from kvcal.artifact import sha256_json
 from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.predictor import Kind, require_sizes
-from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Format, Side

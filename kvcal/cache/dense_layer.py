@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcal.cache.paged_layer import PagedLayer, require_shapes, tokens_to_next_event
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 

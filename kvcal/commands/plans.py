@@ -25,8 +25,8 @@ with lazy_imports():
     from kvcal.cache import prefix_file
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
+    from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import generate as generate_stage
-    from kvcal.stages import measure_damage as damage_stage
     from kvcal.stages import pipeline
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import stage as allocate_stage

@@ -22,9 +22,9 @@ with lazy_imports():
     from kvcal import report as report_page
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
+    from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import compare as compare_stage
     from kvcal.stages import formats, memory_needs, pipeline
-    from kvcal.stages import measure_damage as damage_stage
     from kvcal.stages import search as search_stage
     from kvcal.stages import tune as tune_stage
     from kvcal.stages import verify as verify_stage

@@ -22,9 +22,9 @@ with lazy_imports():
     from kvcal import recipe as recipe_keys
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
+    from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import feedback as feedback_stage
     from kvcal.stages import formats, pipeline, transform
-    from kvcal.stages import measure_damage as damage_stage
     from kvcal.stages import reparam as reparam_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.predictors import record as predictors_record

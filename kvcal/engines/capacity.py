@@ -20,7 +20,7 @@ from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import unquantized_copies
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Plan
 from kvcal.recipe import Engine
 

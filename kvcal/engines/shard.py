@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.kernels.operands import Memory, QueryStatistic
-from kvcal.pages.record_layout import aligned_size
+from kvcal.pages.layout_protocol import aligned_size
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan

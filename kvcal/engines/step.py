@@ -39,7 +39,7 @@ from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import variant_of
 from kvcal.pages.basis import Basis
-from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.step import KernelCodec, LayerStep, WindowedStep

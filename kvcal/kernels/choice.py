@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, stored_form, variant_of
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side

@@ -27,7 +27,7 @@ from kvcal.kernels.choice import (
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
-from kvcal.pages.record_layout import RAW_BITS, padded_channels
+from kvcal.pages.layout_protocol import RAW_BITS, padded_channels
 from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels.variants import Variant
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
 DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}

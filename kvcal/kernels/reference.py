@@ -19,7 +19,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.kernels.operands import BITS, Memory, PageTransform, Place, QueryStatistic, region_pages
 from kvcal.kernels.variants import VARIANTS, Variant
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.page_format import RAW, SIDES, Side
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.

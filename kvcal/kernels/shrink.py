@@ -32,9 +32,9 @@ from kvcal.kernels.operands import (
 )
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering
-from kvcal.pages.record_layout import RAW_BITS
+from kvcal.pages.layout_protocol import RAW_BITS
+from kvcal.pages.rescale_and_rope import Transform
 from kvcal.pages.shrink import SHIFTS, convert
-from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.strict import STRICT

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import AttentionGeometry, CacheDtype
-from kvcal.pages.record_layout import RAW_BITS
+from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan

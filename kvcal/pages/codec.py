@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.basis import Basis
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, page_positions
+from kvcal.pages.rescale_and_rope import BeforeRope, Transform
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
-from kvcal.pages.transforms import BeforeRope, Transform
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side

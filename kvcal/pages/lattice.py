@@ -28,8 +28,7 @@ from pathlib import Path
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
-from kvcal.pages.record_layout import (
+from kvcal.pages.layout_protocol import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     Layout,
@@ -38,6 +37,7 @@ from kvcal.pages.record_layout import (
     require_finite,
     sum_by_halves,
 )
+from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
 from kvcal.pages.rotated import block_size, random_signs, rotate, unrotate
 from kvcal.records import TensorSpec
 from kvcal.stored_tensor import ITEM_BYTES

@@ -42,7 +42,7 @@ from typing import ClassVar
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.error_feedback import factor_weights, round_with_feedback
-from kvcal.pages.record_layout import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
+from kvcal.pages.layout_protocol import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
 from kvcal.pages.uniform import UniformLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.record_layout import PAGE_TOKENS, sum_by_halves
+from kvcal.pages.layout_protocol import PAGE_TOKENS, sum_by_halves
 
 PER_TOKEN = 1 / PAGE_TOKENS  # a power of two: products are exact
 RANGE_LEVELS = 2**2 - 1

@@ -19,8 +19,8 @@ import dataclasses
 from typing import Literal
 
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.record_layout import RAW_BITS
-from kvcal.pages.transforms import Transform
+from kvcal.pages.layout_protocol import RAW_BITS
+from kvcal.pages.rescale_and_rope import Transform
 from kvcal.pages.uniform import UniformLayout
 
 Shift = Literal["equivalent", "modified", "direct"]

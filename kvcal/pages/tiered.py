@@ -32,8 +32,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages import packing, uniform
 from kvcal.pages.error_feedback import round_with_feedback
-from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
-from kvcal.pages.record_layout import (
+from kvcal.pages.layout_protocol import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,
@@ -44,6 +43,7 @@ from kvcal.pages.record_layout import (
     padded_channels,
     require_finite,
 )
+from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
 from kvcal.stored_tensor import ITEM_BYTES
 
 NO_SLOT = 255

@@ -27,7 +27,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages import packing
 from kvcal.pages.error_feedback import round_with_feedback
-from kvcal.pages.record_layout import (
+from kvcal.pages.layout_protocol import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,

@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
+from kvcal.pages.layout_protocol import AXES, RAW_BITS, Layout
 from kvcal.pages.predictor import Kind, require_sizes
-from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import MAX_COUNT, STRICT, knob

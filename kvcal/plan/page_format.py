@@ -25,7 +25,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.pages.lattice import ALLOWED_BITS, LatticeLayout
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout
 from kvcal.pages.rotated import SCALE_DTYPE, RotatedLayout
 from kvcal.pages.scores import SCORES
 from kvcal.pages.tiered import BASE_BITS, TieredLayout

@@ -13,7 +13,7 @@ The stage of a package is its ``stage``, what it writes its ``record``:
     allocate.budget            compiles the plan
     evaluate, compare          texts and tasks through the plan's cache, next to bytes, of one plan or of all recipes
 
-Without an artifact of a run: size (before), verify, damage (of a plan), generate (with it).
+Without an artifact of a run: memory_needs (before), verify, check_damage (of a plan), generate (with it).
 What stages share: passes over sequences that can be interrupted (checkpoint), KL (divergence), and bytes of channels
 at more bits (tier_capacity).
 """

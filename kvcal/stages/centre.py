@@ -30,7 +30,7 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.transforms import rotate
+from kvcal.pages.rescale_and_rope import rotate
 from kvcal.plan.layer import LayerPlan, Pages
 from kvcal.plan.page_format import RAW
 from kvcal.progress import Reporter

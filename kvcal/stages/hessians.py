@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvcal.models.rope import RotaryMap
+from kvcal.pages.rescale_and_rope import rotate as rotate_positions
 from kvcal.pages.rotated import rotate as rotate_channels
-from kvcal.pages.transforms import rotate as rotate_positions
 
 DISTANCES = 8  # positions of keys that a query is turned back by, where pages hold keys before RoPE
 # Scores in fp32 that are held at once: 64 MB.
@@ -93,8 +93,8 @@ def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int)
 
 def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
     """Sum of q q' over tokens, at ``position_T`` int64, and the query heads of each KV head, fp64 [N, D, D]. With a
-    ``rotary`` table (of kvcal.pages.transforms) queries are those that keys before RoPE meet, a mean over ``DISTANCES``
-    keys."""
+    ``rotary`` table (kvcal.pages.rescale_and_rope) queries are those that keys before RoPE meet, a mean over
+    ``DISTANCES`` keys."""
     if rotary is None:
         return _products(q_post_HTD, num_kv_heads)
     total = q_post_HTD.new_zeros((), dtype=torch.float64)

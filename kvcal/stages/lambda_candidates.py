@@ -31,7 +31,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.rope import inputs_at
 from kvcal.models.taps import Captured, Segment, tap
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, without_sinks
 from kvcal.plan.layer import LayerPlan
 from kvcal.progress import Reporter
 from kvcal.strict import STRICT, Amount, Count

@@ -25,7 +25,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import MAX_SLOTS
 from kvcal.plan.page_format import Boost, Format, Tier

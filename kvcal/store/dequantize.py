@@ -33,8 +33,8 @@ from kvcal.kernels.operands import Place
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import stored_form
 from kvcal.pages.codec import VALUES_AT_ONCE, PageCodec
+from kvcal.pages.layout_protocol import PAGE_TOKENS, noted_in
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.pages.record_layout import PAGE_TOKENS, noted_in
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import predictor_shape

@@ -22,7 +22,7 @@ from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
 from kvcal.kernels.variants import Variant, stored_form, variant_of
 from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.record_layout import RAW_BITS
+from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms

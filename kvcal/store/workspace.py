@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import stored_form
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages

@@ -21,10 +21,10 @@ from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.recipe_files import load_recipe
+from kvcal.stages.check_damage import first_positions, measure_damage
 from kvcal.stages.divergence import unquantized_plan
 from kvcal.stages.evaluate.stage import Gates, read_accuracies
 from kvcal.stages.formats import formats_plan
-from kvcal.stages.measure_damage import first_positions, measure_damage
 
 MODEL = "reasoner-10m"
 COARSE = Format(1, "token", 64, 0)  # 1 bit for the keys of a token: outliers take the scale

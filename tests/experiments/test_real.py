@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal import Folder, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.progress import SILENT
+from kvcal.stages.check_damage import measure_damage
 from kvcal.stages.generate import complete
-from kvcal.stages.measure_damage import measure_damage
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcal.kernels.choice import MAX_DRAFTS, is_plain
 from kvcal.kernels.variants import Variant
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,8 @@ from kvcal.kernels.compile import cubin
 from kvcal.kernels.operands import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide
+from kvcal.pages.rescale_and_rope import Transform
 from kvcal.pages.shrink import SHIFTS, convert
-from kvcal.pages.transforms import Transform
 from kvcal.plan.page_format import Format
 
 HALVINGS = [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]

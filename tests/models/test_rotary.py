@@ -13,7 +13,7 @@ from kvcal.errors import UnsupportedModel
 from kvcal.models.rope import RotaryMap, inputs_at, rotary_maps, rotary_pairs
 from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.transforms import rotate
+from kvcal.pages.rescale_and_rope import rotate
 
 
 def llama_with(**rope) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from test_layout_contract import random_page
 from torch import Tensor
 
 from kvcal.pages.error_feedback import factor_row, factor_spec, factor_weights, feedback_factor, round_with_feedback
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.rotated import CANDIDATES, LOWEST, SCALE_DTYPE, STEPS, RotatedLayout, random_signs, rotate
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import UniformLayout

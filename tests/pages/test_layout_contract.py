@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, noted_in
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, noted_in
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import Boost, Format, Side, Tier
 

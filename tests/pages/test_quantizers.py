@@ -6,7 +6,7 @@ import torch
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages import uniform
-from kvcal.pages.record_layout import PARAM_DTYPES
+from kvcal.pages.layout_protocol import PARAM_DTYPES
 
 TAKEN = ("float16", "bfloat16", "float32")  # e5m2 is for scales that are searched
 

@@ -10,7 +10,7 @@ from tier_oracle import NO_SLOT, OraclePage, channel_bits
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import UniformLayout

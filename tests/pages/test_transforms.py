@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.pages.transforms import BeforeRope, Transform, rotate, unrotate
+from kvcal.pages.rescale_and_rope import BeforeRope, Transform, rotate, unrotate
 
 PAGES, HEADS, DIM = 3, 2, 16
 SHAPE = (PAGES, HEADS, 128, DIM)

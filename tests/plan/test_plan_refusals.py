@@ -15,7 +15,7 @@ from kvcal import artifact, load_plan
 from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
-from kvcal.pages.record_layout import PARAM_DTYPES
+from kvcal.pages.layout_protocol import PARAM_DTYPES
 from kvcal.plan.plan import KIND, SCHEMA, Boost, Format, LayerPlan, Plan, Predictor, Tier, WindowRule, Workload
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")

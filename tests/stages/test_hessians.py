@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcal.models.rope import rotary_maps
 from kvcal.models.supported_layers import geometry_of
-from kvcal.pages.transforms import rotate
+from kvcal.pages.rescale_and_rope import rotate
 from kvcal.stages import hessians as module
 from kvcal.stages.hessians import (
     DISTANCES,

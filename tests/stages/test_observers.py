@@ -28,7 +28,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import _LISTENING
 from kvcal.models.supported_layers import geometry_of
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.uniform import UniformLayout
 from kvcal.stages.checkpoint import Batch, Mean
 from kvcal.stages.profile.observers import OBSERVERS, GradientPass, next_token_losses

@@ -35,7 +35,7 @@ from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.variants import VARIANTS, variant_of
 from kvcal.models.rope import rotary_maps
 from kvcal.models.supported_layers import geometry_of
-from kvcal.pages.record_layout import noted_in
+from kvcal.pages.layout_protocol import noted_in
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.store import dequantize

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Memory, PageTransform, Place
 from kvcal.kernels.variants import Variant
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.rotated import random_signs
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout

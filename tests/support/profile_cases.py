@@ -11,7 +11,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.models.supported_layers import geometry_of
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.profile.observers import BatchGradients, GradientPass

@@ -21,7 +21,7 @@ from kvcal.engines.sglang.serving import PlanPool, logger
 from kvcal.engines.step import PagedStep
 from kvcal.engines.support import require_version
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
 class NewTokens(NamedTuple):

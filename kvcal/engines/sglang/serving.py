@@ -22,7 +22,7 @@ from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
 
 logger = logging.getLogger("sglang.kvcal")

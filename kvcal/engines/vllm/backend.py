@@ -40,7 +40,7 @@ from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, RingMetadata, SinkLayer, SinkMetadata, as_bytes, rings_of
 from kvcal.engines.vllm.serving import Serving, logger
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
 class PlanLayer:

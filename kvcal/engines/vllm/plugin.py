@@ -20,7 +20,7 @@ import torch
 
 from kvcal.engines.support import refusal
 from kvcal.engines.vllm import BACKEND
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 logger = logging.getLogger("vllm.kvcal")
 

@@ -18,7 +18,7 @@ from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
 from kvcal.pages.basis import basis_specs
 from kvcal.pages.error_feedback import factor_spec
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, fixed_layers
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload

@@ -25,7 +25,7 @@ from functools import cache
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
-from kvcal.pages.record_layout import RAW_BITS
+from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.pages.shrink import Shift
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format

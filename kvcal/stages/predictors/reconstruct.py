@@ -30,9 +30,9 @@ from kvcal.models.forwards import Forward, LayerInputs, kept_inputs
 from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
+from kvcal.pages.layout_protocol import PAGE_TOKENS, page_positions, without_sinks
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.pages.record_layout import PAGE_TOKENS, page_positions, without_sinks
-from kvcal.pages.transforms import unrotate
+from kvcal.pages.rescale_and_rope import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape

@@ -24,8 +24,8 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Index, ModelIdentity
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.predictor import PredictorShape
-from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.plan.plan import Workload

@@ -39,7 +39,7 @@ from kvcal.models.forwards import side_by_side
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.supported_layers import attention_layers
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.record_layout import PARAM_DTYPES
+from kvcal.pages.layout_protocol import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors, range_refusal

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.record_layout import AXES, PAGE_TOKENS
+from kvcal.pages.layout_protocol import AXES, PAGE_TOKENS
 from kvcal.plan.page_format import UNIFORM, Format, Side
 
 CHANNELS_AT_ONCE, TOKENS_AT_ONCE = 64, 64

@@ -10,7 +10,7 @@ and the amplitude (RoPE variants such as YaRN scale cos and sin):
 
 Channels in no pair are not rotated. Angles are fp64 and cos, sin fp32, so that a position of a million still has its
 angle to 1e-9. Whether a model's own cos and sin (fp32 angles) differ by 1e-6 does not matter: what is turned back is
-turned forth again by the same table. The Hadamard rotation is not here: it is part of the lattice's quantizer.
+turned forth again by the same table. The Hadamard rotation is in ``rotated``.
 """
 
 from __future__ import annotations

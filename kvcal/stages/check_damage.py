@@ -24,7 +24,7 @@ from kvcal.errors import UsageError
 from kvcal.folder import compute_dtype, model_inputs, sequences
 from kvcal.models.files import embedded_models
 from kvcal.models.load import LoadedModel
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.damage import Damage, SideDamage, load_damage, save_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
