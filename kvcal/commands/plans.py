@@ -202,7 +202,7 @@ def eval_command(
 ) -> None:
     """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
     says; next to the plan, 16 bits and the baselines of `--set evaluate.against` are measured. A model of yours is
-    measured on installed text, or --data, and on the tasks of --tasks alone, unless --recipe names a recipe.
+    measured on installed text, or --data, and on the tasks of --tasks alone, unless --recipe is a file.
 
     With limits, such as those of a CI job, the command ends with exit code 7 when the plan is beyond one of them; the
     table is printed all the same.

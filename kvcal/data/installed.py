@@ -104,14 +104,15 @@ def _docs(name: str, package: Distribution | None) -> Iterator[str]:
 
 def _chats(name: str, package: Distribution | None) -> Iterator[Messages]:
     for text in _code(name, package):
-        lines, messages, num_chars = text.splitlines(), Messages(), 0
+        lines, messages, num_chars = text.split("\n"), Messages(), 0
         for node, doc in _documented(text):
             if isinstance(node, ast.Module) or len(doc) < MIN_DOC_CHARS or num_chars > MAX_CHAT_CHARS:
                 continue
             code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-            turn = (f"Write `{node.name}`. {doc.partition(chr(10))[0]}", f"```python\n{code}\n```")
+            summary, head = doc.partition("\n")[0], code.partition("\n")[0].rstrip(":")
+            turn = (f"Write `{node.name}`. {summary}", f"```python\n{code}\n```")
             if len(messages) % 4 == 0:
-                turn = (f"What is `{code.partition(chr(10))[0].rstrip(':')}` for?", doc)
+                turn = (f"What is `{head}` for?", doc)
             messages += [{"role": role, "content": said} for role, said in zip(ROLES, turn, strict=True)]
             num_chars += sum(map(len, turn))
         if messages:

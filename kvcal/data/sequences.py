@@ -30,6 +30,7 @@ from kvcal.artifact import sha256_json
 from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
 from kvcal.data.sources import (
     AUTO,
+    CHAT,
     INSTALLED,
     TASK_SOURCES,
     Chat,
@@ -93,7 +94,7 @@ class DataSpec:
         """With the source that "auto" stands for; ``has_chats``: whether the tokenizer has a chat template."""
         if self.source != AUTO:
             return self
-        installed = INSTALLED if has_chats else INSTALLED[:2]
+        installed = tuple(name for name in INSTALLED if has_chats or name != CHAT)
         return replace(self, source=TASK_SOURCES[0] if is_embedded else installed[: self.num_samples])
 
 

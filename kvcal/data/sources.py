@@ -142,7 +142,7 @@ class Pair:
 @dataclass(frozen=True)
 class Chat:
     """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts a source's
-    records, None for a generated one, which may be rendered as plain text."""
+    records."""
 
     messages: tuple[Mapping[str, Any], ...]
     index: int

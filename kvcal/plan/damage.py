@@ -1,4 +1,4 @@
-"""What a plan does to a model's predictions, in a file next to the plan, and the limits beyond which it is an error."""
+"""The damage that a plan does to a model's predictions, in a file next to the plan, and its limits."""
 
 from __future__ import annotations
 

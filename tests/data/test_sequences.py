@@ -206,6 +206,15 @@ def test_chats_ask_for_docstrings_and_for_code() -> None:
     assert all(8 < mask.sum() < mask.numel() for mask in data.loss_masks)  # the assistant's words alone
 
 
+def test_a_form_feed_moves_no_line_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own lines end at newlines alone."""
+    doc = "Adds one to x, whatever x is, and gives the sum back to the caller, who asked for it."
+    code = "\x0c\ndef first(x):\n    return x\n\n" + f'def second(x):\n    """{doc}"""\n    return x + 1\n'
+    monkeypatch.setattr(installed, "_code", lambda name, package: iter([code]))
+    [talk] = installed._chats("p", None)
+    assert [message["content"] for message in talk] == ["What is `def second(x)` for?", doc]
+
+
 def test_records_are_cut_at_seq_len_and_skipped_when_nothing_is_left_to_predict(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
