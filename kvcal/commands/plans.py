@@ -172,8 +172,7 @@ def verify(
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Check that a plan is sound, is this model's, that the cache allocates exactly the bytes it predicts, and that it
-    does not destroy the model: exit code 7 where KL to 16 bits is above .5 nats a token, or above .1 with a top-1
-    agreement below 80 %.
+    does not destroy the model: exit code 7 beyond the limits of `kvcal plan`.
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """

@@ -105,7 +105,11 @@ def size(
     if facts.max_positions is not None and workload.context > facts.max_positions:
         say(f"note: the model has {facts.max_positions} positions, fewer than the context")
     if limit is not None and fitting is None:
-        say("nothing fits, 2 bits included: lower --batch or --context")
+        weights_fit = facts.weight_bytes is None or facts.weight_bytes <= limit
+        cause = (
+            "lower --batch or --context" if weights_fit else f"the weights alone take more than {format_bytes(limit)}"
+        )
+        say(f"nothing fits, 2 bits included: {cause}")
     elif fitting is not None and fitting.recipe == "16-bit":
         say("16 bits fit already: nothing has to be quantized at this batch and context")
     elif fitting is not None:

@@ -74,6 +74,7 @@ def test_size_says_what_to_do_next() -> None:
     assert "kvcal plan reasoner-10m --budget 800MB --batch 48 --context 4096" in tight.err
     nothing = run_kvcal("size", "reasoner-10m", "--memory", "30MB", "--context", 5000)
     assert "nothing fits, 2 bits included" in nothing.err and "4096 positions, fewer than the context" in nothing.err
+    assert "the weights alone take more than 24 B" in run_kvcal("size", "reasoner-10m", "--memory", "24").err
     assert not run_kvcal("size", "reasoner-10m", "--memory", "24GB", "--quiet").err
 
 
