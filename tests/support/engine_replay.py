@@ -33,14 +33,16 @@ class Replay:
     serves as it serves a token and its drafts. ``cached``: tokens of every request that came from blocks of others;
     ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens;
     ``ties``: of tokens that are not the most likely ones, by request and place: how much less likely they are;
-    ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft that was rejected."""
+    ``loaded``: pages that came from the host; ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token
+    was a draft that was rejected."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1) -> None:
         self.model, self.plan, self.alone = model, plan, alone
         self._writers: dict[int, PlanCache] = {}  # by block: the cache that filled it last
         self._caches: dict[str, PlanCache] = {}
+        self._hosted: dict[int, PlanCache] = {}  # the same, of the host's blocks
         self.cached: dict[str, int] = {}
-        self.restarts = 0
+        self.restarts = self.loaded = 0
         self.distances: list[float] = []
         self.ties: dict[tuple[str, int], float] = {}
         self.accepted = self.rejected = self.split = 0
@@ -54,6 +56,9 @@ class Replay:
         for step in found["steps"]:
             # Those that fill blocks come before those that begin after them.
             for name, first, count, blocks, drafts, right in step:
+                if name is None:
+                    self._copy(blocks, drafts, right)
+                    continue
                 self.rejected, self.accepted = self.rejected + count - right, self.accepted + drafts - count + right
                 self.split += (first + count) // PAGE > (first + right) // PAGE
                 new = torch.tensor([ids[name][first : first + right]])
@@ -69,6 +74,18 @@ class Replay:
                         results[name].append(logits.log_softmax(-1))
                 self._writers |= {block: cache for block in blocks[first // PAGE : (first + right) // PAGE]}
         return results
+
+    def _copy(self, blocks: list[int], is_store: int, hosted: list[int]) -> None:
+        """Between an engine's blocks and the host's; those without a writer hold no pages."""
+        for own, other in zip(blocks, hosted, strict=True):
+            (key, to), (source, found) = (other, self._hosted), (own, self._writers)
+            if not is_store:
+                (key, to), (source, found) = (own, self._writers), (other, self._hosted)
+            if source in found:
+                to[key] = found[source]
+                self.loaded += not is_store
+            else:
+                to.pop(key, None)
 
     def _cache_at(self, name: str, tokens: int, blocks: list[int]) -> PlanCache:
         """The cache of a request with so many tokens: its own, or one of pages of those who filled these blocks."""

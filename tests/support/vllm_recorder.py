@@ -28,7 +28,9 @@ def register() -> None:
 
 def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
     """Hand over every step once its tokens are known: of each request its name, first token, count, the block of each
-    page, drafts, and tokens that the engine took for right. Returns vLLM's requests by name, as they come."""
+    page, drafts, and tokens that the engine took for right. Blocks that go to the host and come back are entries, too,
+    without a name: ``[None, 0, 0, blocks, is store, the host's blocks]``. Returns vLLM's requests by name, as they
+    come."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: dict[str, Any] = {}
@@ -48,22 +50,38 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
             [_without_ending(name), starts[name], count, _pages_of(self, name), drafts.get(name, 0), count]
             for name, count in found.num_scheduled_tokens.items()
         ]
-        by_output[id(found)] = found, step
+        by_output[id(found)] = found, step, _copies_of(found.kv_connector_metadata)
         seen.update({_without_ending(name): self.requests[name] for name in found.num_scheduled_tokens})
         return found
 
     def answered(self: Any, scheduled: Any, output: Any) -> Any:
-        _, step = by_output.pop(id(scheduled))
+        _, step, (loads, stores) = by_output.pop(id(scheduled))
         for name, entry in zip(scheduled.num_scheduled_tokens, step, strict=True):
             if entry[4]:  # drafts: of the request's new tokens, one is the model's own
                 sampled = output.sampled_token_ids[output.req_id_to_index[name]]
                 entry[5] = entry[2] - entry[4] - 1 + len(sampled)
-        if step:
-            write(step)
+        if step or loads or stores:
+            write([*loads, *step, *stores])
         return update(self, scheduled, output)
 
     Scheduler.schedule, Scheduler.update_from_output = recorded, answered
     return seen
+
+
+def _copies_of(metadata: Any) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Copies from and to the host of a step, of either connector."""
+    if hasattr(metadata, "load_jobs"):
+        loads = [(job.dst_spec.block_ids, job.src_spec.block_ids) for job in metadata.load_jobs.values()]
+        stores = [(job.src_spec.block_ids, job.dst_spec.block_ids) for job in metadata.store_jobs.values()]
+    elif hasattr(metadata, "load_gpu_blocks"):
+        loads = [(metadata.load_gpu_blocks, metadata.load_cpu_blocks)]
+        stores = [(metadata.store_gpu_blocks, metadata.store_cpu_blocks)]
+    else:
+        return [], []
+    return tuple(
+        [[None, 0, 0, list(map(int, own)), is_store, list(map(int, hosted))] for own, hosted in copies if len(own)]
+        for is_store, copies in ((0, loads), (1, stores))
+    )
 
 
 def _without_ending(name: str) -> str:

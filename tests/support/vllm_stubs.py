@@ -2,6 +2,7 @@
 with which it verifies drafts. It is a plug-in of vLLM's, so that every one of its processes has them.
 
 KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told.
+KVCAL_TEST_OFFLOAD: blocks that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def register() -> None:
         library.impl(name, function, "CompositeExplicitAutograd")
     if "KVCAL_TEST_PLAN_OF_RANK_1" in os.environ:
         _read_other_plan()
+    if "KVCAL_TEST_OFFLOAD" in os.environ:
+        from vllm_copies import copy_on_a_cpu
+
+        copy_on_a_cpu()
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel

@@ -36,6 +36,11 @@ NEUTRAL: dict[str, Any] = {
     "enable_memory_saver": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none",
     "enable_torch_compile": False,
 }  # fmt: skip
+# Why, of those that move blocks: SGLang describes its memory by the rows of tokens.
+REASONS = {
+    "enable_hierarchical_cache": " (its memory on the host has tokens by heads and channels, and a page is only bytes)",
+    "disaggregation_mode": " (it sends the keys and values of tokens, and no rings)",
+}
 
 
 class Serving:
@@ -135,7 +140,7 @@ def _refused_options(kvc: Any) -> Iterator[str]:
     args = kvc.server_args
     for name, neutral in NEUTRAL.items():
         if (value := getattr(args, name)) != neutral:
-            yield f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            yield f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") + REASONS.get(name, "")
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name) not in (None, OPTIONS["attention_backend"]):
             yield f"--{name.replace('_', '-')} {getattr(args, name)}"

@@ -33,6 +33,9 @@ logger = logging.getLogger("vllm.kvcal")
 PLAN_KEY = "kvcal_plan"
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
 DRAFTS = "ngram"  # vLLM's method of speculative decoding that is served
+# vLLM's KV connectors that are served, with blocks in the host's memory; the second one knows blocks of pages alone.
+CONNECTORS = "SimpleCPUOffloadConnector", "OffloadingConnector"
+IN_MEMORY = {"kv_offload_backend": "cpu", "spec_name": "CPUOffloadingSpec", "canonical_layout": False}
 
 
 class Serving:
@@ -66,6 +69,13 @@ class Serving:
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size, lookahead)
         self.sink_bytes = self.shard.largest_sink_bytes if has_prefixes else 0
+        transfer = config.kv_transfer_config
+        if self.sink_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
+            raise UnsupportedModel(
+                f"{transfer.kv_connector} asks every group of blocks for full attention or a window; a group of sinks "
+                "has neither",
+                hint=f"{CONNECTORS[0]}, or a plan without sinks",
+            )
         flash = flash_attention() if self.device.type == "cuda" else torch_flash
         most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self.scratch = Scratch(*most, self.device, flash)
@@ -136,9 +146,21 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
     if config.kv_transfer_config is not None:
-        yield "a KV connector"
+        yield from _refused_connector(config.kv_transfer_config, config.cache_config.enable_prefix_caching)
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
+
+
+def _refused_connector(transfer: Any, has_prefixes: bool) -> Iterator[str]:
+    """A request begins after blocks that come back from the host as it begins after cached ones."""
+    name, options = transfer.kv_connector, transfer.kv_connector_extra_config
+    if name not in CONNECTORS or transfer.kv_connector_module_path:
+        yield f"the KV connector {name} (expected {' or '.join(CONNECTORS)}; others were not tried)"
+    for key, expected in IN_MEMORY.items():
+        if (found := options.get(key, expected)) != expected:
+            yield f"a KV connector with {key} = {found!r} (expected {expected!r}; files may outlive the plan)"
+    if not has_prefixes:
+        yield "a KV connector, which finds blocks by their prefixes, but without prefix caching"
 
 
 def _served_model(config: VllmConfig) -> ServedModel:

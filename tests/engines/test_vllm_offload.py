@@ -1,0 +1,97 @@
+"""Packed pages in vLLM that go to the host's memory and come back. Connectors, and what they do with blocks, are vLLM's
+own, but for the copies (vllm_copies). ``make engines`` runs these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_replay import Replay, assert_replayed
+from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, TOKENS, Served, prompts, random_requests, without_queries
+from test_vllm import served as served
+from test_vllm import version as version
+from test_vllm_sinks import with_sinks
+from vllm_environment import run_in
+
+from kvcal import Plan
+
+pytestmark = pytest.mark.engines
+
+SIMPLE, NATIVE = "SimpleCPUOffloadConnector", "OffloadingConnector"
+
+
+def connector(name: str, nbytes: int = 64 << 20, **options: Any) -> dict[str, Any]:
+    extra = {"cpu_bytes_to_use": nbytes} | options
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}}
+
+
+def serve(
+    version: str, folder: Path, served: Served, requests: list[dict], plan: Plan, **more: Any
+) -> tuple[dict, Replay]:
+    """In few blocks, so that those of finished requests are soon others'."""
+    given = served.arguments(served.write("offload.safetensors", plan), **SHORT | more)
+    found = run_in(version, folder, "vllm_host.py", {"llm": given, "requests": requests}, {"KVCAL_TEST_OFFLOAD": "1"})
+    assert "error" not in found, found["trace"]
+    is_greedy = not any(request.get("temperature") for request in requests)
+    alone = ALONE if "speculative_config" in more else 1
+    return found, assert_replayed(found, served.model, plan, is_greedy, alone)
+
+
+def again_after_others() -> list[dict]:
+    """Prompts; others that take all blocks; and the first ones again."""
+    given, others = prompts(*LENGTHS), prompts(*LENGTHS, 700, 700, 700, seed=9)
+    parts = ((0, given), (130, others), (500, given))
+    return [{"prompt": ids, "tokens": TOKENS, "at": at} for at, all_ in parts for ids in all_]
+
+
+# Lazy: blocks go to the host when they are about to be others'.
+@pytest.mark.parametrize("case", ["simple", "lazy", "sinks", "native"])
+def test_evicted_prefixes_come_back(version: str, tmp_path: Path, served: Served, case: str) -> None:
+    """Without a connector, the same requests find nothing."""
+    plan, requests = with_sinks(served.plan) if case == "sinks" else served.plan, again_after_others()
+    more = connector(NATIVE) if case == "native" else connector(SIMPLE, lazy_offload=case == "lazy")
+    _, replay = serve(version, tmp_path / "host", served, requests, plan, **more)
+    assert sorted(replay.cached.values())[-4:] == [0, 128, 256, 640]
+    assert 8 <= replay.loaded <= 8 + 3 * (case == "sinks")  # a block of sinks may have been one of pages
+    _, plain = serve(version, tmp_path / "plain", served, requests, plan)
+    assert plain.loaded == 0 == max(plain.cached.values())
+
+
+@pytest.mark.parametrize("case", ["simple", "sinks", "native"])
+def test_random_requests(version: str, tmp_path: Path, served: Served, case: str) -> None:
+    """Chunks, aborts, samples of a prompt, and so little memory of the host's that blocks are evicted there, too."""
+    plan = with_sinks(served.plan) if case == "sinks" else served.plan
+    more = connector(NATIVE if case == "native" else SIMPLE, 4 << 20) | {"max_num_batched_tokens": 512}
+    _, replay = serve(version, tmp_path, served, random_requests(150), plan, **more)
+    assert replay.loaded > 10, vars(replay)
+
+
+def test_besides_drafts(version: str, tmp_path: Path, served: Served) -> None:
+    more = connector(SIMPLE) | {"max_num_batched_tokens": 256, "speculative_config": DRAFTS}
+    requests = [*again_after_others(), *random_requests(40, temperature=0.2)]
+    _, replay = serve(version, tmp_path, served, requests, without_queries(served), **more)
+    assert replay.loaded > 8 and replay.rejected > 100, vars(replay)
+
+
+@pytest.mark.parametrize("name", [SIMPLE, NATIVE])
+def test_on_two_ranks(version: str, tmp_path: Path, served: Served, name: str) -> None:
+    """Two processes, a KV head each; vLLM's scheduler is a third place."""
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    _, replay = serve(version, tmp_path, served, again_after_others(), served.plan, **ranks, **connector(name))
+    assert replay.loaded == 8
+
+
+def test_what_else_is_refused(version: str, tmp_path: Path, served: Served) -> None:
+    sinks = served.write("sinks", with_sinks(served.plan))
+    tiers, disk = {"spec_name": "TieringOffloadingSpec"}, {"kv_offload_backend": "disk", "disk_path": "x"}
+    refused = [
+        (served.arguments(**connector("ExampleConnector")), "the KV connector ExampleConnector"),
+        (served.arguments(**connector(NATIVE, **tiers)), "spec_name = 'TieringOffloadingSpec'"),
+        (served.arguments(**connector(SIMPLE, **disk)), "kv_offload_backend = 'disk'"),
+        (served.arguments(**connector(SIMPLE), enable_prefix_caching=False), "but without prefix caching"),
+        (served.arguments(sinks, **connector(NATIVE)), "a group of sinks has neither"),
+    ]
+    found = run_in(version, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
+    for start, (_, text) in zip(found["starts"], refused, strict=True):
+        assert text in start["message"], start
