@@ -84,8 +84,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     reporter = TerminalReporter()
     loaded = load_model(find_model(given.model), device=given.device, dtype=given.dtype)
-    settings = {"model": loaded.identity.weights_sha256, "texts": given.texts, "problems": given.problems}
-    settings |= {"tokens": given.tokens, "retrieval": given.retrieval, "gsm8k": given.gsm8k}
+    settings = settings_of(loaded, given)
     found = json.loads(path.read_text()) if path.exists() else {}
     if found.get("settings") != settings:
         found = {"settings": settings, "name": given.name, "machine": {}, "plans": {}, "measured": {}}
@@ -139,6 +138,12 @@ def arguments() -> argparse.Namespace:
         setattr(given, key, value if getattr(given, key) is None else getattr(given, key))
     given.out = given.out or Path("artifacts") / f"real-{given.name}"
     return given
+
+
+def settings_of(loaded: LoadedModel, given: argparse.Namespace) -> dict[str, Any]:
+    """What the measured texts depend on: results of other settings are not kept."""
+    settings = {"model": loaded.identity.weights_sha256, "texts": given.texts, "problems": given.problems}
+    return settings | {"tokens": given.tokens, "retrieval": given.retrieval, "gsm8k": given.gsm8k}
 
 
 def find_model(model: str) -> str:
@@ -350,20 +355,25 @@ def measure_group(
             if name == RAW:
                 return
             continue
-        found: list[dict[str, Any]] = []
-        for number, text in enumerate(texts):
-            is_right_T = right_BT[number].cpu()
-            answers = [bool(is_right_T[first:stop].all()) for first, stop in text.answers]
-            found.append({"kind": text.kind, "task": text.task, "answers": answers})
+        found = [result(text, right_T) for text, right_T in zip(texts, right_BT.cpu(), strict=True)]
         for column, number in enumerate(rows if name != RAW else []):
             of_row = predicts_TR[:, column]
-            kl_n = torch.cat(kls)[:, column][of_row]
-            same = int(torch.cat(agrees)[:, column][of_row].sum())
-            found[number] |= {"kl": float(kl_n.sum()), "same": same, "count": len(kl_n)}
-            found[number]["tail"] = float(kl_n.float().quantile(0.99))
+            of_text = (torch.cat(parts)[:, column][of_row] for parts in (kls, agrees))
+            found[number] = result(texts[number], right_BT[number].cpu(), *of_text)
         measured.setdefault(name, {})[label] = found
         maker.reporter.say(f"{name}: {label}, {len(texts)} texts in {time.monotonic() - started:.1f} s")
         save()
+
+
+def result(text: Text, right_T: Tensor, kl_n: Tensor | None = None, same_n: Tensor | None = None) -> dict[str, Any]:
+    """Of a text: which answers are right; and of its loss tokens the sums of KL and of top-1 agreements, and the 99th
+    percentile of KL."""
+    answers = [bool(right_T[first:stop].all()) for first, stop in text.answers]
+    found: dict[str, Any] = {"kind": text.kind, "task": text.task, "answers": answers}
+    if kl_n is not None and same_n is not None:
+        found |= {"kl": float(kl_n.sum()), "same": int(same_n.sum()), "count": len(kl_n)}
+        found["tail"] = float(kl_n.float().quantile(0.99))
+    return found
 
 
 def measure_gsm8k(
@@ -454,7 +464,8 @@ def print_results(found: dict[str, Any]) -> None:
         top = cell(ratio_and_error(every[:, 1], every[:, 2]), 100)
         bits = f"{noted['bits']:.2f}", f"{noted['bits_measured'][str(tokens)]:.2f}"
         cells = [kl.get(kind, "") for kind in rival.kl]
-        qualities.append((name, *bits, *cells, top, f"{1000 * float(every[:, 3].mean()):.0f}"))
+        share = cell(ratio_and_error(every[:, 0], theirs[:, 0]), digits=3) if len(every) == len(theirs) else ""
+        qualities.append((name, *bits, *cells, share, top, f"{1000 * float(every[:, 3].mean()):.0f}"))
         right = {task: cell(ratio_and_error(*rows.T), 100) for task, rows in ours.right.items()}
         exact.append((name, *(right.get(task, "") for task in raw.right)))
         less = (every[:, 0] / every[:, 2] - theirs[:, 0] / theirs[:, 2]) if len(every) == len(theirs) else every[:0, 0]
@@ -465,8 +476,9 @@ def print_results(found: dict[str, Any]) -> None:
                 change = (ours.right[task] - base.right[task])[:, 0] / ours.right[task][:, 1] if both else None
                 changes.append("" if change is None else cell(mean_and_error(change), 100, sign="+"))
         paired.append((name, *changes))
+    tops = ("top-1 %", "99 % of tokens below")
     head = ("plan", f"bits at {PRICED.batch} x {PRICED.context}", f"at {PRICED.batch} x {tokens}")
-    print_table("1,000 KL to 16 bits by kind of text", (*head, *rival.kl, "top-1 %", "99 % of tokens below"), qualities)
+    print_table("1,000 KL to 16 bits by kind of text", (*head, *rival.kl, f"of {RIVAL}'s", *tops), qualities)
     answers = [f"{task} ({int(rows[:, 1].sum())})" for task, rows in raw.right.items()]
     print_table("Exact match, % (number of answers)", ("plan", *answers), exact)
     tasks = [f"{task} to {base}" for base in (RAW, RIVAL) for task in raw.right]
