@@ -56,8 +56,8 @@ HOPPER = (9, 0)
 MAIN = ("2 bits", "rotated 2 bits")
 
 
-def variant(k: Format, v: Format, head_dim: int = 128, group_heads: int = 4) -> Variant:
-    return Variant(k, v, head_dim, "bfloat16", group_heads, False, False, 0)
+def variant(k: Format, v: Format, head_dim: int = 128, group_heads: int = 4, dtype: str = "bfloat16") -> Variant:
+    return Variant(k, v, head_dim, dtype, group_heads, False, False, 0)
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -67,7 +67,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 def assert_decode(
     of: Variant, instructions: int, local_bytes: int, capability: tuple[int, int] = HOPPER, has_rows: bool = False
 ) -> None:
-    defines = decode_defines(of, "bfloat16", False, capability) | row_defines(has_rows)
+    defines = decode_defines(of, of.cache_dtype, False, capability) | row_defines(has_rows)
     found = resources(cubin("decode", defines, arch_of(capability)))["decode"]
     assert found.registers * defines["WARPS"] * 32 <= 65536
     assert found.local_bytes <= local_bytes
@@ -99,6 +99,26 @@ def test_the_main_variants_fit_every_chip(capability: tuple[int, int]) -> None:
     of_keys = {name: value for name, value in defines.items() if name == "DTYPE" or name.startswith("K_")}
     for found in resources(cubin("pack", of_keys | {"SIDE": 0}, arch_of(capability))).values():
         assert found.local_bytes == 0 and found.registers <= 128 and found.static_shared_bytes <= 48 * 1024
+
+
+# Of the other chips: K and V, head size, query heads of a group, dtype. Each format meets each chip, sm_86 as sm_89.
+COVERING = {
+    "3 bits": (*VARIANTS["3 bits"][:2], 64, 16, "float16"),
+    "4 bits": (*VARIANTS["4 bits"][:2], 128, 8, "bfloat16"),
+    "Kitty": (*VARIANTS["Kitty"][:2], 128, 16, "float16"),
+    "rotated 3 bits": (Format(3, quantizer="rotated"), Format(3, quantizer="rotated"), 128, 1, "bfloat16"),
+    "rotated 4 bits": (Format(4, quantizer="rotated"), Format(4, quantizer="rotated"), 64, 8, "float16"),
+}
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+def test_other_formats_heads_and_groups_fit_every_chip(capability: tuple[int, int]) -> None:
+    """No spill, registers and shared memory of a block within the chip's: of reading, and of what packs in a step."""
+    skipped = {HOPPER: ("3 bits", "4 bits", "Kitty"), (8, 6): ("3 bits", "Kitty", "rotated 4 bits")}
+    for name in COVERING.keys() - skipped.get(capability, ()):
+        assert_decode(variant(*COVERING[name]), 5600, 0, capability)
+        if name.startswith("rotated"):
+            assert_append(variant(*COVERING[name]), 6300, capability)
 
 
 @pytest.mark.parametrize("capability", CHIPS)
