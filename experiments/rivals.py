@@ -2,23 +2,20 @@
 
     python experiments/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,basis@2.5
 
-Options are those of real.py, and ``--rivals``. Plans that OUT/real.json has, of the same settings, are not measured
-again; results go to OUT/rivals.json. All is written from descriptions. No codes are stored: attention gets the keys and
-values that a format gives back. So every token of a text reads in one forward what it reads in decoding: all tokens,
-itself too, from codes, but for the sinks, windows and whole layers that a system keeps at 16 bits. Bits count these.
+Options are those of real.py, ``--rivals``, and ``--long`` for texts longer than --tokens. What OUT/real.json has of the
+same settings is not measured again; results go to OUT/rivals.json. All is written from descriptions. No codes are
+stored: attention gets the keys and values that a format gives back. So every token of a text reads in one forward what
+it reads in decoding: all tokens, itself too, from codes, but for the sinks, windows and layers that stay at 16 bits.
 
-| rival | keys after RoPE, and values | calibrated |
-|---|---|---|
-| fp8 | e4m3, scale 1 (vLLM: fp8) | |
-| int4 | signs, Hadamard, 4 bits, fp32 scale that hides the zero (vLLM: int4_per_token_head) | |
-| tq-4, tq-k3v4, tq-3 | keys: fp16 norm, Hadamard, Lloyd-Max codes, unit length restored; values: scale, minimum | |
-| | (vLLM: turboquant_4bit_nc, _k3v4_nc, _3bit_nc; two first and last layers at 16 bits; -all: none) | |
-| oscar | a layer's rotation, by queries and by weighted values; clipped 2 bits; 64 sinks, 256 recent | yes |
-| wush | a head's invertible transform, by keys and queries, values and W_o; codes and windows of oscar | yes |
-| wush-2, wush-3 | the same; one scale a token, by its norm (QuEST); 16 sinks, 128 recent | yes |
+fp8: e4m3 with scale 1, as vLLM's. int4: signs, Hadamard, fp32 scale that hides the zero (vLLM: int4_per_token_head).
+tq-4, tq-k3v4, tq-3 (vLLM: turboquant_4bit_nc, _k3v4_nc, _3bit_nc): keys with fp16 norm, Hadamard, Lloyd-Max codes and
+unit length restored, values with fp16 scale and minimum; two first and two last layers at 16 bits, in -all none.
+oscar: a layer's rotation, by queries and by weighted values; clipped 2 bits; 64 sinks, 256 recent; scale and zero are
+counted at 16 bits as its paper does, its code stores 32. wush: a head's invertible transform, by keys and queries,
+values and W_o; codes and windows of oscar. wush-2, wush-3: one scale, by a token's norm (QuEST); 16 sinks, 128 recent.
 
-oscar's scale and zero are counted at 16 bits, as its paper does; its code stores 32. Calibrated: on a basis's texts,
-put at all places of the model's context, as there. The matrices, .002 bits, are left out.
+Keys are those after RoPE. oscar and wush are calibrated on a basis's texts, put at all places of the model's context as
+there. Bits count all but their matrices (.002).
 """
 
 from __future__ import annotations
@@ -274,6 +271,7 @@ def measure_rivals(loaded: LoadedModel, texts: list[real.Text], named: Mapping[s
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--rivals", help="comma-separated; default: all")
+    parser.add_argument("--long", action="store_true", help="also longer texts than --tokens: codes asked for")
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest if any(one.startswith("--plans") for one in rest) else [*rest, "--plans", PLANS]
     given = real.arguments()
@@ -283,8 +281,11 @@ def main() -> None:
     settings = real.settings_of(loaded, given)
     found: dict[str, Any] = {"settings": settings, "name": given.name, "plans": {}, "measured": {}}
     for earlier in (given.out / "real.json", path):
-        if earlier.exists() and (kept := json.loads(earlier.read_text()))["settings"] == settings:
-            found = {key: {**found[key], **kept[key]} if key in ("plans", "measured") else found[key] for key in found}
+        if earlier.exists():
+            kept = json.loads(earlier.read_text())
+            reporter.say(f"{earlier}: {'taken' if kept['settings'] == settings else 'of other settings, not taken'}")
+            for key in ("plans", "measured") if kept["settings"] == settings else ():
+                found[key] |= kept[key]
     found["machine"] = real.machine(loaded)
     named = all_rivals(loaded, own.rivals.split(",") if own.rivals else [])
     maker = real.Maker(loaded, given, found, reporter)
@@ -298,6 +299,8 @@ def main() -> None:
 
     with reporter.running():
         for label, texts in real.texts_of(loaded, given):
+            if texts[0].tokens_T.numel() > given.tokens and not own.long:
+                continue
             real.measure_group(loaded, label, texts, maker, found["measured"], save)
             new = {name: rival for name, rival in named.items() if label not in found["measured"].get(name, {})}
             for name, noted in measure_rivals(loaded, texts, new).items():
