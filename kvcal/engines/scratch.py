@@ -102,7 +102,7 @@ class Scratch(StepScratch):
         super().__init__(max_rows, max_tokens, device)
         self.flash = flash
         self._past: dict[tuple[Side, int, int, torch.dtype], Tensor] = {}
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._reported = 0
 
     def report_errors(self, logger: logging.Logger) -> None:
