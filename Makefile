@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Of forward passes that are compared: caches, attention, statistics, what is measured, what the tutorial prints.
 MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   $(addprefix tests/models/test_,models_contract.py models_load.py models_projections.py rotary.py) \
-  $(addprefix tests/run/test_recipe_runs.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq]) \
+  $(addprefix tests/run/test_recipes.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq]) \
   $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py reparam*.py \
   *predict*.py feedback*.py) $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   the_plan_that_ships_is_the_plan_that_was_measured)

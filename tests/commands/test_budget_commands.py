@@ -13,28 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.plan.plan import load_plan
 
 RECIPE = """
-[data]
-source = "tasks"
-num_samples = 6
-seq_len = 256
-[profile]
-num_bits = [2, 4]
-k_axes = ["token"]
-group_sizes = [64]
-kl_samples = 0
-[cache]
-num_sink_tokens = 2
-k_recent_window = 0
-v_recent_window = 0
-[allocate]
-kv_budget = "1200000B"
-batch = 8
-context = 1024
-objective = "sensitivity"
-[evaluate]
-against = []
-tasks = []
-data = { source = "tasks", num_samples = 1, seq_len = 200, seed = 1 }
+data = { source = "tasks", num_samples = 6, seq_len = 256 }
+profile = { num_bits = [2, 4], k_axes = ["token"], group_sizes = [64], kl_samples = 0 }
+cache = { num_sink_tokens = 2, k_recent_window = 0, v_recent_window = 0 }
+allocate = { kv_budget = "1200000B", batch = 8, context = 1024, objective = "sensitivity" }
+evaluate = { against = [], tasks = [], data = { source = "tasks", num_samples = 1, seq_len = 200, seed = 1 } }
 """
 REPARAM = "[reparam]\nnum_steps = 2\nnum_samples = 2\nseq_len = 256\n"
 PREDICTORS = '[predictors]\nkind = "linear"\ndrop = false\n'

@@ -11,23 +11,13 @@ from kvcal.models.load import load
 
 RECIPE = """
 description = "the stages that run the model, but for the profile"
-[data]
-source = "tasks"
-num_samples = 6
-seq_len = 300
+data = { source = "tasks", num_samples = 6, seq_len = 300 }
+reparam = { num_steps = 2, num_samples = 2, seq_len = 300 }
+predictors = { min_explained = -1000.0, drop = false }
+feedback = { num_samples = 2, seq_len = 300 }
 [formats]
 k = { num_bits = 2, axis = "token", num_sink_tokens = 2, recent_window = 0 }
 v = { num_bits = 2, axis = "token", num_sink_tokens = 2, recent_window = 0 }
-[reparam]
-num_steps = 2
-num_samples = 2
-seq_len = 300
-[predictors]
-min_explained = -1000.0
-drop = false
-[feedback]
-num_samples = 2
-seq_len = 300
 [evaluate]
 against = ["16-bit"]
 tasks = ["chain"]

@@ -47,22 +47,10 @@ min_len = 550
 """
 # A search of three systems, of which one is profiled, in plans that hold no more than a page.
 SEARCH = """
-[data]
-source = "tasks:times"
-num_samples = 4
-seq_len = 300
-[cache]
-num_sink_tokens = 2
-k_recent_window = 0
-v_recent_window = 0
-[allocate]
-bits = 6.0
-batch = 4
-context = 20000
-[search]
-systems = ["kitty", "kivi-2", "kvmix"]
-kl_samples = 5
-kl_tokens = 300
+data = { source = "tasks:times", num_samples = 4, seq_len = 300 }
+cache = { num_sink_tokens = 2, k_recent_window = 0, v_recent_window = 0 }
+allocate = { bits = 6.0, batch = 4, context = 20000 }
+search = { systems = ["kitty", "kivi-2", "kvmix"], kl_samples = 5, kl_tokens = 300 }
 """
 
 

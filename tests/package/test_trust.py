@@ -1,11 +1,20 @@
-"""Short versions of the scripts whose counts docs/measurements.md states: threads, soaks. Mutated files are in
-test_fuzz_artifacts."""
+"""Short versions of the scripts whose counts docs/measurements.md states: threads, soaks, mutated files (which
+fuzz_artifacts seals with a right digest), and families that transformers lists."""
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import model_families
 import pytest
 import soak_caches
 import threaded_requests
+import transformers
+from artifact_subjects import subjects
+from fuzz_artifacts import canonical, content_of, fuzz, sealed
 
-from kvcal.errors import NonFiniteActivations
+from kvcal.artifact import COMMANDS, kind_of
+from kvcal.errors import ArtifactError, NonFiniteActivations
 
 
 @pytest.mark.parametrize("kind", threaded_requests.KINDS)
@@ -44,3 +53,53 @@ def test_a_soak_finds_what_is_read_and_was_not_written(monkeypatch: pytest.Monke
     monkeypatch.setattr(soak_caches, "feed", late)
     with pytest.raises(NonFiniteActivations):
         soak_caches.soak("ragged, static", 300, seed=0)
+
+
+FILES = 6
+
+
+def test_mutants_are_refused_or_hold_what_they_say() -> None:
+    """Plans come from others; what stages write for each other is held against its digest."""
+    for subject in [subject for subject in subjects() if subject.kind == "plan"]:
+        counts, bad = fuzz(subject, range(FILES), seed=1)
+        assert not bad, bad
+        assert sum(counts.values()) == FILES and counts["refused"] > 0
+
+
+@pytest.mark.parametrize("kind", ["profile", "allocation", "reparam", "predictors", "feedback"])
+def test_a_file_of_another_build_is_refused_with_the_command_that_makes_it(kind: str, tmp_path: Path) -> None:
+    subject, path = next(one for one in subjects() if one.kind == kind), tmp_path / "file"
+    subject.write(path)
+    command, content = COMMANDS[str(kind_of(path))], content_of(path.read_bytes())
+    body = json.loads(content.body) | {"a_key_of_another_build": 1}
+    path.write_bytes(sealed(replace(content, body=canonical(body))))
+    with pytest.raises(ArtifactError, match="a_key_of_another_build") as refused:
+        subject.use(path)
+    assert refused.value.hint == f"delete the file and run the stage that makes it again: {command}"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="truncated") as refused:
+        subject.use(path)
+    again = f"check the path; if it is the right one, delete the file and run the stage that makes it again: {command}"
+    assert refused.value.hint == again
+
+
+LISTED = json.loads((Path(__file__).parents[2] / "docs/families.json").read_text())
+ROWS = {row["model_type"]: row for row in LISTED["families"]}
+NAMES = ("bart", "nemotron_h", "gemma3_text", "bloom", "falcon_mamba", "longcat_flash")
+
+
+def test_every_family_has_a_row() -> None:
+    if transformers.__version__ != LISTED["transformers"]:
+        pytest.skip(f"the table is of transformers {LISTED['transformers']}")
+    assert set(ROWS) == set(model_families.FAMILIES)
+    assert {row["outcome"] for row in ROWS.values()} == {"supported", "refused", "not built"}
+    assert all(bool(row["reason"]) != (row["outcome"] == "supported") for row in ROWS.values())
+    assert len({ROWS[name]["outcome"] for name in NAMES}) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about models without an optional package
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_comes_out_as_listed(name: str) -> None:
+    if transformers.__version__ != LISTED["transformers"]:
+        pytest.skip(f"the table is of transformers {LISTED['transformers']}")
+    assert asdict(model_families.measure(name)) == ROWS[name]

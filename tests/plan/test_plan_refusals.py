@@ -2,7 +2,8 @@
 says what readers say."""
 
 import re
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from form_cases import form_plan
 from fuzz_artifacts import limited
 from test_plan import body_of, example
+from torch import Tensor
 
 from kvcal import artifact, load_plan
 from kvcal.artifact import Artifact
@@ -17,6 +19,7 @@ from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.pages.layout_protocol import PARAM_DTYPES
 from kvcal.plan.plan import KIND, SCHEMA, Boost, Format, LayerPlan, Plan, Predictor, Tier, WindowRule, Workload
+from kvcal.plan.tensors import needed_tensors
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 
@@ -183,3 +186,65 @@ def test_every_field_is_documented():
         assert f'`"{dtype}"`' in DOCUMENT
     for number in (1, 2, 3, 4, 8, 16, 32, 64, 128):
         assert re.search(rf"\b{number}\b", DOCUMENT)
+
+
+IDENTITY = ModelIdentity("m", "llama", "a", "b", "c")
+GEOMETRY = tuple(AttentionGeometry(index, 4, 2, 8, 8) for index in range(2))
+LATTICE = Format(2, lattice_dim=2, num_sink_tokens=4)
+PLAIN = Format(2, num_sink_tokens=4, group_size=64)
+SHRINKING = replace(PLAIN, param_dtype="float32", shrink_at=(200,))
+ROTARY = torch.tensor([[0, 4, 1.0, 1.0], [1, 5, 0.1, 1.0]], dtype=torch.float64)
+VALUES_FROM_0 = Predictor("linear", 0)
+
+
+def plan_of(
+    layers: tuple[LayerPlan, ...], change: Callable[[dict[str, Tensor]], object] = lambda tensors: None
+) -> Plan:
+    """With tensors of ones and rotary tables, ``change`` applied."""
+    tensors = {
+        name: ROTARY.clone() if name.endswith("rotary") else torch.ones(spec.extents, dtype=getattr(torch, spec.dtype))
+        for name, spec in needed_tensors(layers, "float32").items()
+    }
+    change(tensors)
+    return Plan(IDENTITY, "float32", layers, Workload(1, 512), {}, tensors)
+
+
+LAYERS = (
+    LayerPlan(GEOMETRY[0], (LATTICE,), (LATTICE,), k_pages="pre"),
+    LayerPlan(GEOMETRY[1], (LATTICE,), (LATTICE,), k_pages="pre", v_predictor=VALUES_FROM_0),
+)
+CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "missing tensor 'layers.0.k_signs'": lambda tensors: tensors.pop("layers.0.k_signs"),
+    "unknown tensor 'more'": lambda tensors: tensors.update(more=torch.ones(1)),
+    r"'layers.0.v_signs' is int8 \[8\], expected int8 \[16\]": lambda tensors: tensors.update(
+        {"layers.0.v_signs": tensors["layers.0.v_signs"][:8]}
+    ),
+    r"'lattice.d2.b2' is float64 \[16, 2\], expected float32": lambda tensors: tensors.update(
+        {"lattice.d2.b2": tensors["lattice.d2.b2"].double()}
+    ),
+    r"'layers.1.rotary' is float64 \[2, 3\], expected float64 \[any, 4\]": lambda tensors: tensors.update(
+        {"layers.1.rotary": ROTARY[:, :3]}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_tensors_that_are_not_those_needed(message: str) -> None:
+    assert plan_of(LAYERS).tensors
+    with pytest.raises(ValueError, match=message):
+        plan_of(LAYERS, CHANGES[message])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v_predictor": Predictor("linear", 1)}, "predicts v from layer 1, which is not an earlier layer"),
+        ({"v": (SHRINKING,)}, "and pages shrink: the prediction would change with them"),
+    ],
+)
+def test_predictors_that_read_what_is_not_there(change: dict[str, object], message: str) -> None:
+    first = LayerPlan(GEOMETRY[0], (PLAIN,), (PLAIN,))
+    second = LayerPlan(GEOMETRY[1], (PLAIN,), (PLAIN,), v_predictor=VALUES_FROM_0)
+    assert plan_of((first, second)).predicted_bytes
+    with pytest.raises(ValueError, match=message):
+        Plan(IDENTITY, "float32", (first, replace(second, **change)), Workload(1, 512), {})

@@ -31,29 +31,11 @@ from kvcal.stages.profile import record as profile_record
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """
-[data]
-source = "tasks:times"
-num_samples = 2
-seq_len = 256
-[profile]
-num_bits = [2, 4]
-k_axes = ["token"]
-group_sizes = [64]
-kl_samples = 0
-[cache]
-num_sink_tokens = 1
-k_recent_window = 0
-v_recent_window = 0
-[allocate]
-kv_budget = "1B"
-objective = "sensitivity"
-batch = 2
-context = 512
-[reparam]
-position_scale = 1.0
-num_steps = 1
-num_samples = 1
-seq_len = 200
+data = { source = "tasks:times", num_samples = 2, seq_len = 256 }
+profile = { num_bits = [2, 4], k_axes = ["token"], group_sizes = [64], kl_samples = 0 }
+cache = { num_sink_tokens = 1, k_recent_window = 0, v_recent_window = 0 }
+allocate = { kv_budget = "1B", objective = "sensitivity", batch = 2, context = 512 }
+reparam = { position_scale = 1.0, num_steps = 1, num_samples = 1, seq_len = 200 }
 """
 
 

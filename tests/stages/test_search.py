@@ -32,6 +32,8 @@ from kvcal.stages.verify import verify_plan
 from kvcal.tables import search_table
 
 SOLVED = """
+allocate = { bits = 16, objective = "kl" }
+feedback = { num_samples = 2, seq_len = 300 }
 [profile]
 num_bits = [2, 4]
 k_axes = ["channel"]
@@ -39,30 +41,12 @@ group_sizes = [64]
 kl_samples = 1
 kl_tokens = 300
 gradients = false
-[allocate]
-bits = 16
-objective = "kl"
-[feedback]
-num_samples = 2
-seq_len = 300
 """
 RECIPE = """
-[data]
-source = "tasks:times"
-num_samples = 4
-seq_len = 300
-[allocate]
-bits = BITS
-batch = 4
-context = 20000
-[search]
-serve = "decode"
-systems = SYSTEMS
-kl_samples = 3
-kl_tokens = 300
-[evaluate]
-tasks = []
-data = { source = "tasks:times", num_samples = 1, seq_len = 300, seed = 1 }
+data = { source = "tasks:times", num_samples = 4, seq_len = 300 }
+allocate = { bits = BITS, batch = 4, context = 20000 }
+search = { serve = "decode", systems = SYSTEMS, kl_samples = 3, kl_tokens = 300 }
+evaluate = { tasks = [], data = { source = "tasks:times", num_samples = 1, seq_len = 300, seed = 1 } }
 """
 SYSTEMS = ("kivi-2", "kitty", "kvmix", "aqua-kv")
 
