@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from engine_cases import POISON
@@ -92,3 +94,10 @@ def test_a_rank_has_its_heads_of_the_window_and_no_block() -> None:
         shard = HeadShard(plan, 0, size)
         assert shard.block_bytes(0) == 0 and shard.ring_bytes(0) == 2 * 64 * KV_HEADS // size * DIM * 2
     assert plan.nbytes((1000,)) == 2 * 63 * KV_HEADS * DIM * 2
+
+
+def test_scratch_lies_where_it_is_asked_for() -> None:
+    """Engines build a model under a default device."""
+    with torch.device("meta"):
+        scratch = Scratch(1, 16, torch.device("cpu"))
+    scratch.report_errors(logging.getLogger("kvcal"))
