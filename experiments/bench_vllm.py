@@ -99,7 +99,7 @@ class Served:
         if is_tiny:
             arguments |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
         else:
-            sizes = [1, *range(8, most + 8, 8)]
+            sizes = sorted({1, *range(8, most, 8), most})  # vLLM captures none above max_num_seqs: more run eager
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
             arguments |= {"compilation_config": graphs, "kernel_config": {"enable_jit_warmup": False}}
             arguments |= {"attention_backend": "KVCAL"} if cache == "kvcal" else {}
