@@ -59,7 +59,7 @@ Codec = Callable[[Tensor, int, Side], Tensor]
 
 @dataclass(frozen=True)
 class Rival:
-    """``k_bits``, ``v_bits``: of a code; ``k_params``, ``v_params``: bits of a token and head beside its codes.
+    """``k_bits``, ``v_bits``: of a code; ``k_params``, ``v_params``: bits of a token and head besides its codes.
     ``boundary``: first layers, and last, that stay at 16 bits. Tokens are packed ``flush`` at a time."""
 
     codec: Codec

@@ -158,7 +158,7 @@ def _refused_connector(transfer: Any, has_prefixes: bool) -> Iterator[str]:
         yield f"the KV connector {name} (expected {' or '.join(CONNECTORS)}; others were not tried)"
     for key, expected in IN_MEMORY.items():
         if (found := options.get(key, expected)) != expected:
-            yield f"a KV connector with {key} = {found!r} (expected {expected!r}; files may outlive the plan)"
+            yield f"a KV connector with {key} = {found!r} (expected {expected!r}; others may outlive the plan)"
     if not has_prefixes:
         yield "a KV connector, which finds blocks by their prefixes, but without prefix caching"
 
