@@ -31,7 +31,6 @@ with lazy_imports():
     from kvcal import recipe_files
     from kvcal.data import reading
     from kvcal.data import sequences as data_sequences
-    from kvcal.engines import support
     from kvcal.models import files as model_files
     from kvcal.models import load as model_load
     from kvcal.models import residence
@@ -286,8 +285,7 @@ class BudgetOptions(WorkloadOptions):
         after a cached prefix."""
         if self.engine is None:
             return self.knobs()
-        lost = ["k_recent_window", "v_recent_window"]
-        lost += [] if support.shares_sinks(self.engine, self.drafts or 0) else ["num_sink_tokens"]
+        lost = ["k_recent_window", "v_recent_window", *(["num_sink_tokens"] if self.drafts else [])]
         return self.knobs() | {f"cache.{name}": 0 for name in lost}
 
 

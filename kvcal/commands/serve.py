@@ -136,9 +136,8 @@ def serve_args(
     shard.HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
-    found = None
-    if memory is not None:
-        found = engine_capacity.capacity(engine, loaded, memory, tp, context or 1, drafts, max_requests)
+    sizes = tp, context or 1, drafts, max_requests
+    found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
     if engine == "vllm":
         words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
@@ -154,7 +153,7 @@ def serve_args(
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
-    words += [support.NO_PREFIXES[engine]] if support.unquantized_copies(loaded, engine, drafts) else []
+    words += [support.NO_PREFIXES[engine]] if support.unquantized_copies(loaded, drafts) else []
     given.show({"engine": engine, "arguments": words}, shlex.join(words))
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")

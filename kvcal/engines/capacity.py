@@ -4,7 +4,7 @@ vLLM's pool has blocks of one size, that of all layers' pages side by side. A re
 that it has begun, and blocks for its rings, which are all that a layer with a sliding window has: as many rings lie in
 one as there is room for (vLLM's ``_get_packed_kv_cache_groups``), and a ring that is larger makes all blocks as large.
 SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; next to it lies a ring for every request
-that may run, from the start.
+that may run, from the start, and shared sinks.
 
 Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
 engines measure when they start.
@@ -16,13 +16,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.shard import BlockLayout, HeadShard
 from kvcal.engines.support import unquantized_copies
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Plan
 from kvcal.recipe import Engine
+
+# Beginnings of prompts whose sinks SGLang keeps for its cached pages, by rings.
+BEGINNINGS = 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def capacity(
         needed += ring_blocks
     else:
         block_bytes = -(-sum(pages) // PAGE_TOKENS) * PAGE_TOKENS
-        fixed = (max_requests + 1) * sum(map(shard.ring_bytes, shard.blocks))
+        fixed = sglang_rings(shard, max_requests, not unquantized_copies(plan))
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
         smallest = needed * block_bytes + fixed
@@ -86,17 +89,24 @@ def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0)
     padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`capacity`."""
     batch, blocks = plan.workload.batch, -(-plan.workload.context // PAGE_TOKENS)
     shard = HeadShard(plan, 0, num_ranks, lookahead)
-    pages, rings = ([of(index) for index in shard.blocks] for of in (shard.block_bytes, shard.ring_bytes))
+    pages = [shard.block_bytes(index) for index in shard.blocks]
     if engine == "sglang":
-        token_bytes = -(-sum(pages) // PAGE_TOKENS)
-        return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + (batch + 1) * sum(rings))
+        fixed = sglang_rings(shard, batch, not unquantized_copies(plan))
+        return num_ranks * (batch * blocks * PAGE_TOKENS * -(-sum(pages) // PAGE_TOKENS) + fixed)
     block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes, shared_sinks(shard))
     return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
 
 
+def sglang_rings(shard: HeadShard, max_requests: int, shares_sinks: bool) -> int:
+    """Bytes of SGLang's rings, of which it has one more than requests, for padding, and of shared sinks."""
+    sinks = sum(block.sink_bytes for block in shard.blocks.values() if isinstance(block, BlockLayout))
+    rings = sum(map(shard.ring_bytes, shard.blocks))
+    return (max_requests + 1) * (rings + BEGINNINGS * sinks * shares_sinks)
+
+
 def shared_sinks(shard: HeadShard) -> int:
     """Bytes of a layer's sinks next to a first page in vLLM; 0 where it serves the plan without caching prefixes."""
-    is_shared = not unquantized_copies(shard.plan, "vllm", shard.lookahead)
+    is_shared = not unquantized_copies(shard.plan, shard.lookahead)
     return shard.largest_sink_bytes if is_shared else 0
 
 

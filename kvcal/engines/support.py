@@ -3,7 +3,7 @@
 A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits besides its
 pages, lie in the ring of a request, and so do layers with a sliding window: one that begins after blocks of another
 would not have them. So such a plan is served where prefixes are not cached. Sinks, of which there are few, are shared
-with the first page in vLLM. What the kernels cannot read as it is stored is refused everywhere. It is refused at start:
+with pages. What the kernels cannot read as it is stored is refused everywhere. It is refused at start:
 a plan is never served wrongly.
 
 Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with it the
@@ -39,7 +39,6 @@ NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
 # By engine: the option under which no request begins after blocks of another.
-SHARES_SINKS = ("vllm",)  # engines in which a request after a cached prefix has its sinks
 NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
 
@@ -69,21 +68,16 @@ def refusals(
     yield from choice.refusals(layer, cache_dtype, is_cuda)
 
 
-def shares_sinks(engine: str, lookahead: int = 0) -> bool:
-    """Whether a request after a cached prefix has its sinks, with so many drafts a token."""
-    return engine in SHARES_SINKS and not lookahead
-
-
-def unquantized_copies(plan: Plan, engine: str, lookahead: int = 0) -> list[str]:
+def unquantized_copies(plan: Plan, lookahead: int = 0) -> list[str]:
     """The 16-bit tokens of a plan that a request after a cached prefix would lack, each named once: windows, and sinks
-    where the engine does not share them."""
-    found, has_sinks = [], shares_sinks(engine, lookahead)
+    with drafts."""
+    found = []
     for layer in plan.layers:
         if not layer.is_paged:
             found.append(f"layers keep a sliding window of {layer.attention.window} tokens")
             continue
         for side, fmt in [("k", fmt) for fmt in layer.k] + [("v", fmt) for fmt in layer.v]:
-            if fmt.num_sink_tokens and not has_sinks:
+            if fmt.num_sink_tokens and lookahead:
                 found.append(f"{side} keeps {fmt.num_sink_tokens} sink tokens")
             found += [f"{side} keeps a window of {fmt.max_window} tokens"] if fmt.max_window else []
     return list(dict.fromkeys(found))
@@ -91,7 +85,7 @@ def unquantized_copies(plan: Plan, engine: str, lookahead: int = 0) -> list[str]
 
 def require_no_prefixes(plan: Plan, engine: str, lookahead: int = 0) -> None:
     """UnsupportedModel (exit code 4) for a plan whose copies at 16 bits an engine that caches prefixes would lose."""
-    if copies := unquantized_copies(plan, engine, lookahead):
+    if copies := unquantized_copies(plan, lookahead):
         raise UnsupportedModel(
             f"{', '.join(copies)} at 16 bits, which a request after a cached prefix does not have; expected "
             f"{NO_PREFIXES[engine]}",

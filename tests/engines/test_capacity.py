@@ -38,11 +38,11 @@ def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_r
 IDENTITY = ModelIdentity("meta-llama/Llama-3.1-8B", "llama", "a" * 64, "b" * 64, "c" * 64)
 
 
-def eight_billion(bits: list[int]) -> Plan:
+def eight_billion(bits: list[int], num_sinks: int = 0) -> Plan:
     """A plan of Llama-3-8B's shape: keys and values of layer i at ``bits[i % len(bits)]`` bits."""
     layers = []
     for index in range(32):
-        k, v = (Format(bits[index % len(bits)], axis) for axis in ("channel", "token"))
+        k, v = (Format(bits[index % len(bits)], axis, num_sink_tokens=num_sinks) for axis in ("channel", "token"))
         layers.append(LayerPlan(AttentionGeometry(index, 32, 8, 128, 128), (k,), (v,)))
     return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
 
@@ -141,7 +141,7 @@ def test_a_plan_for_an_engine_takes_the_bytes_that_its_sequences_take_there(tp: 
     found = vllm_capacity(plan, taken // tp, tp, 1000)
     assert found.num_blocks == 1 + 3 * found.blocks_per_request  # one is nobody's
     assert found.num_blocks * found.block_bytes == taken // tp
-    plan, split = allocated("sglang", tp, nbytes)
+    plan, split = allocated("sglang", tp, nbytes, 4)
     taken = split.cache + split.engine
     assert taken <= nbytes
     assert sglang_capacity(plan, taken // tp, tp, 1000, 3).num_blocks == 3 * 8
@@ -186,10 +186,12 @@ def test_a_plan_for_an_engine_is_not_searched() -> None:
         with_knobs(load_recipe("best"), {"allocate.engine": "vllm", "allocate.bits": 3.0})
 
 
-def test_sglang_takes_rings_off_the_memory_first() -> None:
-    plan = eight_billion([2])
+@pytest.mark.parametrize("num_sinks", [0, 4])
+def test_sglang_takes_rings_off_the_memory_first(num_sinks: int) -> None:
+    """And four shared sinks for each ring, of 8 heads of 128 channels."""
+    plan = eight_billion([2], num_sinks)
     shard = HeadShard(plan)
-    rings = 65 * 32 * shard.ring_bytes(0)
+    rings = 65 * 32 * (shard.ring_bytes(0) + 4 * 2 * num_sinks * 8 * 128 * 2)
     found = sglang_capacity(plan, 256 * 2_359_296 + rings, 1, 32768, 64)
     assert (found.block_bytes, found.num_blocks, found.ring_blocks) == (2_359_296, 256, 0) and found.concurrency == 1
     with pytest.raises(InfeasibleBudget) as refused:

@@ -144,11 +144,16 @@ def test_options_that_would_be_served_wrongly_are_refused(
     assert found is None and says in log, log[-4000:]
 
 
-def test_a_plan_of_another_model_and_a_plan_with_sinks_are_refused(served: Served, tmp_path: Path) -> None:
+def test_a_plan_of_another_model_and_a_plan_with_windows_are_refused(served: Served, tmp_path: Path) -> None:
     given = {"engine": arguments(served), "rounds": [], "tokens": 1, "together": False}
     identity = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
     other = served.write("other.safetensors", dataclasses.replace(served.plan, model=identity))
     found, log = run_sglang(VERSION, tmp_path, other, given)
     assert found is None and "the plan is for tiny, of sha256 of config.json 0000" in log, log[-4000:]
     found, log = run_sglang(VERSION, tmp_path, served.write("copies.safetensors", served.with_copies()), given)
-    assert found is None and "k keeps 4 sink tokens" in log and "--disable-radix-cache" in log, log[-4000:]
+    assert (
+        found is None
+        and "k keeps a window of 128 tokens" in log
+        and "sink tokens" not in log
+        and "--disable-radix-cache" in log
+    ), log[-4000:]

@@ -1,7 +1,8 @@
 """A program of SGLang's environment: serves rounds of prompts with a plan, given as JSON on its input, and prints what
 came out.
 
-    {"engine": arguments of Engine, "rounds": [[[id, ...], ...] of each round], "tokens": 40, "together": false}
+    {"engine": arguments of Engine, "rounds": [[[id, ...], ...] of each round], "tokens": 40, "together": false,
+     "weights": null, or a folder: those from the second round on}
     -> {"rounds": [[{"output": [id, ...], "chances": [log-probability, ...], "cached": tokens} of each prompt] of each
         round], "steps": what SGLang computed (sglang_recorder); request p of round r has the name "r.p"}
 
@@ -26,6 +27,8 @@ def main() -> None:
     sampling = {"temperature": 0.0, "max_new_tokens": given["tokens"]}
     rounds = []
     for number, prompts in enumerate(given["rounds"]):
+        if number == 1 and given.get("weights"):
+            engine.update_weights_from_disk(given["weights"])
         names = [f"{number}.{prompt}" for prompt in range(len(prompts))]
         options = {"sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
         if given["together"]:

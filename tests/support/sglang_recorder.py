@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
 import attention_recorder
@@ -18,6 +19,14 @@ def register() -> None:
     attention_recorder.register()
     worker = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
     HookRegistry.register(worker, _recorded, HookType.AROUND)
+    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
+    HookRegistry.register(sizes, _sized, HookType.AROUND)
+
+
+def _sized(original: Any, sizes: Any, nbytes: int, page_size: int) -> Any:
+    found = original(sizes, nbytes, page_size)
+    print(f"{nbytes} bytes hold {found.max_total_num_tokens} tokens", file=sys.stderr, flush=True)
+    return found
 
 
 def _recorded(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ tensors of SGLang that keep their addresses. Rows that fill a batch up have a le
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -22,13 +22,6 @@ from kvcal.engines.step import PagedStep
 from kvcal.engines.support import require_version
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-
-
-class NewTokens(NamedTuple):
-    """The new tokens of one request: its rows of the queries, and its place in memory."""
-
-    tokens: slice
-    chunk: Chunk
 
 
 class PlanAttentionBackend(AttentionBackend):
@@ -47,16 +40,21 @@ class PlanAttentionBackend(AttentionBackend):
         self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
         shard = pool.serving.shard
         self._steps = {index: PagedStep(shard, index, self._scratch) for index in shard.blocks}
+        self._sinks = pool.serving.sinks
         for index, step in self._steps.items():
             rings = torch.zeros(len(rows), shard.ring_bytes(index), dtype=torch.uint8, device=pool.device)
             step.bind(pool.blocks[index], rings)
+            if self._sinks is not None:
+                self._sinks.bind(step.layout, rings)
         self._checked: set[int] = set()
         self._decodes: Decodes | None = None
-        self._chunks: list[NewTokens] = []
+        self._chunks: list[tuple[slice, Chunk]] = []  # rows of the queries, and places of one request each
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Requests with more than one new token: their sizes come from the host."""
+        """Requests with more than one new token: their sizes come from the host. Sinks come into rings before."""
         self._scratch.report_errors(logger)
+        if self._sinks is not None:
+            self._sinks.copy()
         self._chunks = []
         if forward_batch.forward_mode.is_idle() or forward_batch.forward_mode.is_decode():
             return
@@ -67,7 +65,7 @@ class PlanAttentionBackend(AttentionBackend):
             width = -(-(num_past + count) // PAGE_TOKENS)
             if count:
                 chunk = Chunk(int(num_past), table[row, :width], rings[row : row + 1])
-                self._chunks.append(NewTokens(slice(start, start + int(count)), chunk))
+                self._chunks.append((slice(start, start + int(count)), chunk))
             start += int(count)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -106,12 +104,7 @@ class PlanAttentionBackend(AttentionBackend):
         return out.flatten(1)
 
     def _step(self, layer: Any) -> PagedStep:
-        """A layer's step; the layer is compared with the plan when it comes first.
-
-        Raises:
-            ArtifactError: the layer is not in the plan, or has other heads.
-            UsageError: attention that is more than the plan's.
-        """
+        """A layer's step; when it comes first, ArtifactError or UsageError unless the layer is the plan's."""
         index = layer.layer_id
         if index in self._checked:
             return self._steps[index]

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.mem_cache.base_prefix_cache import zero_match_result
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from kvcal.engines.capacity import BEGINNINGS, sglang_rings
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
-from kvcal.engines.shard import HeadShard, require_equal_plans
+from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
 from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
 
 logger = logging.getLogger("sglang.kvcal")
@@ -34,7 +38,8 @@ NEUTRAL: dict[str, Any] = {
     "enable_hierarchical_cache": False, "enable_hisparse": False, "enable_lmcache": False, "enable_flexkv": False,
     "enable_unified_memory": False, "enable_page_major_kv_layout": False, "enable_kv_cache_sharding": False,
     "enable_memory_saver": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none",
-    "enable_torch_compile": False,
+    "enable_torch_compile": False, "radix_cache_backend": None, "enable_unified_cache_external_linker": False,
+    "enable_streaming_session": False,
 }  # fmt: skip
 # Why, of those that move blocks: SGLang describes its memory by the rows of tokens.
 REASONS = {
@@ -43,8 +48,13 @@ REASONS = {
 }
 
 
+# Functions that methods of ``SinkTable`` wrap: of the radix tree, and of the rows, which number the rings.
+TREE, ROWS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "sglang.srt.mem_cache.memory_pool"
+WRAPPED = f"{TREE}.match_prefix", f"{TREE}.checkpoint", f"{TREE}.reset", f"{ROWS}.ReqToTokenPool.alloc"
+
+
 class Serving:
-    """A plan in a process; ``shard`` is this rank's."""
+    """A plan in a process; ``shard`` is this rank's. Bytes of a token in blocks, rounded up, and of rings and sinks."""
 
     def __init__(self, kvc: Any) -> None:
         """
@@ -65,28 +75,19 @@ class Serving:
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{option} {getattr(args, name)}, expected {value} with a plan", f"{option} {value}")
         if args.max_running_requests is None:
-            raise UsageError(
-                "a plan needs --max-running-requests: every request that may run has a ring from the start",
-                hint="such as --max-running-requests 64",
-            )
+            raise UsageError("a plan needs --max-running-requests: a request has a ring from the start", "such as 64")
         for reason in _refused_options(kvc):
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
         require_model(plan, _served_model(kvc.model_config), "SGLang")
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
-        self.max_requests: int = args.max_running_requests
+        formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
+        num_sinks = 0 if args.disable_radix_cache else max(fmt.num_sink_tokens for fmt in formats)
+        self.sinks = SinkTable(num_sinks, BEGINNINGS * (args.max_running_requests + 1)) if num_sinks else None
+        self.token_bytes = -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
+        self.rings_bytes = sglang_rings(self.shard, args.max_running_requests, self.sinks is not None)
         logger.info("serving the plan %s (%s)", self.path, plan.sha256[:16])
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in blocks, rounded up."""
-        return -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
-
-    @property
-    def rings_bytes(self) -> int:
-        """Bytes of all rings; SGLang has one place more than requests, for padding."""
-        return (self.max_requests + 1) * sum(map(self.shard.ring_bytes, self.shard.blocks))
 
 
 _latest: tuple[Any, Serving] | None = None
@@ -100,10 +101,74 @@ def serving_of(kvc: Any) -> Serving:
     return _latest[1]
 
 
-def current() -> Serving:
-    """The plan of this process."""
-    assert _latest is not None, "SGLang sizes its pool before it makes it"
-    return _latest[1]
+class SinkTable:
+    """Sinks beside the radix tree, which shares pages: a request's lie in its ring.
+
+    A prompt's first ``num_tokens`` tokens alone decide its sinks. So these lie in a table of ``size`` places, by the
+    tokens and what else names a branch of the tree (LoRA, salt). A request's sinks enter the table with its pages in
+    the tree; one that begins after pages gets them into its ring. A hit of the tree counts where the table has its
+    beginning; else the prompt is computed anew. The beginning that was used least recently leaves.
+
+    Copies wait for the next step, and are made before it, in order, on its stream: who had a ring or a place before is
+    done with it then. No pages enter the tree between a hit and the request's ring."""
+
+    def __init__(self, num_tokens: int, size: int) -> None:
+        self._num_tokens, self._size = num_tokens, size
+        self._places: dict[tuple[Any, ...], int] = {}  # the least recent first
+        self._copies: list[tuple[bool, tuple[int, int]]] = []  # whether into the table; the ring, and the place there
+        self._memory: list[tuple[Tensor, Tensor]] = []  # sinks of rings, and of the table: [..., N, sinks, D]
+        for target in WRAPPED:
+            HookRegistry.register(target, getattr(self, target.rpartition(".")[2]), HookType.AROUND)
+        HookRegistry.apply_hooks()
+        if not HookRegistry._patched.issuperset(WRAPPED):
+            raise UnsupportedModel("this SGLang lacks functions that bring sinks along with cached pages")
+
+    def bind(self, layout: BlockLayout, rings: Tensor) -> None:
+        """Share the sinks of a layer's rings, uint8 [rings, ring_bytes]."""
+        for side in SIDES:
+            sinks, _ = layout.unquantized(rings, side)
+            self._memory.append((sinks, sinks.new_zeros(self._size, *sinks.shape[1:])))
+
+    def copy(self) -> None:
+        """Make all copies that wait."""
+        for is_kept, at in self._copies:
+            for memory in self._memory:
+                memory[is_kept][at[is_kept]] = memory[not is_kept][at[not is_kept]]
+        self._copies.clear()
+
+    def _beginning(self, ids: Sequence[int], of: Any) -> tuple[Any, ...]:
+        return (of.extra_key, of.cache_salt, *ids[: self._num_tokens])
+
+    def match_prefix(self, original: Any, tree: Any, params: Any) -> Any:
+        """Wraps the tree's: no hit where the sinks are gone."""
+        found, key = original(tree, params), params.key[: self._num_tokens]
+        has_sinks = self._beginning(key.raw_token_ids(), key) in self._places
+        return found if has_sinks else zero_match_result(tree, found, key.extra_key)
+
+    def checkpoint(self, original: Any, tree: Any, req: Any, *, up_to: int, **more: Any) -> Any:
+        """Wraps the tree's: so many tokens of a request enter it."""
+        beginning = self._beginning(req.full_untruncated_fill_ids, req)
+        if up_to >= max(PAGE_TOKENS, self._num_tokens) and beginning not in self._places:
+            is_full = len(self._places) == self._size
+            place = self._places.pop(next(iter(self._places))) if is_full else len(self._places)
+            self._places[beginning] = place
+            self._copies.append((True, (req.kv.req_pool_idx, place)))
+        return original(tree, req, up_to=up_to, **more)
+
+    def reset(self, original: Any, tree: Any) -> None:
+        """Wraps the tree's, which forgets all pages, such as when weights have changed."""
+        self._places.clear()
+        original(tree)
+
+    def alloc(self, original: Any, pool: Any, reqs: list[Any]) -> Any:
+        """Wraps the pool's of rows: requests that begin get their rings."""
+        begun = [req for req in reqs if req.prefix_len and not req.kv.holds_kv]
+        if (found := original(pool, reqs)) is not None:
+            for req in begun:
+                beginning = self._beginning(req.full_untruncated_fill_ids, req)
+                self._places[beginning] = place = self._places.pop(beginning)
+                self._copies.append((False, (req.kv.req_pool_idx, place)))
+        return found
 
 
 class PlanPool(MHATokenToKVPool):
@@ -111,18 +176,15 @@ class PlanPool(MHATokenToKVPool):
     of every layer; page 0 is nobody's. The radix tree shares full pages. What would read single tokens is refused.
     ``blocks``: of every layer, by index, uint8 [pages, block_bytes]."""
 
-    blocks: dict[int, Tensor]
-    k_buffer: list[Tensor]
-    v_buffer: list[Tensor]
-
     def _create_buffers(self) -> None:
-        self.serving = current()
+        assert _latest is not None, "SGLang sizes its pool before it makes it"
+        self.serving = _latest[1]
         shard, pages = self.serving.shard, self.size // PAGE_TOKENS + 1
         self.blocks = {
             index: torch.zeros(pages, shard.block_bytes(index), dtype=torch.uint8, device=self.device)
             for index in shard.blocks
         }
-        self.k_buffer, self.v_buffer = list(self.blocks.values()), []
+        self.k_buffer, self.v_buffer = list(self.blocks.values()), list[Tensor]()
         self._kv_buffer_descs: list[Any] = []
         self._init_data_ptrs_and_strides()
 
@@ -154,11 +216,5 @@ def _refused_options(kvc: Any) -> Iterator[str]:
 
 def _served_model(config: Any) -> ServedModel:
     text = config.hf_text_config
-    return ServedModel(
-        config.model_path,
-        text.model_type,
-        text.num_hidden_layers,
-        text.num_attention_heads,
-        config.get_total_num_kv_heads(),
-        None,
-    )
+    sizes = text.num_hidden_layers, text.num_attention_heads, config.get_total_num_kv_heads()
+    return ServedModel(config.model_path, text.model_type, *sizes, None)

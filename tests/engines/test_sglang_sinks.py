@@ -1,0 +1,68 @@
+"""Sinks in the real SGLang beside its radix tree: a request that begins after pages of another has the sinks that
+``PlanCache`` has. ``make engines`` runs these tests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from engine_replay import assert_replayed
+from sglang_environment import recorded, run_sglang
+from test_sglang import LENGTHS, VERSION, Served, arguments, expected, prompts, serve
+from test_sglang import served as served
+from test_vllm_sinks import with_sinks
+
+from kvcal.engines.capacity import capacity
+
+pytestmark = pytest.mark.engines
+
+
+@pytest.mark.parametrize("more", [{}, {"chunked_prefill_size": 256}, {"tp_size": 2}])
+def test_sinks_cold_and_behind_the_radix_trees_prefixes(more: dict[str, int], served: Served, tmp_path: Path) -> None:
+    """Between the two times, all rings are others'. The first page of a prompt of 120 tokens is filled by decoding;
+    one of 129 begins again with one new token."""
+    plan, given, others = with_sinks(served.plan), prompts(*LENGTHS, 120, 129), prompts(*LENGTHS, seed=9)
+    rounds = serve(served, tmp_path, [given, others, given], plan=plan, **more)
+    assert [one["cached"] for one in rounds[2]] == [0, 128, 256, 640, 0, 128]
+    for asked, found in zip((given, others, given), rounds, strict=True):
+        for prompt, one in zip(asked, found, strict=True):
+            chunk = more.get("chunked_prefill_size", 4096)
+            assert one["output"] == expected(served, prompt, one["cached"], chunk, plan)
+
+
+def test_requests_of_one_step_share_sinks_in_few_pages(served: Served, tmp_path: Path) -> None:
+    """With hits and without, in 8 pages, so that prompts are evicted, and requests retracted and computed again."""
+    plan, ((base,), (other,)) = with_sinks(served.plan), (prompts(300, seed=seed) for seed in (1, 2))
+    rounds = [[base, *prompts(90, seed=n), other[:129], base[:200], other, base[:257]] for n in range(2)]
+    rounds.append(prompts(100, 110, 90, 105, seed=7))
+    few = arguments(served, max_total_tokens=1024, schedule_conservativeness=0.01)
+    given = {"engine": few, "rounds": rounds, "tokens": 170, "together": True}
+    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors", plan), given)
+    assert found is not None and "Retract requests" in log, log[-4000:]
+    replay = assert_replayed(recorded(found, rounds), served.model, plan)
+    assert replay.restarts > 0 and sum(replay.cached.values()) > 500
+    sized = re.search(r"(\d+) bytes hold (\d+) tokens", log)
+    assert sized and 128 * capacity("sglang", plan, int(sized[1]), 1, 1, max_requests=4).num_blocks == int(sized[2])
+
+
+def test_a_prompt_whose_sinks_are_gone_is_computed_anew(served: Served, tmp_path: Path) -> None:
+    """One request at a time has places for eight beginnings. Then its pages are shared again."""
+    plan, given = with_sinks(served.plan), prompts(*[130] * 9)
+    asked = [given, [given[-1], given[0], given[0]]]
+    rounds = serve(served, tmp_path, asked, plan=plan, max_running_requests=1)
+    assert [one["cached"] for one in rounds[1]] == [128, 0, 128]
+    for prompt, one in zip(sum(asked, []), sum(rounds, []), strict=True):
+        assert one["output"] == expected(served, prompt, one["cached"], plan=plan)
+
+
+def test_other_weights_have_other_sinks(served: Served, tmp_path: Path) -> None:
+    other, plan, given = Served(tmp_path / "other", seed=1), with_sinks(served.plan), prompts(130)
+    given = {
+        "engine": arguments(served), "rounds": [given] * 3, "tokens": 40, "together": False,
+        "weights": str(other.folder),
+    }  # fmt: skip
+    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors", plan), given)
+    assert found is not None, log[-4000:]
+    for model, cached, (one,) in zip((served, other, other), (0, 0, 128), found["rounds"], strict=True):
+        assert one["cached"] == cached and one["output"] == expected(model, prompts(130)[0], cached, plan=plan)
