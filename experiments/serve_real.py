@@ -52,7 +52,7 @@ from vllm_environment import python_with_vllm, variables_in
 from kvcal import Plan, PlanCache, attached, load_model
 from kvcal.cache.attached import attached_for
 from kvcal.data.sequences import DataSpec, load_sequences
-from kvcal.engines.capacity import vllm_blocks
+from kvcal.engines.capacity import VllmPool
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import TESTED
 from kvcal.folder import tokenizer_of
@@ -194,10 +194,8 @@ class Checker:
         """Blocks for all prompts, of three pages each, and for half of the pages that answers begin. Nothing is kept of
         those that are lost, and SGLang takes requests without counting on all of their answers."""
         if self.engine == "vllm":
-            shard = HeadShard(self.plan)
-            pages = [shard.block_bytes(index) for index in shard.blocks]
-            _, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
-            blocks = 1 + REQUESTS * (ring_blocks + 3) + 2
+            pool = VllmPool(HeadShard(self.plan), has_prefixes=False)
+            blocks = 1 + REQUESTS * (pool.ring_blocks + 3) + 2
             return ["--num-gpu-blocks-override", str(blocks), "--no-enable-prefix-caching"]
         few = ["--max-total-tokens", str(128 * (REQUESTS * 3 + 2)), "--schedule-conservativeness", "0.01"]
         return [*few, "--disable-radix-cache"]

@@ -97,7 +97,10 @@ def capacity(
         ("block of 128 tokens, all layers", format_bytes(found.block_bytes)),
         ("of which padding", format_bytes(found.block_bytes - found.page_bytes)),
         ("blocks", str(found.num_blocks)),
-        ("blocks of a request", f"{found.blocks_per_request}, {found.ring_blocks} of them for rings"),
+        (
+            "blocks of a request",
+            f"{found.blocks_per_request}, {found.ring_blocks} of them for rings, {found.window_blocks} for windows",
+        ),
         (f"requests of {context} tokens at once", f"{found.concurrency:.2f}"),
         ("tokens", f"{found.num_tokens}, {found.num_tokens / max(1, found.raw_tokens):.2f}x of 16 bits"),
     ]
@@ -105,8 +108,8 @@ def capacity(
     say = given.reporter().say
     if found.block_bytes > WASTEFUL * found.page_bytes:
         say(
-            "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: long windows "
-            "besides few full-attention layers cost more than a plan saves"
+            "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: few layers with "
+            "full attention cannot save more"
         )
     if engine == "sglang" and found.concurrency > max_requests:
         say(f"note: sglang runs at most {max_requests} of them at once, which --max-requests states")

@@ -1,10 +1,8 @@
 """Tokens and requests of a plan that fit into an engine's memory, by the engine's own rule, before it is started.
 
-vLLM's pool has blocks of one size, that of all layers' pages side by side. A request takes a block for every 128 tokens
-that it has begun, and blocks for its rings, which are all that a layer with a sliding window has: as many rings lie in
-one as there is room for (vLLM's ``_get_packed_kv_cache_groups``), and a ring that is larger makes all blocks as large.
-SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; next to it lies a ring for every request
-that may run, from the start, and shared sinks.
+vLLM's pool has blocks of one size (``VllmPool``). A request takes a block for every 128 tokens that it has begun, and
+blocks for its rings, its sinks and its sliding windows. SGLang's pool has pages of 128 tokens, whose bytes it rounds up
+token by token; next to it lies a ring for every request that may run, from the start, and shared sinks.
 
 Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
 engines measure when they start.
@@ -12,28 +10,30 @@ engines measure when they start.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvcal.engines.shard import BlockLayout, HeadShard
+from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import unquantized_copies
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
 from kvcal.plan.plan import Plan
 from kvcal.recipe import Engine
 
 # Beginnings of prompts whose sinks SGLang keeps for its cached pages, by rings.
 BEGINNINGS = 4
+# Tokens of a block of a layer with a sliding window, of which vLLM's attention takes some.
+WINDOW_BLOCKS = 16, 32, 64, 128
 
 
 @dataclass(frozen=True)
 class Capacity:
     """``block_bytes`` of 128 tokens of all layers, padding included, of which pages are ``page_bytes``; ``num_blocks``
     in the pool, with the one that engines keep for nobody; a request of the context takes ``blocks_per_request``, of
-    which ``ring_blocks`` whatever its length. ``raw_tokens``: tokens at 16 bits in the same memory, without sliding
-    windows."""
+    which ``ring_blocks`` for rings and sinks and ``window_blocks`` for sliding windows. ``raw_tokens``: tokens at 16
+    bits in the same memory, without sliding windows."""
 
     memory: int
     block_bytes: int
@@ -41,12 +41,14 @@ class Capacity:
     num_blocks: int
     blocks_per_request: int
     ring_blocks: int
+    window_blocks: int
     context: int
     raw_tokens: int
 
     @property
     def concurrency(self) -> float:
-        """Requests of the context that fit at once, as vLLM prints it."""
+        """Requests of the context that fit at once, as vLLM prints it, but for sliding windows: vLLM counts those of
+        all tokens that a step may compute, too."""
         return self.num_blocks / self.blocks_per_request
 
     @property
@@ -62,13 +64,14 @@ def capacity(
     ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start."""
     shard, needed = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
     pages = [shard.block_bytes(index) for index in shard.blocks]
-    fixed = ring_blocks = 0
+    fixed, ring_blocks, window_blocks, has_prefixes = 0, 0, 0, not unquantized_copies(plan, lookahead)
     if engine == "vllm":
-        block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes, shared_sinks(shard))
-        needed += ring_blocks
+        pool = VllmPool(shard, has_prefixes)
+        block_bytes, ring_blocks, window_blocks = pool.block_bytes, pool.ring_blocks, pool.window_blocks(context)
+        needed += ring_blocks + window_blocks
     else:
         block_bytes = -(-sum(pages) // PAGE_TOKENS) * PAGE_TOKENS
-        fixed = sglang_rings(shard, max_requests, not unquantized_copies(plan))
+        fixed = sglang_rings(shard, max_requests, has_prefixes)
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
         smallest = needed * block_bytes + fixed
@@ -79,49 +82,112 @@ def capacity(
             smallest_bytes=smallest,
             hint=f"give the cache {smallest} bytes on each rank, or a shorter context{fewer}",
         )
-    layers = [block.layer.attention for block in shard.blocks.values() if block.layer.is_paged]
-    raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[plan.cache_dtype].itemsize
-    return Capacity(memory, block_bytes, sum(pages), num_blocks, needed, ring_blocks, context, memory // raw)
+    values = sum(block.layer.attention.values_per_token for block in shard.blocks.values())
+    raw_tokens = memory // (values * CACHE_DTYPES[plan.cache_dtype].itemsize)
+    return Capacity(
+        memory, block_bytes, sum(pages), num_blocks, needed, ring_blocks, window_blocks, context, raw_tokens
+    )
 
 
 def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0) -> int:
     """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
     padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`capacity`."""
     batch, blocks = plan.workload.batch, -(-plan.workload.context // PAGE_TOKENS)
-    shard = HeadShard(plan, 0, num_ranks, lookahead)
-    pages = [shard.block_bytes(index) for index in shard.blocks]
+    shard, has_prefixes = HeadShard(plan, 0, num_ranks, lookahead), not unquantized_copies(plan, lookahead)
     if engine == "sglang":
-        fixed = sglang_rings(shard, batch, not unquantized_copies(plan))
-        return num_ranks * (batch * blocks * PAGE_TOKENS * -(-sum(pages) // PAGE_TOKENS) + fixed)
-    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes, shared_sinks(shard))
-    return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
+        token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
+        fixed = sglang_rings(shard, batch, has_prefixes)
+        return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + fixed)
+    pool = VllmPool(shard, has_prefixes)
+    blocks += pool.ring_blocks + pool.window_blocks(plan.workload.context)
+    return num_ranks * (1 + batch * blocks) * pool.block_bytes
 
 
 def sglang_rings(shard: HeadShard, max_requests: int, shares_sinks: bool) -> int:
     """Bytes of SGLang's rings, of which it has one more than requests, for padding, and of shared sinks."""
-    sinks = sum(block.sink_bytes for block in shard.blocks.values() if isinstance(block, BlockLayout))
+    sinks = sum(block.sink_bytes for block in shard.blocks.values())
     rings = sum(map(shard.ring_bytes, shard.blocks))
     return (max_requests + 1) * (rings + BEGINNINGS * sinks * shares_sinks)
 
 
-def shared_sinks(shard: HeadShard) -> int:
-    """Bytes of a layer's sinks next to a first page in vLLM; 0 where it serves the plan without caching prefixes."""
-    is_shared = not unquantized_copies(shard.plan, shard.lookahead)
-    return shard.largest_sink_bytes if is_shared else 0
+class Placed(NamedTuple):
+    """Things of layers in blocks, side by side: ``at``, by layer, the number of a block and a byte of it;
+    ``num_blocks``, and the bytes of the fullest."""
+
+    at: dict[int, tuple[int, int]]
+    num_blocks: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[int, int], room: int) -> Placed:
+        """Things of so many bytes, of layers in their order, in blocks with ``room`` for each of them."""
+        at: dict[int, tuple[int, int]] = {}
+        block = used = fullest = 0
+        for index, size in sizes.items():
+            if used + size > room:
+                block, used = block + 1, 0
+            at[index] = block, used
+            used += size
+            fullest = max(fullest, used)
+        return cls(at, block + 1, fullest)
 
 
-def vllm_blocks(pages: Sequence[int], ring: int, sinks: int = 0) -> tuple[int, int]:
-    """vLLM's packing: bytes of a block of the pool, and the blocks that the rings and sinks of a request take.
-    ``pages``: bytes of every layer's block of 128 tokens, 0 of a sliding window; ``ring``, ``sinks``: bytes of a
-    layer's ring, and of its shared sinks, which are fewer."""
-    count, sizes = len(pages), Counter(size for size in pages if size)
-    copies = [size for size in (ring, sinks) if size]
-    groups = [-(-count // max(max(sum(pages), ring) // size, 1)) for size in copies]
-    if len(sizes) > 1 and len(set(sizes.values())) == 1:  # pages that vLLM takes for a repeating pattern of layers
-        # The number to whose multiples all are padded least; the largest of several.
-        pattern = next(iter(sizes.values()))
-        numbers = range(count, pattern - 1, -1)
-        padded = min(numbers, key=lambda number: -pattern % number + len(copies) * (-count % number))
-        groups = [max(found, -(-count // padded)) for found in groups]
-    widest = max(-(-count // found) * size for found, size in zip(groups, copies, strict=True))
-    return max(sum(pages), widest), sum(groups)
+class Window(NamedTuple):
+    """Layers of one sliding window: ``tokens`` of a block; ``num_groups`` of layers, whose blocks are other ones; the
+    blocks that a request of any length holds in each group, at most."""
+
+    tokens: int
+    num_groups: int
+    blocks: int
+
+
+class VllmPool:
+    """vLLM's pool of blocks with a plan: how the layers of a rank lie in it, by vLLM's own planner.
+
+        pages    of all layers: a block for every 128 tokens. Each layer has the same share of it, and a plan's layers
+                 lie side by side in the shares of all. (Of unequal pages vLLM takes some for a pattern of layers.)
+        rings    of all layers: as many blocks a request as they take
+        sinks    of all layers, where a request after a cached prefix has them: mostly one block
+        windows  of layers with a sliding window, which vLLM keeps at 16 bits: blocks of fewer tokens, in groups of as
+                 many layers as one has room for
+
+    All blocks have the bytes of the largest."""
+
+    def __init__(self, shard: HeadShard, has_prefixes: bool = True) -> None:
+        """``has_prefixes``: whether they are cached."""
+        self.shard, blocks = shard, shard.blocks
+        pages = {index: block.block_bytes for index, block in blocks.items()}
+        rings = {index: block.ring_bytes for index, block in blocks.items()}
+        sinks = {index: block.sink_bytes if has_prefixes else 0 for index, block in blocks.items()}
+        self.pages = Placed.of(pages, sum(pages.values()))
+        self.share_bytes = aligned_size(-(-self.pages.block_bytes // len(blocks)))
+        self.room = max(self.share_bytes * len(blocks), *rings.values())
+        self.rings, self.sinks = (Placed.of(sizes, self.room) for sizes in (rings, sinks))
+
+    def window(self, tokens: int, sizes: Sequence[int] = WINDOW_BLOCKS) -> Window:
+        """Of the layers with a sliding window of so many tokens. Blocks, of one of these ``sizes`` in tokens, are the
+        fewest, or a sixteenth more where that makes fewer groups, which cost vLLM time on the host."""
+        count, token_bytes = self.shard.windows[tokens]
+        found = []
+        for size in [size for size in sizes if size * token_bytes <= self.room] or [min(sizes)]:
+            groups = -(-count // max(1, self.room // (size * token_bytes)))
+            found.append(Window(size, groups, -(-(tokens - 1 + self.shard.lookahead) // size) + 1))
+        fewest = min(one.num_groups * one.blocks for one in found)
+        fitting = (one for one in found if 16 * one.num_groups * one.blocks <= 17 * fewest)
+        return min(fitting, key=lambda one: (one.num_groups, one.num_groups * one.blocks))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of each block of the pool."""
+        windows = (self.window(tokens).tokens * nbytes for tokens, (_, nbytes) in self.shard.windows.items())
+        return max(self.room, *windows, 0)
+
+    @property
+    def ring_blocks(self) -> int:
+        """Of a request of any length, for rings and sinks."""
+        return self.rings.num_blocks + (self.sinks.num_blocks if self.sinks.block_bytes else 0)
+
+    def window_blocks(self, context: int) -> int:
+        """Of a request with so many tokens, for sliding windows, once its prompt is computed."""
+        windows = map(self.window, self.shard.windows)
+        return sum(one.num_groups * min(one.blocks, -(-context // one.tokens)) for one in windows)

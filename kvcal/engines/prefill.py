@@ -71,48 +71,17 @@ def attend_chunk(
     return _with_sink_logits(found, logits.s_aux).transpose(0, 1).to(q.dtype)
 
 
-def attend_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: tuple[Tensor, Tensor],
-    window: int,
-    logits: Logits,
-    flash: Flash = torch_flash,
-) -> Tensor:
-    """Attention [T, H, D] of q [T, H, D] to the last ``window`` tokens up to each one's own: of ``past``, keys and
-    values [N, S, D], S 0 or more, less than ``window``, and of k, v [T, N, D]. Else as :func:`attend_chunk`."""
-    queries = q.transpose(0, 1)
-    keys, values = (torch.cat([before, x.transpose(0, 1)], dim=1) for before, x in zip(past, (k, v), strict=True))
-    after, parts = past[0].shape[1], []
-    for first in range(0, len(q), window):  # queries of which each sees all up to its own among themselves
-        begin, stop = after + first, after + min(first + window, len(q))
-        own = queries[:, first : first + window]
-        found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, logits, flash=flash)
-        seen = slice(max(0, begin - window + 1), begin)
-        if begin:
-            early = slice(0, window - 1)  # the last of a whole window of them sees nothing before
-            part = attend_part(own[:, early], keys[:, seen], values[:, seen], False, logits, window)
-            found.out[:, early], found.lse[:, early] = Part(found.out[:, early], found.lse[:, early]).merged(part)
-        parts.append(_with_sink_logits(found, logits.s_aux))
-    return torch.cat(parts, dim=1).transpose(0, 1).to(q.dtype)
-
-
 def _with_sink_logits(found: Part, s_aux: Tensor | None) -> Tensor:
     if s_aux is None:
         return found.out
     return found.out * torch.sigmoid(found.lse - s_aux.float().unsqueeze(-1)).unsqueeze(-1)
 
 
-def attend_part(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, logits: Logits, window: int | None = None,
-    flash: Flash = torch_flash,
-) -> Part:  # fmt: skip
-    """Attention of q [H, T, D] to k, v [N, S, D]: to all; where T = S, each to the tokens up to its own; of a
-    ``window``, each to the last so many up to its own, which are after the keys (fewer queries than that). Without the
+def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, logits: Logits, flash: Flash = torch_flash) -> Part:
+    """Attention of q [H, T, D] to k, v [N, S, D]: to all, or where T = S, each to the tokens up to its own. Without the
     logits of sinks."""
     scale, softcap, _ = logits
-    if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM and window is None:
+    if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM:
         out, lse = flash(q, k, v, is_causal, scale)
         return Part(out.float(), lse)
     (num_heads, tokens, dim), past = q.shape, k.shape[1]
@@ -125,11 +94,9 @@ def attend_part(
         scores = (taken.flatten(1, 2) @ keys).unflatten(1, taken.shape[1:3]) * scale  # [N, G, t, S]
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        pairs = torch.ones(taken.shape[2], past, dtype=torch.bool, device=q.device)
         if is_causal:
-            scores = scores.masked_fill(pairs.triu(first + 1), -torch.inf)
-        if window is not None:
-            scores = scores.masked_fill(pairs.tril(past + first - window), -torch.inf)
+            later = torch.ones(taken.shape[2], past, dtype=torch.bool, device=q.device).triu(first + 1)
+            scores = scores.masked_fill(later, -torch.inf)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         parts.append(((weights.flatten(1, 2) @ values).view(num_heads, -1, dim), lse.flatten(0, 1)))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
-from kvcal.kernels.operands import Memory, QueryStatistic
+from kvcal.kernels.operands import QueryStatistic
 from kvcal.pages.layout_protocol import aligned_size
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
@@ -126,47 +126,6 @@ class BlockLayout:
         return heads * fmt.num_sink_tokens * token, heads * newest * token
 
 
-@dataclass(frozen=True)
-class WindowLayout:
-    """Of a layer with a sliding window of W tokens, as this rank has it: 16 bits, in the ring of a request, no blocks.
-
-        ring    keys [N, 1, D], keys [N, W - 1, D], values alike, in the cache's dtype: the last W - 1 of the past,
-                token t at t modulo their number. The one before them is scratch of a step: the token that attention
-                reads for the last time (kvcal.kernels.ops, ``append_window``)
-
-    So a request takes the same bytes however long it is, and one that begins after blocks of another would not have
-    its window."""
-
-    layer: LayerPlan
-    cache_dtype: CacheDtype
-    block_bytes: int = 0
-
-    @property
-    def ring_tokens(self) -> int:
-        """W - 1."""
-        assert self.layer.attention.window is not None
-        return self.layer.attention.window - 1
-
-    @functools.cached_property
-    def ring_bytes(self) -> int:
-        """Bytes of a request's ring: a multiple of 16."""
-        return aligned_size(sum(self._bytes(side) for side in SIDES))
-
-    def memory(self, rings: Tensor, side: Side) -> Memory:
-        """The keys, or values, in rings, uint8 [rings, ring_bytes or more]: views [rings, N, 1, D] and
-        [rings, N, W - 1, D] in the cache's dtype, and no pages."""
-        heads, dim = self.layer.attention.num_kv_heads, self.layer.head_dim(side)
-        first = self._bytes("k") if side == "v" else 0
-        held = rings[:, first : first + self._bytes(side)].view(CACHE_DTYPES[self.cache_dtype])
-        leaving, window = held[:, : heads * dim], held[:, heads * dim :]
-        no_pages = torch.empty(0, heads, 0, dtype=torch.uint8, device=rings.device)
-        return Memory(leaving.unflatten(1, (heads, 1, dim)), window.unflatten(1, (heads, -1, dim)), no_pages)
-
-    def _bytes(self, side: Side) -> int:
-        token = self.layer.attention.num_kv_heads * self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
-        return (1 + self.ring_tokens) * token
-
-
 def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
     """KV heads of a rank."""
     heads = geometry.num_kv_heads
@@ -206,17 +165,28 @@ class HeadShard:
     lookahead: int = 0
 
     @functools.cached_property
-    def blocks(self) -> dict[int, BlockLayout | WindowLayout]:
-        """The rank's layout of every layer, by the layer's index."""
-        layers = [_layer_of(layer, self.rank, self.size) for layer in self.plan.layers]
-        layouts: dict[int, BlockLayout | WindowLayout] = {}
-        for layer in layers:
-            layouts[layer.geometry.index] = (
-                BlockLayout(layer, self.plan.cache_dtype, self.lookahead)
-                if layer.is_paged
-                else WindowLayout(layer, self.plan.cache_dtype)
-            )
-        return layouts
+    def blocks(self) -> dict[int, BlockLayout]:
+        """The rank's layout of every layer with pages, by the layer's index."""
+        layers = [_layer_of(layer, self.rank, self.size) for layer in self.plan.layers if layer.is_paged]
+        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype, self.lookahead) for layer in layers}
+
+    @functools.cached_property
+    def windows(self) -> dict[int, tuple[int, int]]:
+        """Layers with a sliding window, by its tokens: how many there are, and a token's bytes in each on this rank.
+        UnsupportedModel where these differ."""
+        found: dict[int, tuple[int, int]] = {}
+        for one in (one for one in self.plan.layers if not one.is_paged):
+            layer = rank_geometry(one.attention, self.rank, self.size)
+            assert layer.window is not None
+            nbytes = layer.values_per_token * CACHE_DTYPES[self.plan.cache_dtype].itemsize
+            count, expected = found.get(layer.window, (0, nbytes))
+            if nbytes != expected:
+                raise UnsupportedModel(
+                    f"layer {layer.index} takes {nbytes} bytes a token on a rank, and another one with a sliding "
+                    f"window of {layer.window} tokens {expected}, which are served only where they are equal"
+                )
+            found[layer.window] = count + 1, nbytes
+        return found
 
     def heads(self, index: int) -> slice:
         """The rank's KV heads of a layer, as the plan counts them."""
@@ -224,22 +194,12 @@ class HeadShard:
         return rank_heads(whole, self.rank, self.size)
 
     def block_bytes(self, index: int) -> int:
-        """Bytes of a layer's block, equal on all ranks; 0 of a sliding window, which has none."""
+        """Bytes of a layer's block, equal on all ranks."""
         return self.blocks[index].block_bytes
 
     def ring_bytes(self, index: int) -> int:
         """Bytes of a request's ring of a layer, equal on all ranks."""
         return self.blocks[index].ring_bytes
-
-    @functools.cached_property
-    def largest_ring_bytes(self) -> int:
-        """Bytes of a request's largest ring, equal on all ranks: vLLM packs rings best that are equal in all layers."""
-        return max(map(self.ring_bytes, self.blocks))
-
-    @functools.cached_property
-    def largest_sink_bytes(self) -> int:
-        """Bytes of a layer's sinks of one request, of the layer with most; equal on all ranks."""
-        return max(block.sink_bytes if isinstance(block, BlockLayout) else 0 for block in self.blocks.values())
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The transforms of a layer's heads of this rank, [n, ...] each, by the last part of their names."""
@@ -248,14 +208,18 @@ class HeadShard:
 
 def _layer_of(layer: LayerPlan, rank: int, size: int) -> LayerPlan:
     whole = layer.attention
-    heads = rank_heads(whole, rank, size)
     if size > whole.num_kv_heads and any(fmt.needs_queries for fmt in layer.k):
         raise UnsupportedModel(
             f"layer {whole.index} chooses channels by queries, and {size} ranks share the queries of each of its "
             f"{whole.num_kv_heads} KV heads: their pages would differ",
             hint=f"choose a tensor parallel size of at most {whole.num_kv_heads}",
         )
-    geometry = dataclasses.replace(
+    return dataclasses.replace(layer, geometry=rank_geometry(whole, rank, size))
+
+
+def rank_geometry(whole: AttentionGeometry, rank: int, size: int) -> AttentionGeometry:
+    """A layer's heads, as a rank has them."""
+    heads = rank_heads(whole, rank, size)
+    return dataclasses.replace(
         whole, num_query_heads=whole.num_query_heads // size, num_kv_heads=heads.stop - heads.start
     )
-    return dataclasses.replace(layer, geometry=geometry)

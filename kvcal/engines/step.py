@@ -31,9 +31,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk, attend_window
+from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk
 from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
-from kvcal.engines.shard import BlockLayout, HeadShard, WindowLayout
+from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
@@ -42,7 +42,7 @@ from kvcal.pages.basis import Basis
 from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.store.step import KernelCodec, LayerStep, WindowedStep
+from kvcal.store.step import KernelCodec, LayerStep
 
 
 class PagedStep:
@@ -53,9 +53,7 @@ class PagedStep:
     """
 
     def __init__(self, shard: HeadShard, index: int, scratch: Scratch) -> None:
-        layout = shard.blocks[index]
-        assert isinstance(layout, BlockLayout), f"layer {index} has a sliding window"
-        self.layout = layout
+        self.layout = shard.blocks[index]
         self.scratch = scratch
         self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
         self._first_head = shard.heads(index).start
@@ -224,52 +222,3 @@ class PagedStep:
             sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
             memory.sinks[chunk.ring.long(), :, past : past + sinks.shape[1]] = sinks
         chunk.keep(memory, new, max(past, PAGE_TOKENS * fmt.pages_read(total)))
-
-
-class WindowStep:
-    """A layer of a shard with a sliding window; its calls are those of ``PagedStep``, whose places they take."""
-
-    def __init__(self, layout: WindowLayout, scratch: Scratch) -> None:
-        self.layout, self.scratch = layout, scratch
-        self.dtype = CACHE_DTYPES[layout.cache_dtype]
-        geometry = layout.layer.attention
-        # Now, so that an engine's measurement of free memory counts it.
-        scratch.workspace(geometry.num_kv_heads, geometry.group_heads, geometry.k_head_dim)
-
-    def bind(self, rings: Tensor) -> None:
-        """The layer's memory: rings, uint8 [rings, ring_bytes or more], bytes side by side, with strides between them
-        of multiples of 16."""
-        k, v = (self.layout.memory(rings, side) for side in SIDES)
-        self._memory: dict[Side, Memory] = {"k": k, "v": v}
-        self._step = WindowedStep.of(self.layout.layer.attention, self.layout.cache_dtype, k, v, self.scratch)
-
-    def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
-        """Store k, v [B, N, D], one token a sequence."""
-        self._step.append(q, k, v, self._place(decodes))
-
-    def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
-        """From q [B, H, D] to the window that each sequence's token ends: [B, H, D]."""
-        return self._step.attend(q, self._place(decodes), *logits)
-
-    def _place(self, decodes: Decodes) -> Place:
-        none = self.scratch.none
-        return Place(decodes.lengths, decodes.table[:, :0], none, none, decodes.rings)
-
-    def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
-        """Store k, v [T, N, D]. Returns what attention reads of the past."""
-        size, total = self.layout.ring_tokens, chunk.num_past + len(k)
-        first = max(0, chunk.num_past - size)
-        tail = Tail(first, *(chunk.newest(self._memory[side], first).to(q.dtype) for side in SIDES))
-        for side, new in zip(SIDES, (k, v), strict=True):
-            chunk.keep(self._memory[side], new.to(self.dtype), max(chunk.num_past, total - size))
-        return tail
-
-    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
-        """From q [T, H, D] to the window that each of the tokens k, v ends: [T, H, D]."""
-        keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
-        window = self.layout.ring_tokens + 1
-        return attend_window(q, keys, values, tail[1:], window, logits, self.scratch.flash)
-
-    def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
-        """As ``PagedStep.warm_up``."""
-        self.scratch.warm_up(self.layout.layer.attention, num_tokens)

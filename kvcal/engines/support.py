@@ -1,10 +1,10 @@
 """Refusals: layers of a plan that an engine does not take, versions of engines, and other models than the plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits besides its
-pages, lie in the ring of a request, and so do layers with a sliding window: one that begins after blocks of another
-would not have them. So such a plan is served where prefixes are not cached. Sinks, of which there are few, are shared
-with pages. What the kernels cannot read as it is stored is refused everywhere. It is refused at start:
-a plan is never served wrongly.
+pages, lie in the ring of a request: one that begins after blocks of another would not have them. So such a plan is
+served where prefixes are not cached. Sinks, of which there are few, are shared with pages. Layers with a sliding window
+are vLLM's own. What the kernels cannot read as it is stored is refused everywhere. It is refused at start: a plan is
+never served wrongly.
 
 Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with it the
 engine, by ``kvcal doctor --engine`` before serving, and at every start.
@@ -49,13 +49,16 @@ def refusals(
     if isinstance(layer.geometry, StateGeometry):
         yield "it keeps a state, which is not served"
         return
-    if not layer.is_paged and engine != "vllm":
-        yield "it has a sliding window, which is served in vLLM alone"
-        return
     if layer.attention.is_latent:
         yield choice.LATENTS
         return
-    for side in SIDES if layer.is_paged else ():
+    if not layer.is_paged:
+        if engine != "vllm":
+            yield "it has a sliding window, which is served in vLLM alone"
+        elif layer.attention.state_bytes:
+            yield "it keeps a state besides its keys and values"
+        return
+    for side in SIDES:
         fmt, form = layer.format(side), stored_form(layer, side)
         if fmt.shrink_at:
             yield f"{side} pages shrink, and an engine's blocks stay as they are"
@@ -69,13 +72,10 @@ def refusals(
 
 
 def unquantized_copies(plan: Plan, lookahead: int = 0) -> list[str]:
-    """The 16-bit tokens of a plan that a request after a cached prefix would lack, each named once: windows, and sinks
-    with drafts."""
+    """The 16-bit tokens besides pages that a request after a cached prefix would lack, each named once: windows, and
+    sinks with drafts."""
     found = []
     for layer in plan.layers:
-        if not layer.is_paged:
-            found.append(f"layers keep a sliding window of {layer.attention.window} tokens")
-            continue
         for side, fmt in [("k", fmt) for fmt in layer.k] + [("v", fmt) for fmt in layer.v]:
             if fmt.num_sink_tokens and lookahead:
                 found.append(f"{side} keeps {fmt.num_sink_tokens} sink tokens")

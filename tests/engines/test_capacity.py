@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from cli_cases import ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.engines.capacity import Capacity, capacity, vllm_blocks
+from kvcal.engines.capacity import Capacity, VllmPool, capacity
 from kvcal.engines.shard import HeadShard
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
@@ -77,38 +78,67 @@ def test_a_memory_without_room_for_one_request_is_refused() -> None:
     assert refused.value.smallest_bytes == needed
 
 
-def test_all_rings_have_the_bytes_of_the_largest_in_vllm() -> None:
+def test_rings_lie_side_by_side_in_vllms_blocks() -> None:
     """Layers of other heads, and with tokens at 16 bits besides their pages: sinks and a window."""
     besides = Format(2, "channel", num_sink_tokens=4, recent_window=128)
     layers = [
         LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (k,), (Format(2),))
-        for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, besides)))
+        for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, besides), (2, Format(2, "channel"))))
     ]
     shard = HeadShard(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}))
-    rings = [shard.ring_bytes(index) for index in (0, 1)]
-    assert rings == [2 * 2 * 128 * 64 * 2, 4 * (4 + 256 + 128) * 64 * 2]
-    found = vllm_capacity(shard.plan, 10**9, 1, 1024)
-    assert shard.largest_ring_bytes == rings[1] == found.block_bytes and found.ring_blocks == 2
+    rings = [shard.ring_bytes(index) for index in range(3)]
+    assert rings == [2 * 2 * 128 * 64 * 2, 4 * (4 + 256 + 128) * 64 * 2, 2 * 2 * 128 * 64 * 2]
+    found, pool = vllm_capacity(shard.plan, 10**9, 1, 1024), VllmPool(shard)
+    assert pool.rings == ({0: (0, 0), 1: (1, 0), 2: (2, 0)}, 3, rings[1])
+    assert pool.pages.at[2] == (0, sum(map(shard.block_bytes, (0, 1))))
+    assert found.block_bytes == rings[1] > found.page_bytes and found.ring_blocks == 3
     fitting = sglang_capacity(shard.plan, 10**9, 1, 1024, 7)
     assert fitting.num_blocks == (10**9 - 8 * sum(rings)) // fitting.block_bytes
 
 
-def test_sliding_windows_take_rings_and_no_blocks() -> None:
+def gemma(num_bits: int) -> Plan:
     """Gemma-3-4B's shape: of 34 layers, every sixth has full attention, the others a window of 1,024 tokens."""
     layers = []
     for index in range(34):
         is_full = index % 6 == 5
         geometry = AttentionGeometry(index, 8, 4, 256, 256, None if is_full else 1024)
-        layers.append(LayerPlan(geometry, *(((Format(2, "channel"),), (Format(2),)) if is_full else ())))
-    plan = Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
-    shard, found = HeadShard(plan), vllm_capacity(plan, 20 * 10**9, 1, 32768)
-    ring = 2 * 1024 * 4 * 256 * 2
-    assert shard.largest_ring_bytes == shard.ring_bytes(0) == ring == 8 * shard.ring_bytes(5)
-    assert (
-        5 * shard.block_bytes(5) == found.page_bytes < found.block_bytes == ring
-        and found.blocks_per_request == 256 + 34
-    )
-    assert found.raw_tokens == 20 * 10**9 // (5 * 2 * 4 * 256 * 2)
+        formats = ((Format(num_bits, "channel"),), (Format(num_bits),)) if is_full else ()
+        layers.append(LayerPlan(geometry, *formats))
+    return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "ranks", "drafts", "block", "window", "factor"),
+    [
+        (2, 1, 0, 524_288, (16, 4, 65), 2.92),  # of the ring of a layer, which is larger than the pages of five
+        (4, 1, 0, 696_320, (16, 3, 65), 2.52),
+        (4, 2, 7, 348_160, (16, 3, 66), 2.50),
+        (4, 8, 0, 174_080, (16, 3, 65), 2.52),
+    ],
+)
+def test_sliding_windows_lie_in_blocks_of_fewer_tokens(
+    num_bits: int, ranks: int, drafts: int, block: int, window: tuple[int, int, int], factor: float
+) -> None:
+    """``factor``: of the bytes that a request of 32,768 tokens takes in vLLM at 16 bits, in blocks of 16 tokens: seven
+    groups of five layers, of which one has full attention."""
+    plan = gemma(num_bits)
+    shard, found = HeadShard(plan, 0, ranks, drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
+    heads, pool = max(1, 4 // ranks), VllmPool(shard)
+    assert shard.windows == {1024: (29, 2 * heads * 256 * 2)} and list(shard.blocks) == [5, 11, 17, 23, 29]
+    assert (found.block_bytes, pool.window(1024)) == (block, window)
+    assert found.window_blocks == window[1] * window[2] and found.ring_blocks == pool.rings.num_blocks == 5
+    assert found.blocks_per_request == 256 + 5 + found.window_blocks
+    at_16_bits = (2048 + 6 * 65) * 5 * 16 * 2 * heads * 256 * 2
+    assert at_16_bits / (found.blocks_per_request * block) == pytest.approx(factor, abs=0.01)
+    assert vllm_capacity(plan, 20 * 10**9, ranks, 100, drafts).window_blocks == window[1] * 7
+    assert pool.window(1024, (64, 128)).tokens == 64
+
+
+def test_layers_of_one_window_take_equal_bytes() -> None:
+    first, *others = gemma(2).layers
+    wider = LayerPlan(replace(first.attention, num_kv_heads=8))
+    with pytest.raises(UnsupportedModel, match="and another one with a sliding window of 1024 tokens 8192"):
+        vllm_capacity(replace(gemma(2), layers=(wider, *others)), 10**9, 1, 1024)
 
 
 def allocated(
@@ -177,8 +207,7 @@ def test_a_plan_for_an_engine_pays_for_tokens_beside_its_pages() -> None:
     blocks = [vllm_capacity(plan, BUDGETS[-1], 1, 1000) for plan in (plain, with_sinks)]
     assert blocks[1].ring_blocks > blocks[0].ring_blocks and blocks[1].concurrency >= 3
     assert with_sinks.nbytes((896,)) < plain.nbytes((896,)) + 12 * 4 * 2 * 100 * 64 * 2
-    shard = HeadShard(with_sinks)
-    assert shard.largest_ring_bytes == 2 * 4 * 228 * 64 * 2
+    assert HeadShard(with_sinks).ring_bytes(0) == 2 * 4 * 228 * 64 * 2
 
 
 def test_a_plan_for_an_engine_is_not_searched() -> None:
@@ -273,11 +302,10 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
     line = ("capacity", model, "--plan", plan_path, "--kv-memory", "1GB", "--context", 1000)
     plain, more = (run_kvcal(*line, "--drafts", n, "--json").json for n in (0, 7))
     plan = load_plan(plan_path)
-    rings = [HeadShard(plan, lookahead=n).largest_ring_bytes for n in (0, 7)]
-    pages = [HeadShard(plan).block_bytes(index) for index in range(len(plan.layers))]
-    for value, ring in zip((plain, more), rings, strict=True):
-        assert (value["block_bytes"], value["ring_blocks"]) == vllm_blocks(pages, ring)
-    assert more["num_blocks"] * more["block_bytes"] <= 10**9 and rings[1] > rings[0]
+    pools = [VllmPool(HeadShard(plan, lookahead=n)) for n in (0, 7)]
+    for value, pool in zip((plain, more), pools, strict=True):
+        assert (value["block_bytes"], value["ring_blocks"]) == (pool.block_bytes, pool.ring_blocks)
+    assert more["num_blocks"] * more["block_bytes"] <= 10**9 and pools[1].rings.block_bytes > pools[0].rings.block_bytes
     words = run_kvcal("serve-args", plan_path, "--drafts", 5, "--json").json["arguments"]
     given = json.loads(words[words.index("--speculative-config") + 1])
     assert given == {"method": "ngram", "num_speculative_tokens": 5}

@@ -347,3 +347,10 @@ def test_equally_many_drafts_are_not_copied() -> None:
     x = torch.randn(12, 2, 4)
     decoded = Decoded.of_counts(torch.tensor([6, 6], dtype=torch.int32), 6, CPU)
     assert decoded.taken is None and decoded.of_rows(x).data_ptr() == x.data_ptr()
+
+
+def test_scratch_lies_where_it_is_asked_for() -> None:
+    """Engines build a model under a default device."""
+    with torch.device("meta"):
+        own = scratch.Scratch(1, 16, torch.device("cpu"))
+    own.report_errors(logging.getLogger("kvcal"))

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from kvcal import Plan
 from kvcal.engines.prefill import Logits, attend_part
-from kvcal.engines.scratch import Chunk, Decodes, Scratch
-from kvcal.engines.shard import HeadShard, WindowLayout
-from kvcal.engines.step import WindowStep
+from kvcal.engines.scratch import Decodes
+from kvcal.engines.shard import HeadShard
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 
 pytestmark = pytest.mark.gpu
@@ -135,39 +133,6 @@ def test_decodes_may_be_captured_in_a_graph() -> None:
         lengths[0] = token
         graph.replay()
         assert torch.equal(out[:1], eager.step.decode(*given, place, Logits(0.1))[:1]), token
-
-
-@pytest.mark.parametrize("window", [2, 33, 128, 300])
-def test_windows_are_those_of_the_reference(window: int) -> None:
-    """Three sequences in rings of their own: chunks, then single tokens together. Rings are the same bytes."""
-    layout = WindowLayout(LayerPlan(AttentionGeometry(0, HEADS, KV_HEADS, 64, 64, window)), "bfloat16")
-    every, prompts, rows = [tokens(420, 64, seed) for seed in range(3)], (1, 150, 400), [3, 1, 2]
-    outputs, stored = [], []
-    for device in ("cpu", "cuda"):
-        step = WindowStep(layout, Scratch(4, 4096, torch.device(device)))
-        rings = torch.zeros(4, layout.ring_bytes + 48, dtype=torch.uint8, device=device)[:, 48:]
-        step.bind(rings)
-        found, table = [], torch.zeros(3, 1, dtype=torch.int32, device=device)
-        for x, prompt, row in zip(every, prompts, rows, strict=True):
-            for first, stop in ((0, prompt // 3), (prompt // 3, prompt)):
-                if first < stop:
-                    new = [part[first:stop].to(device) for part in x]
-                    chunk = Chunk(first, table[0], torch.tensor([row], dtype=torch.int32, device=device))
-                    found.append(step.attend_chunk(*new, chunk, step.store(*new, chunk), Logits(0.1)))
-        for number in range(20):
-            new = [torch.stack([x[part][n + number] for x, n in zip(every, prompts, strict=True)]) for part in range(3)]
-            lengths, places = (
-                torch.tensor(values, dtype=torch.int32, device=device)
-                for values in ([n + number for n in prompts], rows)
-            )
-            q, k, v = (x.to(device) for x in new)
-            step.append(q, k, v, Decodes(lengths, table, places))
-            found.append(step.attend(q, Decodes(lengths, table, places), Logits(0.1)))
-        assert int(step.scratch.error) == 0
-        outputs.append(torch.cat(found).cpu())
-        stored.append(rings.cpu())
-    torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=TOLERANCE)
-    assert torch.equal(*stored)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -88,20 +88,17 @@ def test_more_drafts_than_a_ring_has_room_for_are_refused() -> None:
 
 
 def test_layers_without_pages_are_refused() -> None:
-    """A sliding window lies in the ring, in vLLM; nothing has a state, and blocks are for layers with pages."""
+    """A sliding window is vLLM's own; nothing has a state, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
-    with pytest.raises(UnsupportedModel, match="layers 1: its sliding window has no room for drafts"):
-        require_served(replace(plan, layers=(*layers[:2], plan.layers[2])), is_cuda=False, lookahead=1)
     with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state"):
         require_served(replace(plan, layers=layers), is_cuda=False)
     mixed = replace(plan, layers=layers[:2])
-    require_served(mixed, is_cuda=False)
+    require_served(mixed, is_cuda=False, lookahead=7)
+    require_no_prefixes(mixed, "vllm", 7)
     with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window, which is served in vLLM alone"):
         require_served(mixed, False, "sglang")
-    with pytest.raises(UnsupportedModel, match="layers keep a sliding window of 64 tokens at 16 bits"):
-        require_no_prefixes(mixed, "vllm")
     with pytest.raises(UnsupportedModel, match="no layer has full attention"):
         require_served(replace(plan, layers=(window,)), is_cuda=False)
 
@@ -127,7 +124,6 @@ MENDS = [
     (llama_plan(*SHRINKING), "sglang", 0, f"{DTYPE}; {FORMATS}"),
     (llama_plan(*BY_QUERIES, cache_dtype="bfloat16"), "vllm", 5, DRAFTS),
     (llama_plan(boosted("running_query_range"), V, cache_dtype="bfloat16"), "vllm", 5, FORMATS),
-    (beside_a_paged_layer(WINDOW), "vllm", 5, DRAFTS),
     (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
     (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
     *(

@@ -100,12 +100,14 @@ def test_sinks_and_windows(drafts: dict[str, Any], tmp_path: Path, served: Serve
 
 
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
-    """Gemma-3 without prefix caching, prompts and answers shorter and longer than the window; eager and in graphs. A
-    step of three requests is filled up to a graph of four, whose products in fp32 round differently."""
+    """Gemma-3, whose windows are vLLM's own, prompts and answers shorter and longer than the window, cold and after
+    cached prefixes; eager and in graphs. A step of three requests is filled up to a graph of four, whose products in
+    fp32 round differently."""
     gemma = Served(tmp_path / "gemma", head_dim=64, cache_dtype="bfloat16", window=96)
-    requests = [{"prompt": ids, "tokens": TOKENS, "at": 5 * n} for n, ids in enumerate(prompts(5, 80, 250, 380))]
-    more = {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
-    runs = [serve(tmp_path, gemma, requests, **more, **graphs) for graphs in ({}, GRAPHS)]
+    runs = [
+        serve(tmp_path, gemma, twice(5, 80, 250, 380), max_num_batched_tokens=256, **graphs) for graphs in ({}, GRAPHS)
+    ]
     for name, (tokens, chances) in runs[0]["outputs"].items():
         assert runs[1]["outputs"][name] == [tokens, pytest.approx(chances, abs=1e-4)]
-    assert_replayed(runs[0], gemma.model, gemma.plan, False)
+    replay = assert_replayed(runs[0], gemma.model, gemma.plan, False)
+    assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 0, 128, 256]

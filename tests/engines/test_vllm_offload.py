@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engine_replay import Replay, assert_replayed
 from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, TOKENS, Served, prompts, random_requests, without_queries
+from test_vllm import gemma as gemma
 from test_vllm import served as served
 from test_vllm import version as version
 from test_vllm_sinks import with_sinks
@@ -56,6 +57,13 @@ def test_evicted_prefixes_come_back(version: str, tmp_path: Path, served: Served
     assert 8 <= replay.loaded <= 8 + 3 * (case == "sinks")  # a block of sinks may have been one of pages
     _, plain = serve(version, tmp_path / "plain", served, requests, plan)
     assert plain.loaded == 0 == max(plain.cached.values())
+
+
+@pytest.mark.parametrize("name", [SIMPLE, NATIVE])
+def test_evicted_sliding_windows_come_back(version: str, tmp_path: Path, gemma: Served, name: str) -> None:
+    more = {**connector(name), "max_num_batched_tokens": 256}
+    _, replay = serve(version, tmp_path, gemma, again_after_others(), gemma.plan, **more)
+    assert sorted(replay.cached.values())[-4:] == [0, 128, 256, 640] and replay.loaded == 8
 
 
 @pytest.mark.parametrize("case", ["simple", "sinks", "native"])

@@ -19,6 +19,7 @@ from test_vllm import (
     serve,
     without_queries,
 )
+from test_vllm import gemma as gemma
 from test_vllm import served as served
 from test_vllm import version as version
 from vllm_environment import run_in
@@ -68,8 +69,16 @@ def test_random_requests_share_sinks_in_few_blocks(version: str, tmp_path: Path,
     _, replay = serve(version, tmp_path, served, random_requests(200), plan, **SHORT, max_num_batched_tokens=512)
     assert sum(replay.cached.values()) > 1000
     requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
-    _, replay = serve(version, tmp_path, served, requests, plan, **SHORT)
+    three = {**SHORT, "num_gpu_blocks_override": 26}  # fit until they have grown
+    _, replay = serve(version, tmp_path, served, requests, plan, **three)
     assert replay.restarts > 0
+
+
+def test_sinks_beside_sliding_windows(version: str, tmp_path: Path, gemma: Served) -> None:
+    """In vLLM's groups of blocks lie pages of 128 tokens, windows of fewer, rings and sinks."""
+    plan, more = with_sinks(gemma.plan), {**SHORT, "max_num_batched_tokens": 256}
+    _, replay = serve(version, tmp_path, gemma, random_requests(80), plan, **more)
+    assert sum(replay.cached.values()) > 1000
 
 
 def test_sinks_on_two_ranks(version: str, tmp_path: Path, served: Served) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.sliding_window import BoundedLayer
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last bits, so
 # that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to units away.
@@ -94,12 +96,20 @@ class Replay:
             return own
         self.restarts += own is not None
         found = PlanCache(self.plan, self.model.config, keep_decoded=True)
+        for number, layer in enumerate(found.layers):
+            if isinstance(layer, BoundedLayer):  # holds all tokens: another may begin where its window was before
+                every = dataclasses.replace(layer.geometry, window=2**20)
+                found.layers[number] = BoundedLayer(every, self.plan.cache_dtype, layer.padding)
         if tokens:
             writers = [self._writers[block] for block in blocks[: tokens // PAGE]]
             found = copy.deepcopy(writers[-1])
             found.crop(tokens - found.get_seq_length())
             for page, writer in enumerate(writers):
                 for layer, theirs in zip(found.layers, writer.layers, strict=True):
+                    if isinstance(layer, BoundedLayer):
+                        for mine, other in zip(layer.tensors, theirs.tensors, strict=True):
+                            mine[:, :, page * PAGE : (page + 1) * PAGE] = other[:, :, page * PAGE : (page + 1) * PAGE]
+                        continue
                     for part, other in zip(layer.parts, theirs.parts, strict=True):
                         part.pool.records[page] = other.pool.records[page]
             begin_sums(found, tokens)
@@ -159,7 +169,7 @@ def _error(cache: PlanCache, call: Attended) -> float:
 
 def begin_sums(cache: PlanCache, tokens: int) -> None:
     """As a request that begins after so many cached tokens: it counts its own queries alone."""
-    for part in (part for layer in cache.layers for part in layer.parts):
+    for part in (part for layer in cache.layers for part in getattr(layer, "parts", ())):
         part.query_sum.zero_()
         part.query_since.fill_(tokens)
 

@@ -7,7 +7,7 @@ engine did as JSON, so that all of it can be computed again without vLLM (engine
     -> {"steps": [[[request, first token, count, [block of each page], drafts, tokens that the engine took for right],
                    ...] of each step],
         "requests": {request: [[prompt], [output]]},
-        "outputs": {request: [[output], [log-probability of each]]}, "log": [lines of kvcal's]}
+        "outputs": {request: [[output], [log-probability of each]]}, "log": [lines of kvcal's], "blocks": vLLM's}
     or {"error": name of the class, "message": text, "trace": text} where vLLM does not start
 
 or only starts vLLM: {"starts": [arguments of LLM, ...]} -> {"starts": [error, ...]}
@@ -67,7 +67,8 @@ def serve(scenario: dict) -> dict:
                     outputs[name] = _tokens_of(sample)
         step += 1
     requests = {name: [list(r.prompt_token_ids), list(r.output_token_ids)] for name, r in seen.items()}
-    return {"steps": steps, "requests": requests, "outputs": outputs, "log": lines.lines}
+    blocks = engine.vllm_config.cache_config.num_gpu_blocks
+    return {"steps": steps, "requests": requests, "outputs": outputs, "log": lines.lines, "blocks": blocks}
 
 
 def _tokens_of(sample: object) -> list:

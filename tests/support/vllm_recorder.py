@@ -90,10 +90,10 @@ def _without_ending(name: str) -> str:
 
 
 def _pages_of(scheduler: Any, name: str) -> list[int]:
-    """The blocks of a request's pages; those of its rings and sinks are in other groups."""
-    from vllm.v1.kv_cache_interface import CircularBufferSpec
+    """The blocks of a request's pages; those of its rings, sinks and sliding windows are in other groups."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     firsts = [next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec for spec in specs]
-    (number,) = [n for n, spec in enumerate(firsts) if not isinstance(spec, CircularBufferSpec)]
+    (number,) = [n for n, spec in enumerate(firsts) if isinstance(spec, FullAttentionSpec)]
     return list(scheduler.kv_cache_manager.get_block_ids(name)[number])

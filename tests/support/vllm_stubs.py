@@ -2,6 +2,7 @@
 with which it verifies drafts. It is a plug-in of vLLM's, so that every one of its processes has them.
 
 KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told.
+KVCAL_TEST_DENSE: attention to sliding windows reads dense blocks alone, as vLLM's on a CPU does.
 KVCAL_TEST_OFFLOAD: blocks that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory.
 """
 
@@ -27,6 +28,15 @@ def register() -> None:
         "init_cpu_threads_env(str cores) -> str": lambda cores: "",
         "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
         "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": _sampled,
+        "get_scheduler_metadata(int reqs, int heads, int kv_heads, int dim, Tensor lengths, ScalarType dtype, "
+        "Tensor starts, bool causal, int window, str isa, bool split, Tensor? dynamic, str cache) -> Tensor": (
+            lambda *_: torch.empty(0)
+        ),
+        "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
+        "str isa, float k_scale, float v_scale, str cache) -> ()": _store,
+        "cpu_attention_with_kv_cache(Tensor query, Tensor keys, Tensor values, Tensor(a!) output, Tensor starts, "
+        "Tensor lengths, float scale, bool causal, Tensor? alibi, int window, Tensor table, float softcap, "
+        "Tensor metadata, Tensor? sinks, Tensor? dynamic, float k_scale, float v_scale, str cache) -> ()": _attend,
         "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
         "Tensor(a!) slot_mapping, int block_size) -> ()": _slot_mapping,
     }.items():
@@ -40,7 +50,13 @@ def register() -> None:
 
         copy_on_a_cpu()
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    # The compiled attention reads dense blocks of multiples of 32 tokens; that of the tests reads what GPUs read.
+    if "KVCAL_TEST_DENSE" not in os.environ:
+        CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: None)
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
     cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel
     cpu_triton_utils._rejection_greedy_sample_kernel_impl = _verify_greedily
     cpu_triton_utils._rejection_random_sample_kernel_impl = _verify_by_chance
@@ -88,6 +104,38 @@ def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tenso
     blocks = table[row, (at // block_size).clamp(max=table.shape[1] - 1)]
     slots[: len(row)] = blocks.long() * block_size + at % block_size
     slots[len(row) :] = -1
+
+
+def _store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *_: Any) -> None:
+    """Tokens [T, N, D] to their slots in blocks [blocks, N, tokens, D]; none where a slot is negative."""
+    block_tokens = keys.shape[2]
+    taken = slots[: len(key)] >= 0
+    blocks, places = slots[: len(key)][taken] // block_tokens, slots[: len(key)][taken] % block_tokens
+    keys[blocks, :, places], values[blocks, :, places] = key[taken], value[taken]
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, output: Tensor, starts: Tensor, lengths: Tensor, scale: float,
+    causal: bool, alibi: None, window: int, table: Tensor, softcap: float, metadata: Tensor, sinks: Tensor | None,
+    *_: Any,
+) -> None:  # fmt: skip
+    """Of each request from its new tokens' queries [T, H, D] to the last ``window`` tokens up to each one's own."""
+    tokens = keys.shape[2]
+    for row, own in enumerate(_of_requests(starts[1:])):
+        length = int(lengths[row])
+        first = max(0, length - (own.stop - own.start) - window + 1) // tokens  # blocks before are others' by now
+        blocks = table[row, first : -(-length // tokens)].long()
+        k, v = (x[blocks].transpose(0, 1).flatten(1, 2)[:, : length - first * tokens] for x in (keys, values))
+        q = query[own].transpose(0, 1).unflatten(0, (len(k), -1))  # [N, G, t, D]
+        scores = q @ k.unsqueeze(1).mT * scale
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+        ages = torch.arange(length - q.shape[2], length).unsqueeze(1) - torch.arange(first * tokens, length)
+        scores = scores.masked_fill((ages < 0) | (ages >= window), -torch.inf)
+        if sinks is not None:
+            added = sinks.view(len(k), -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, added], dim=-1)
+        weights = scores.softmax(-1)[..., : k.shape[1]]
+        output[own] = (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1).to(output.dtype)
 
 
 # ---- drafts: those of request r end before ``ends[r]``; arguments are those of vLLM's Triton kernels, in their order

@@ -7,12 +7,13 @@ blocks that another one fills in the same step.
 A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to step lies
 in tensors of fixed addresses, which are written while the metadata is built, outside of the graph.
 
-Each full-attention layer of a plan has a layer with rings next to it (rings.py), and one with shared sinks where
-prefixes are cached; a layer with a sliding window has a ring and nothing else.
+Besides the full-attention layers of a plan there is a layer with the rings of all of them (rings.py), and one with
+their shared sinks where prefixes are cached. Layers with a sliding window are vLLM's, but for the size of their blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,76 +31,102 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from kvcal.engines.capacity import WINDOW_BLOCKS
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decoded, Decodes
-from kvcal.engines.shard import WindowLayout
-from kvcal.engines.step import PagedStep, WindowStep
+from kvcal.engines.step import PagedStep
 from kvcal.engines.vllm import BACKEND
-from kvcal.engines.vllm.rings import RingLayer, RingMetadata, SinkLayer, SinkMetadata, as_bytes, rings_of
+from kvcal.engines.vllm.rings import RingLayer, as_bytes
 from kvcal.engines.vllm.serving import Serving, logger
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
 class PlanLayer:
-    """Attachment of one of vLLM's attention layers: its step, its ring, the bytes of its block."""
+    """Attachment of one of vLLM's attention layers with pages: its step, and where it lies in blocks and rings."""
 
     def __init__(self, serving: Serving, attention: Any, config: VllmConfig) -> None:
         """ArtifactError where the layer is not in the plan, or has other heads."""
-        index = extract_layer_index(attention.layer_name)
-        if index not in serving.shard.blocks:
-            raise ArtifactError(f"vLLM's layer {attention.layer_name} is not in the plan {serving.path}")
-        layout = serving.shard.blocks[index]
-        planned = layout.layer.attention
-        expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim, planned.window)
-        found = (attention.num_heads, attention.num_kv_heads, attention.head_size, attention.sliding_window)
-        if found != expected:
-            raise ArtifactError(
-                f"vLLM's layer {attention.layer_name} has {found[0]} query heads and {found[1]} KV heads of size "
-                f"{found[2]}, and the window {found[3]}; the plan has {expected[0]}, {expected[1]} of {expected[2]} "
-                f"and the window {expected[3]} there"
-            )
-        self.index, self.serving = index, serving
-        self.block_bytes = serving.shard.block_bytes(index)
-        self.step: PagedStep | WindowStep
-        self.ring: RingLayer | None = None  # of a layer with blocks; one with a sliding window is its own
-        self.sinks: SinkLayer | None = None  # where prefixes are cached
-        if isinstance(layout, WindowLayout):
-            self.step = WindowStep(layout, serving.scratch)
-        else:
-            self.step = PagedStep(serving.shard, index, serving.scratch)
-            self.ring = RingLayer(attention.layer_name, serving.shard.largest_ring_bytes, config)
-            if serving.sink_bytes:
-                self.sinks = SinkLayer(attention.layer_name, serving.sink_bytes, config, layout, self.ring)
+        self.index, self.serving = _planned(serving, attention), serving
+        self.step = PagedStep(serving.shard, self.index, serving.scratch)
+        self._first = serving.pool.pages.at[self.index][1]
+        self._ring_block, self._first_of_ring = serving.pool.rings.at[self.index]
+        serving.make_rings(attention, config)
         self._bound: tuple[Tensor, Tensor] | None = None
 
-    def bind(self, memory: Tensor) -> None:
-        """vLLM's memory of the layer, as it is now."""
-        rings = memory if self.ring is None else self.ring.kv_cache
-        if self._bound is None or self._bound[0] is not memory or self._bound[1] is not rings:
-            self._bound = memory, rings
-            if isinstance(self.step, WindowStep):
-                self.step.bind(as_bytes(rings))
-            else:
-                self.step.bind(as_bytes(memory), as_bytes(rings))
-            self.serving.bound(self.index, as_bytes(memory))
+    def spec(self, spec: Any) -> Any:
+        """Of the layer's share of a block: one head slot of one state, so that it is bytes to vLLM."""
+        return dataclasses.replace(
+            spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,
+            state_content_bytes=self.serving.pool.share_bytes,
+        )  # fmt: skip
 
-    def rings(self, metadata: PlanMetadata) -> Tensor:
-        """int32 [B]: the ring of every request of the batch."""
-        if self.ring is None:
-            return metadata.table[:, 0]
-        by_layer: Any = get_forward_context().attn_metadata
-        found: RingMetadata = by_layer[self.ring.name]
-        return found.rings
+    def bind(self) -> None:
+        """vLLM's memory of all layers, as it is now. The shares of all layers follow the first one's."""
+        first, rings = self.serving.first.kv_cache, self.serving.ring.kv_cache
+        if self._bound is None or self._bound[0] is not first or self._bound[1] is not rings:
+            self._bound, own = (first, rings), as_bytes(first)
+            blocks = own.as_strided((len(own), self.serving.pool.pages.block_bytes), own.stride())
+            self.step.bind(blocks[:, self._first :], as_bytes(rings)[:, self._first_of_ring :])
+            self.serving.bound(self.index, own)
+
+    def rings(self) -> Tensor:
+        """int32 [B]: the blocks that have the ring of every request of the batch."""
+        return _metadata(self.serving.ring).rings[self._ring_block]
 
     def share_sinks(self, rings: Tensor) -> None:
         """After a step has stored all tokens: sinks of first pages to their blocks, and to requests after them."""
-        if self.sinks is not None:
-            by_layer: Any = get_forward_context().attn_metadata
-            found: SinkMetadata = by_layer[self.sinks.name]
-            found.copy(self.sinks.copies, rings)
+        if self.serving.sinks:
+            layer = self.serving.sinks[self.serving.pool.sinks.at[self.index][0]]
+            _metadata(layer).copy(layer.copies[self.index], rings)
+
+
+def _metadata(layer: RingLayer) -> Any:
+    """RingMetadata or SinkMetadata of the step."""
+    by_layer: Any = get_forward_context().attn_metadata
+    return by_layer[layer.name]
+
+
+class WindowLayer:
+    """Attachment of a layer with a sliding window: the attention and the memory are vLLM's own."""
+
+    def __init__(self, serving: Serving, attention: Any) -> None:
+        """ArtifactError as of ``PlanLayer``; UnsupportedModel for attention that cannot read such blocks."""
+        _planned(serving, attention)
+        self.pool, self.backend = serving.pool, attention.attn_backend
+        layouts = self.backend.supported_kv_cache_layouts()
+        if layouts is not None and KVCacheLayout.BLHNC not in layouts:
+            raise UnsupportedModel(
+                f"vLLM serves the sliding window of {attention.layer_name} with {self.backend.get_name()}, which does "
+                "not read blocks of layers that lie side by side, as a plan's do",
+                hint='another one: --attention-config \'{"backend_per_kind": {"sliding_window": "TRITON_ATTN"}}\'',
+            )
+
+    def spec(self, spec: Any) -> Any:
+        """With blocks of as many tokens as waste least."""
+        sizes = self.backend.get_supported_kernel_block_sizes(spec)
+        taken = [n for n in WINDOW_BLOCKS if any(n % size.base == 0 if hasattr(size, "base") else n == size
+                                                 for size in sizes)]  # fmt: skip
+        return dataclasses.replace(spec, block_size=self.pool.window(spec.sliding_window, taken).tokens)
+
+
+def _planned(serving: Serving, attention: Any) -> int:
+    """The plan's layer that is one of vLLM's."""
+    index = extract_layer_index(attention.layer_name)
+    if index not in serving.geometries:
+        raise ArtifactError(f"vLLM's layer {attention.layer_name} is not in the plan {serving.path}")
+    planned = serving.geometries[index]
+    expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim, planned.window)
+    found = (attention.num_heads, attention.num_kv_heads, attention.head_size, attention.sliding_window)
+    if found != expected:
+        raise ArtifactError(
+            f"vLLM's layer {attention.layer_name} has {found[0]} query heads and {found[1]} KV heads of size "
+            f"{found[2]}, and the window {found[3]}; the plan has {expected[0]}, {expected[1]} of {expected[2]} "
+            f"and the window {expected[3]} there"
+        )
+    return index
 
 
 class NewTokens(NamedTuple):
@@ -112,8 +139,7 @@ class NewTokens(NamedTuple):
 
 @dataclass
 class PlanMetadata(AttentionMetadata):
-    """``lengths`` int32 [B]: tokens of every request before the step; ``table`` int32 [B, pages], or of layers with a
-    sliding window their rings, [B, 1]."""
+    """``lengths`` int32 [B]: tokens of every request before the step; ``table`` int32 [B, pages]."""
 
     decoded: Decoded
     lengths: Tensor
@@ -130,9 +156,6 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._lengths = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
-        most = vllm_config.scheduler_config.max_num_seqs
-        is_ring = isinstance(kv_cache_spec, CircularBufferSpec)
-        self._rings = torch.zeros(most, dtype=torch.int32, device=device) if is_ring else None
         attention: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._serving: Serving = attention.kvcal_layer.serving
 
@@ -146,7 +169,7 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         lengths = self._lengths[:batch]
         torch.sub(given.seq_lens[:batch], (given.query_start_loc[1:] - given.query_start_loc[:-1])[:batch], out=lengths)
         lengths.clamp_(min=0)  # of padding
-        table = given.block_table_tensor if self._rings is None else rings_of(given, self._rings).unsqueeze(1)
+        table = given.block_table_tensor
         if given.max_query_len <= 1:
             return PlanMetadata(Decoded(batch), lengths, table, [])
         most = 1 + self._serving.shard.lookahead
@@ -216,8 +239,8 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         if attn_metadata is None:  # vLLM measures the memory of a model without a cache
             plan.step.warm_up(len(query), query.dtype)
             return output.fill_(0)
-        plan.bind(kv_cache)
-        rings = plan.rings(attn_metadata)
+        plan.bind()
+        rings = plan.rings()
         decoded, table = attn_metadata.decoded, attn_metadata.table
         count = decoded.requests
         step = plan.step

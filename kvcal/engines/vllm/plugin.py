@@ -2,25 +2,21 @@
 
 A process without a plan in its configuration is left as it is.
 
-vLLM lets a backend change a layer's cache by a class method that does not know the layer, and a plan gives every layer
-bytes of its own. So ``Attention.__init__`` gets our backend, and attaches the layer's step and ring; and
-``Attention.get_kv_cache_spec`` says how large the layer's block is. Without a plan both do what they did.
+vLLM lets a backend change a layer's cache by a class method that does not know the layer. So ``Attention.__init__``
+gets our backend, and attaches the layer's step; and ``Attention.get_kv_cache_spec`` says how large its block is. Layers
+with a sliding window keep vLLM's backend. Without a plan both do what they did.
 """
 
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from kvcal.engines.support import refusal
 from kvcal.engines.vllm import BACKEND
-from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 logger = logging.getLogger("vllm.kvcal")
 
@@ -57,7 +53,7 @@ def wrap_attention() -> None:
 
     if hasattr(Attention, "kvcal_layer"):
         return
-    Attention.kvcal_layer = None  # a layer's own PlanLayer, where it is served
+    Attention.kvcal_layer = None  # a layer's own PlanLayer or WindowLayer, where it is served
     Attention.__init__ = _with_plan(Attention.__init__)
     Attention.get_kv_cache_spec = _with_block(Attention.get_kv_cache_spec)
 
@@ -67,16 +63,24 @@ def _with_plan(original: Any) -> Any:
     def init(self: Any, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any) -> None:
         from vllm.config import get_current_vllm_config
 
-        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer
+        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer, WindowLayer
         from kvcal.engines.vllm.serving import serving_of
 
         config = get_current_vllm_config()
-        serving = serving_of(config)
+        serving, chosen = serving_of(config), config.attention_config.backend
         if serving is None:
             original(self, num_heads, head_size, scale, *args, **kwargs)
             return
-        original(self, num_heads, head_size, scale, *args, **kwargs | {"attn_backend": PlanBackend})
-        self.kvcal_layer = PlanLayer(serving, self, config)
+        has_window = serving.has_window(kwargs["prefix"])
+        if not has_window:
+            kwargs |= {"attn_backend": PlanBackend}
+        elif chosen is not None and chosen.name == BACKEND:
+            config.attention_config.backend = None  # vLLM's own choice
+        try:
+            original(self, num_heads, head_size, scale, *args, **kwargs)
+        finally:
+            config.attention_config.backend = chosen
+        self.kvcal_layer = WindowLayer(serving, self) if has_window else PlanLayer(serving, self, config)
 
     return init
 
@@ -85,16 +89,6 @@ def _with_block(original: Any) -> Any:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
-        if self.kvcal_layer is None:
-            return spec
-        if self.kvcal_layer.ring is None:
-            from kvcal.engines.vllm.rings import RingSpec, spec_of
-
-            return spec_of(RingSpec, self.kvcal_layer.serving.shard.largest_ring_bytes)
-        # One head slot of one state: the block is bytes to vLLM.
-        return dataclasses.replace(
-            spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,
-            state_content_bytes=self.kvcal_layer.block_bytes,
-        )  # fmt: skip
+        return spec if self.kvcal_layer is None else self.kvcal_layer.spec(spec)
 
     return get_kv_cache_spec

@@ -1,10 +1,10 @@
-"""Rings and sinks of a request in vLLM's memory, each as a layer of its own next to an attention layer.
+"""Rings and sinks of a request in vLLM's memory, of all layers, each as a layer of its own.
 
-    rings   16-bit tokens, one block for the life of a request. vLLM allocates such blocks for models that compress keys
-            in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request
-    sinks   where prefixes are cached: those of the first page of a prompt. One block a request, too, but it is hashed
-            with that page. So vLLM hands it to each request that begins after the page, and evicts it like a page. A
-            prompt whose sinks are gone is computed anew, as one whose first page is gone
+    rings   16-bit tokens, in a few blocks for the life of a request. vLLM allocates one such block for models that
+            compress keys in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request
+    sinks   where prefixes are cached: those of the first page of a prompt. One block a request, hashed with that page.
+            So vLLM hands it to each request that begins after the page, and evicts it like a page. A prompt whose sinks
+            are gone is computed anew, as one whose first page is gone
 
 Groups of layers come in the order in which their layers were made: pages, rings, sinks. When the metadata of sinks is
 built, that of rings is there. Copies between them are made there, outside of a CUDA graph; and once more by attention,
@@ -33,19 +33,31 @@ from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, Ful
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from kvcal.engines.capacity import Placed, VllmPool
 from kvcal.engines.shard import BlockLayout
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES
 
-RINGS, SINKS = ".kvcal_ring", ".kvcal_sinks"
-
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(CircularBufferSpec):
-    """A request's ring."""
+    """A request's rings, in so many blocks."""
+
+    num_blocks: int = 1
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.num_blocks * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return self.num_blocks
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         return all(type(spec) is type(self) for spec in kv_cache_specs.values())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickled one: vLLM's scheduler is another process than its workers."""
+        register_managers()
+        self.__dict__.update(state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,33 +68,35 @@ class SinkSpec(RingSpec):
     def prefix_cacheable(self) -> bool:
         return True
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickled one: vLLM's scheduler is another process than its workers."""
-        register_sinks()
-        self.__dict__.update(state)
 
-
-def spec_of(kind: type[RingSpec], nbytes: int) -> RingSpec:
-    """One block of so many bytes for each request."""
-    if kind is SinkSpec:
-        register_sinks()
-    return kind(
-        block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
-        tokens_per_state=PAGE_TOKENS, state_content_bytes=nbytes,
-    )  # fmt: skip
-
-
-def register_sinks() -> None:
-    """Tell vLLM who hands out blocks of sinks. Its own managers come first: it registers them where there are none."""
+def register_managers() -> None:
+    """Tell vLLM who hands out blocks of rings and sinks. Its own managers come first: it registers them where there are
+    none."""
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
-    KVCacheSpecRegistry.register(SinkSpec, SinkManager, uniform_type_base_spec=SinkSpec)
+    for spec, manager in ((RingSpec, RingManager), (SinkSpec, SinkManager)):
+        KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=spec)
 
 
-class SinkManager(CircularBufferManager):
+class RingManager(CircularBufferManager):
+    """Hands out the blocks of rings of each request, for its life."""
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        return 0 if self.req_to_blocks.get(request_id) else self.kv_cache_spec.num_blocks
+
+    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[Any]:
+        new = self.block_pool.get_new_blocks(self.get_num_blocks_to_allocate(request_id))
+        self.req_to_blocks[request_id].extend(new)
+        return new
+
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        self.allocate_new_blocks(request_id)
+
+
+class SinkManager(RingManager):
     """Hands out a block of sinks for each request: that of its first page, where a request before it has filled one."""
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any, **kwargs: Any
+        self, request_id: str, num_tokens: int = 0, new_computed_blocks: Sequence[Any] = (), *args: Any, **kwargs: Any
     ) -> int:
         if self.req_to_blocks.get(request_id):
             return 0
@@ -112,48 +126,49 @@ class SinkManager(CircularBufferManager):
 
 
 class RingLayer(nn.Module, AttentionLayerBase):
-    """The rings of the attention layer ``prefix``, of ``nbytes`` each. ``kv_cache``: vLLM's memory of them, once
-    allocated, uint8 [rings, ..., nbytes]."""
+    """Rings of all layers, ``placed`` in blocks. ``kv_cache``: vLLM's memory of blocks, once allocated, uint8
+    [blocks, ..., bytes]."""
 
-    suffix: ClassVar[str] = RINGS
     kind: ClassVar[type[RingSpec]] = RingSpec
 
-    def __init__(self, prefix: str, nbytes: int, config: VllmConfig) -> None:
+    def __init__(self, name: str, placed: Placed, config: VllmConfig) -> None:
         super().__init__()
-        self.name, self.nbytes = prefix + self.suffix, nbytes
+        self.name, self.placed = name, placed
         self.kv_cache = torch.tensor([])
         config.compilation_config.static_forward_context[self.name] = self
+        register_managers()
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return RingBackend
+        return SinkBackend if self.kind is SinkSpec else RingBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> RingSpec:
-        return spec_of(self.kind, self.nbytes)
-
-    @property
-    def memory(self) -> Tensor:
-        """``kv_cache`` as uint8 [rings, nbytes]."""
-        return as_bytes(self.kv_cache)
+        _, num_blocks, nbytes = self.placed
+        return self.kind(
+            block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
+            tokens_per_state=PAGE_TOKENS, state_content_bytes=nbytes, num_blocks=num_blocks,
+        )  # fmt: skip
 
 
 class SinkLayer(RingLayer):
-    """The blocks of sinks of an attention layer, whose rings are ``ring``."""
+    """Sinks of the layers that have them in block ``number``, and their rings in ``ring``."""
 
-    suffix, kind = SINKS, SinkSpec
+    kind = SinkSpec
 
-    def __init__(self, prefix: str, nbytes: int, config: VllmConfig, layout: BlockLayout, ring: RingLayer) -> None:
-        super().__init__(prefix, nbytes, config)
-        self.layout, self.ring = layout, ring
-        self._bound: tuple[Tensor, Tensor, SharedSinks] | None = None
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return SinkBackend
+    def __init__(self, prefix: str, number: int, pool: VllmPool, config: VllmConfig, ring: RingLayer) -> None:
+        own = {index: at for index, at in pool.sinks.at.items() if at[0] == number}
+        super().__init__(f"{prefix}.kvcal_sinks{number}", Placed(own, 1, pool.sinks.block_bytes), config)
+        self.layouts, self.ring = pool.shard.blocks, ring
+        self._bound: tuple[Tensor, Tensor, dict[int, SharedSinks]] | None = None
 
     @property
-    def copies(self) -> SharedSinks:
-        """Of vLLM's memory, as it is now."""
+    def copies(self) -> dict[int, SharedSinks]:
+        """By layer; of vLLM's memory, as it is now."""
         if self._bound is None or self._bound[0] is not self.kv_cache or self._bound[1] is not self.ring.kv_cache:
-            found = SharedSinks(self.layout, self.ring.memory, self.memory)
+            rings, blocks = as_bytes(self.ring.kv_cache), as_bytes(self.kv_cache)
+            found = {
+                index: SharedSinks(self.layouts[index], rings[:, self.ring.placed.at[index][1] :], blocks[:, first:])
+                for index, (_, first) in self.placed.at.items()
+            }
             self._bound = self.kv_cache, self.ring.kv_cache, found
         return self._bound[2]
 
@@ -165,22 +180,22 @@ def as_bytes(cache: Tensor) -> Tensor:
 
 @dataclass
 class RingMetadata(AttentionMetadata):
-    """``rings`` int32 [B]: the ring of every request of the batch, 0 (nobody's) for padding."""
+    """``rings`` int32 [blocks, B]: those of every request of the batch, 0 (nobody's) for padding."""
 
     rings: Tensor
 
 
 @dataclass
 class SinkMetadata(RingMetadata):
-    """``rings``: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose first page ends
-    with this step; ``at_ends``, that may begin after pages of others."""
+    """``rings`` [1, B]: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose first page
+    ends with this step; ``at_ends``, that may begin after pages of others."""
 
     begun: Tensor
     at_ends: Tensor
 
     def copy(self, copies: SharedSinks, rings: Tensor) -> None:
         """Sinks of first pages from rings, int32 [B], to their blocks; then back, of requests at the end of a page."""
-        rings, blocks = rings.long(), self.rings.long()
+        rings, blocks = rings.long(), self.rings[0].long()
         if len(self.begun):
             copies.save(rings[self.begun], blocks[self.begun])
         if len(self.at_ends):
@@ -188,15 +203,15 @@ class SinkMetadata(RingMetadata):
 
 
 def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
-    """``RingMetadata.rings`` of a batch, written to ``fixed``, int32 of one dimension."""
-    rings = fixed[: given.num_reqs]
-    rings.copy_(given.block_table_tensor[: given.num_reqs, 0])
+    """The blocks of each request, int32 [blocks, B], at the beginning of the rows of ``fixed``."""
+    rings = fixed[:, : given.num_reqs]
+    rings.copy_(given.block_table_tensor[: given.num_reqs, : len(fixed)].T)
     return rings.mul_(given.seq_lens[: given.num_reqs] > 0)
 
 
 class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
-    """Rings lie in a tensor of a fixed address, for CUDA graphs. ``latest``, by layer: the lengths of the step whose
-    metadata was built last, and its rings."""
+    """Rings lie in a tensor of a fixed address, for CUDA graphs. ``latest``, by layer of rings: the lengths of the step
+    whose metadata was built last, and its rings."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     latest: ClassVar[dict[str, tuple[Tensor, Tensor]]] = {}
@@ -204,15 +219,15 @@ class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        most = vllm_config.scheduler_config.max_num_seqs
-        self._rings = torch.zeros(most, dtype=torch.int32, device=device)
-        self._layers: list[Any] = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
+        (self._layer,) = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
+        shape = self._layer.placed.num_blocks, vllm_config.scheduler_config.max_num_seqs
+        self._rings = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> RingMetadata:
         rings = rings_of(common_attn_metadata, self._rings)
-        self.latest.update({layer.name: (common_attn_metadata.seq_lens, rings) for layer in self._layers})
+        self.latest[self._layer.name] = common_attn_metadata.seq_lens, rings
         return RingMetadata(rings)
 
 
@@ -238,10 +253,10 @@ class SinkMetadataBuilder(RingMetadataBuilder):
         )
         found = SinkMetadata(blocks, begun, at_ends)
         if len(begun) or len(at_ends):
-            for layer in self._layers:
-                lengths, rings = self.latest[layer.ring.name]
-                assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
-                found.copy(layer.copies, rings)
+            lengths, rings = self.latest[self._layer.ring.name]
+            assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
+            for index, copies in self._layer.copies.items():
+                found.copy(copies, rings[self._layer.ring.placed.at[index][0]])
         return found
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SinkMetadata:

@@ -18,12 +18,15 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_world_group,
 )
+from vllm.model_executor.models.utils import extract_layer_index
 
+from kvcal.engines.capacity import VllmPool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
-from kvcal.engines.shard import HeadShard, require_equal_plans
+from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
 from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
 from kvcal.engines.vllm import BACKEND
+from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -68,9 +71,14 @@ class Serving:
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size, lookahead)
-        self.sink_bytes = self.shard.largest_sink_bytes if has_prefixes else 0
+        self.pool = VllmPool(self.shard, has_prefixes)
+        self.geometries = {layer.geometry.index: rank_geometry(layer.attention, rank, size) for layer in plan.layers}
+        # vLLM's first layer with pages, and what lies besides all of them.
+        self.first: Any = None
+        self.ring: Any = None
+        self.sinks: list[SinkLayer] = []
         transfer = config.kv_transfer_config
-        if self.sink_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
+        if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
             raise UnsupportedModel(
                 f"{transfer.kv_connector} asks every group of blocks for full attention or a window; a group of sinks "
                 "has neither",
@@ -79,25 +87,36 @@ class Serving:
         flash = flash_attention() if self.device.type == "cuda" else torch_flash
         most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self.scratch = Scratch(*most, self.device, flash)
-        self._unbound = {layer.geometry.index for layer in plan.layers}
+        self._unbound = set(self.shard.blocks)
         self._allocated = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
+
+    def has_window(self, name: str) -> bool:
+        """Whether vLLM's layer of this name has a sliding window in the plan."""
+        planned = self.geometries.get(extract_layer_index(name))
+        return planned is not None and planned.window is not None
+
+    def make_rings(self, attention: Any, config: VllmConfig) -> None:
+        """Next to vLLM's first layer with pages: the layers of rings and of sinks."""
+        if self.first is None:
+            self.first, name = attention, attention.layer_name
+            self.ring = RingLayer(f"{name}.kvcal_rings", self.pool.rings, config)
+            numbers = range(self.pool.sinks.num_blocks if self.pool.sinks.block_bytes else 0)
+            self.sinks = [SinkLayer(name, number, self.pool, config, self.ring) for number in numbers]
 
     def bound(self, index: int, blocks: Tensor) -> None:
         """Note the memory of a layer; with the last of them, log what was predicted and allocated."""
         self._allocated = max(self._allocated, blocks.stride(0))
         self._unbound.discard(index)
         if not self._unbound:
-            shard = self.shard
-            indices = list(shard.blocks)
-            predicted = sum(map(shard.block_bytes, indices))
-            rings = len(indices) * (shard.largest_ring_bytes + self.sink_bytes)
+            pool, predicted = self.pool, self.pool.pages.block_bytes
+            rings = sum(map(self.shard.ring_bytes, self.shard.blocks)) + len(self.sinks) * pool.sinks.block_bytes
             logger.info(
                 "%d blocks of %d tokens: the plan takes %d bytes a block and %d a request, vLLM allocated %d a block",
                 len(blocks), PAGE_TOKENS, predicted, rings, self._allocated,
             )  # fmt: skip
             if self._allocated > WASTEFUL * predicted:
-                logger.warning("rings are larger than the pages of a block, and vLLM gives every block their bytes")
+                logger.warning("a ring is larger than the pages of a block, and vLLM gives every block its bytes")
 
 
 _latest: Serving | None = None
