@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -46,6 +47,19 @@ def test_requests_of_one_step_share_sinks_in_few_pages(served: Served, tmp_path:
     assert sized and 128 * capacity("sglang", plan, int(sized[1]), 1, 1, max_requests=4).num_blocks == int(sized[2])
 
 
+@pytest.mark.parametrize("chunk", [256, 4096])
+def test_random_requests_of_more_beginnings_than_places(chunk: int, served: Served, tmp_path: Path) -> None:
+    """Pages may outlive their sinks. A prompt that is computed anew then goes on with the tree's pages for its own."""
+    plan, pick, bases, ends = with_sinks(served.plan), random.Random(chunk), prompts(*[600] * 30), prompts(*[60] * 24)
+    rounds = [[pick.choice(bases)[: pick.randrange(100, 600)] + end for end in ends] for _ in range(4)]
+    few = arguments(served, max_total_tokens=128 * 40, schedule_conservativeness=0.1, chunked_prefill_size=chunk)
+    given = {"engine": few, "rounds": rounds, "tokens": 20, "together": True}
+    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors", plan), given)
+    assert found is not None, log[-4000:]
+    replay = assert_replayed(recorded(found, rounds), served.model, plan)
+    assert replay.moved > 0 and sum(replay.cached.values()) > 1000
+
+
 def test_a_prompt_whose_sinks_are_gone_is_computed_anew(served: Served, tmp_path: Path) -> None:
     """One request at a time has places for eight beginnings. Then its pages are shared again."""
     plan, given = with_sinks(served.plan), prompts(*[130] * 9)
@@ -57,11 +71,9 @@ def test_a_prompt_whose_sinks_are_gone_is_computed_anew(served: Served, tmp_path
 
 
 def test_other_weights_have_other_sinks(served: Served, tmp_path: Path) -> None:
-    other, plan, given = Served(tmp_path / "other", seed=1), with_sinks(served.plan), prompts(130)
-    given = {
-        "engine": arguments(served), "rounds": [given] * 3, "tokens": 40, "together": False,
-        "weights": str(other.folder),
-    }  # fmt: skip
+    other, plan = Served(tmp_path / "other", seed=1), with_sinks(served.plan)
+    given = {"engine": arguments(served), "rounds": [prompts(130)] * 3, "tokens": 40, "together": False}
+    given["weights"] = str(other.folder)
     found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors", plan), given)
     assert found is not None, log[-4000:]
     for model, cached, (one,) in zip((served, other, other), (0, 0, 128), found["rounds"], strict=True):

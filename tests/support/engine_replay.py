@@ -23,6 +23,7 @@ from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
+from kvcal.store.layer_store import DecodedCopy
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last bits, so
 # that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to units away.
@@ -35,16 +36,17 @@ class Replay:
     serves as it serves a token and its drafts. ``cached``: tokens of every request that came from blocks of others;
     ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens;
     ``ties``: of tokens that are not the most likely ones, by request and place: how much less likely they are;
-    ``loaded``: pages that came from the host; ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token
-    was a draft that was rejected."""
+    ``loaded``: pages that came from the host; ``moved``: that a running request has in another block than before;
+    ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft that was rejected."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1) -> None:
         self.model, self.plan, self.alone = model, plan, alone
         self._writers: dict[int, PlanCache] = {}  # by block: the cache that filled it last
         self._caches: dict[str, PlanCache] = {}
+        self._blocks: dict[str, list[int]] = {}  # of each request, at its last step
         self._hosted: dict[int, PlanCache] = {}  # the same, of the host's blocks
         self.cached: dict[str, int] = {}
-        self.restarts = self.loaded = 0
+        self.restarts = self.loaded = self.moved = 0
         self.distances: list[float] = []
         self.ties: dict[tuple[str, int], float] = {}
         self.accepted = self.rejected = self.split = 0
@@ -90,9 +92,15 @@ class Replay:
                 to.pop(key, None)
 
     def _cache_at(self, name: str, tokens: int, blocks: list[int]) -> PlanCache:
-        """The cache of a request with so many tokens: its own, or one of pages of those who filled these blocks."""
+        """The cache of a request with so many tokens: its own, or one of pages of those who filled these blocks. A page
+        may lie in another block than before: SGLang keeps one of equal prefixes, and frees the others' pages."""
         own = self._caches.get(name)
         if own is not None and own.get_seq_length() == tokens:
+            held = zip(self._blocks[name], blocks[: tokens // PAGE], strict=False)
+            if moved := [page for page, (before, now) in enumerate(held) if before != now]:
+                self._take(own, moved, blocks)
+                self.moved += len(moved)
+            self._blocks[name] = blocks
             return own
         self.restarts += own is not None
         found = PlanCache(self.plan, self.model.config, keep_decoded=True)
@@ -101,21 +109,27 @@ class Replay:
                 every = dataclasses.replace(layer.geometry, window=2**20)
                 found.layers[number] = BoundedLayer(every, self.plan.cache_dtype, layer.padding)
         if tokens:
-            writers = [self._writers[block] for block in blocks[: tokens // PAGE]]
-            found = copy.deepcopy(writers[-1])
+            found = copy.deepcopy(self._writers[blocks[tokens // PAGE - 1]])
             found.crop(tokens - found.get_seq_length())
-            for page, writer in enumerate(writers):
-                for layer, theirs in zip(found.layers, writer.layers, strict=True):
-                    if isinstance(layer, BoundedLayer):
-                        for mine, other in zip(layer.tensors, theirs.tensors, strict=True):
-                            mine[:, :, page * PAGE : (page + 1) * PAGE] = other[:, :, page * PAGE : (page + 1) * PAGE]
-                        continue
-                    for part, other in zip(layer.parts, theirs.parts, strict=True):
-                        part.pool.records[page] = other.pool.records[page]
+            self._take(found, range(tokens // PAGE), blocks)
             begin_sums(found, tokens)
         self.cached[name] = self.cached.get(name, 0) + tokens
-        self._caches[name] = found
+        self._caches[name], self._blocks[name] = found, blocks
         return found
+
+    def _take(self, cache: PlanCache, pages: Iterable[int], blocks: list[int]) -> None:
+        """These pages, of those who filled their blocks."""
+        for page in pages:
+            for layer, theirs in zip(cache.layers, self._writers[blocks[page]].layers, strict=True):
+                if isinstance(layer, BoundedLayer):
+                    for mine, other in zip(layer.tensors, theirs.tensors, strict=True):
+                        mine[:, :, page * PAGE : (page + 1) * PAGE] = other[:, :, page * PAGE : (page + 1) * PAGE]
+                    continue
+                for part, other in zip(layer.parts, theirs.parts, strict=True):
+                    part.pool.records[page] = other.pool.records[page]
+        for layer in cache.layers:
+            if isinstance(layer, PagedLayer):
+                layer.decoded = DecodedCopy()
 
 
 class AttentionReplay(Replay):
