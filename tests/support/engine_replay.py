@@ -105,9 +105,9 @@ class Replay:
         self.restarts += own is not None
         found = PlanCache(self.plan, self.model.config, keep_decoded=True)
         for number, layer in enumerate(found.layers):
-            if isinstance(layer, BoundedLayer):  # holds all tokens: another may begin where its window was before
+            if isinstance(layer, BoundedLayer):  # all tokens, as an engine has them: another may begin at earlier ones
                 every = dataclasses.replace(layer.geometry, window=2**20)
-                found.layers[number] = BoundedLayer(every, self.plan.cache_dtype, layer.padding)
+                found.layers[number] = BoundedLayer(every, str(self.model.dtype).split(".")[1], layer.padding)
         if tokens:
             found = copy.deepcopy(self._writers[blocks[tokens // PAGE - 1]])
             found.crop(tokens - found.get_seq_length())
