@@ -262,7 +262,7 @@ class FeedbackSpec:
 
     sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
     basis: bool = knob(False, "Store rotated pages in the basis that queries and output weights ask for.")
-    exponent: Annotated[float, Field(ge=0, le=0.5)] = knob(0.375, "Of the basis: how far it evens out energies.")
+    exponent: Annotated[float, Field(ge=0, le=0.5)] = knob(0.4375, "Of the basis: how far it evens out energies.")
     damping: Annotated[float, Field(ge=1e-4, le=10)] = knob(0.03, "Added to the Hessian, times its mean diagonal.")
     position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
     num_samples: Size = knob(16, "Calibration sequences.")

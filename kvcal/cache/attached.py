@@ -12,8 +12,6 @@ prompts, whose tokens are stored then (``PagedLayer.observe``), and calls with o
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
 ``AttentionMaskInterface``. Attention functions are not handed the cache: it is noted by thread, before every forward
 pass of the decoder, which stays in its thread.
-
-Left out: implementations other than sdpa and eager, and models that bypass AttentionInterface (models.attention).
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ records, tables and byte counts, which take the host longer than the layer takes
 Tokens stay exact until attention comes to read their page. Then the page is encoded, decoded and written over them. By
 then pages of other layers are due, too, and of other caches that are fed the same chunks: those that are stored alike
 go through one call of the codec (``UnreadPages``). A page that is never read is never encoded, whatever it holds.
-
-Left out: padding on the left, pages that shrink, layers that are predicted or that others are predicted from.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ whatever a folder's listing order. A package is not looked into before its turn,
 
 python:code: files of 2 to 200 thousand characters. python:docs: a package's description, its .rst, .md and .txt files,
 and the docstrings of a module, joined. python:chat: a conversation a module, on what its functions and classes are for
-and how they are written, after their docstrings. Left out: packages without a list of files, licences, tests of the
-standard library.
+and how they are written, after their docstrings.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ each, those that are dealt to one pool (see kvcal.data.pools). Which of them is 
 extension or by the columns of its first record. Nothing is read before it is asked for, so sixteen samples of a 10 GB
 file cost what sixteen samples cost. A table's document longer than 64 KiB is dealt in pieces, as a text file is.
 
-``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it. Left out: CSV, images,
-and ShareGPT's from/value messages.
+``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ chain   follow a pointer chain through a shuffled table far back in the prompt;
 times   long multiplication with a digit-by-digit scratchpad.
 
 The embedded model was trained on these with the default limits; lower limits give shorter generations of the same kind.
-The same ``random.Random`` state always gives the same problem, in every process. Left out: the fixed-size variants and
-the curriculum of the training run.
+The same ``random.Random`` state always gives the same problem, in every process.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ vLLM's pool has blocks of one size (``VllmPool``). A request takes a block for e
 blocks for its rings, its sinks and its sliding windows. SGLang's pool has pages of 128 tokens, whose bytes it rounds up
 token by token; next to it lies a ring for every request that may run, from the start, and shared sinks.
 
-Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
-engines measure when they start.
+Bytes are those of one rank; all ranks have the same.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ the keys,
 
     l = log(exp(l1) + exp(l2))      o = o1 exp(l1 - l) + o2 exp(l2 - l)      (Milakov and Gimelshein 2018)
 
-Tiles are served by FlashAttention on CUDA in 16 bits, torch's or the engine's, by products in fp32 elsewhere. Left out:
-chunks of several sequences in one call.
+Tiles are served by FlashAttention on CUDA in 16 bits, torch's or the engine's, by products in fp32 elsewhere.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ name is the sha256 of all that the result depends on (text, macros, architecture
 bytes are the sha256 over that name and the rest. A file that does not agree is made again, without a word: nothing is
 lost but a second or two.
 
-Nothing here is imported with kvcal: cuda.core is an extra, and asked for by the first call. Left out: evicting old
-files (tens of KB each), and PTX for GPUs that are newer than NVRTC.
+Nothing here is imported with kvcal: cuda.core is an extra, and asked for by the first call.
 """
 
 from __future__ import annotations

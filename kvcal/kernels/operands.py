@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels.variants import Variant
+from kvcal.pages.error_feedback import feedback_operand
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
@@ -92,19 +93,18 @@ class PageTransform(NamedTuple):
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
     k_feedback: Tensor = NOTHING  # [n, D (D + 1) / 2] fp16: factors of error feedback (kvcal.pages.error_feedback)
-    v_feedback: Tensor = NOTHING
+    v_feedback: Tensor = NOTHING  # with gains [n, D (D + 3) / 2]: these last
     k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.pages.rotated)
     v_signs: Tensor = NOTHING
 
     @classmethod
     def of_variant(cls, variant: Variant, tensors: Mapping[str, Tensor], nothing: Tensor) -> PageTransform:
         """Of the tensors of a variant's heads, by the last part of their names in the plan (kvcal.plan.tensors)."""
-        has = {
-            "k_rescale": variant.rescale, "k_offset": variant.offset,
-            "k_feedback": variant.k_feedback, "v_feedback": variant.v_feedback,
-        }  # fmt: skip
-        given = (tensors[name] if is_given else nothing for name, is_given in has.items())
-        return cls(*given, *(tensors.get(name, nothing) for name in ("k_signs", "v_signs")))
+        given = ((variant.rescale, "k_rescale"), (variant.offset, "k_offset"))
+        scales = (tensors[name] if is_given else nothing for is_given, name in given)
+        fed = ((variant.k_feedback, "k"), (variant.v_feedback, "v"))
+        factors = (feedback_operand(tensors, side) if is_fed else nothing for is_fed, side in fed)
+        return cls(*scales, *factors, *(tensors.get(name, nothing) for name in ("k_signs", "v_signs")))
 
     @property
     def of_values(self) -> PageTransform:

@@ -60,13 +60,13 @@ class Numbering(Generic[T]):
 @strict_dataclass(frozen=True, config=STRICT)
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
-    hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback. ``first_head``
-    numbers a rank's heads for the score "random", and is 0 otherwise. ``k_bits``, ``v_bits``: bits of the pages as the
-    kernels read them, where those are not the format's own: more before they shrink, 16 where a stored form was decoded
-    into tokens. ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
-    (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other one could
-    (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have room for beyond the format's own.
-    ``query_tokens``: tokens of a step, 1 + drafts."""
+    hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback, of values
+    enlarged by ``v_gain``. ``first_head`` numbers a rank's heads for the score "random", and is 0 otherwise.
+    ``k_bits``, ``v_bits``: bits of the pages as the kernels read them, where those are not the format's own: more
+    before they shrink, 16 where a stored form was decoded into tokens. ``ring_tokens``: of a sliding window, whose ring
+    has so many tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the
+    plain kernel, also where the other one could (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have
+    room for beyond the format's own. ``query_tokens``: tokens of a step, 1 + drafts."""
 
     k: Format
     v: Format
@@ -82,6 +82,7 @@ class Variant:
     plain: bool = False
     k_feedback: bool = False
     v_feedback: bool = False
+    v_gain: bool = False
     lookahead: int = 0
     query_tokens: int = 1
 
@@ -125,6 +126,7 @@ class Variant:
             "K_OFFSET": int(self.offset),
             "K_FEEDBACK": int(self.k_feedback),
             "V_FEEDBACK": int(self.v_feedback),
+            "V_GAIN": int(self.v_gain),
             "WHOLE_RING": int(self.ring_tokens is not None),
         }
         if self.query_tokens > 1:
@@ -152,6 +154,7 @@ def variant_of(plan: LayerPlan, cache_dtype: CacheDtype) -> Variant:
         k, v, plan.attention.k_head_dim, cache_dtype, plan.attention.group_heads,
         rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and plan.k_pages == "post" and not is_raw,
         first_head=0, k_bits=k_bits, v_bits=v_bits, k_feedback=plan.k_feedback, v_feedback=plan.v_feedback,
+        v_gain=plan.v_gain,
     )  # fmt: skip
 
 

@@ -9,8 +9,7 @@ device follow from it.
 A plan carries the identity, so that it is not used with another model: hashes of configuration, weights and tokenizer
 files, and no machine path. The configuration is hashed as canonical JSON without the keys that saving it again changes;
 weights and tokenizer as sorted (name, length, bytes), streamed. A GGUF file is all three, whatever it is called: it is
-dequantized, and counts as a model in bfloat16. Left out: the chat template and generation settings, which do not change
-what is cached.
+dequantized, and counts as a model in bfloat16.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ attention receives, under each known order.
 
 Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the rotary
 key.
-
-Left out: scores of biases (the paper scores weights), and quantized or adapter-wrapped projections.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ called. Then threads copy its matrices from the files to pinned memory, piece by
 each piece on, to one of ``Residence.num_places`` places on the device; the next layer is fetched while one computes.
 Layers that fit besides them stay on the device for good. So a stage needs no change, and its results are the same bits.
 
-A copy within memory is bound by the core that makes it: one thread brings 6 to 16 GB/s, a PCIe link takes 50. So the
-threads are the reader's own, by numpy, whatever number OMP_NUM_THREADS leaves to torch (torchrun sets 1).
-
 With gradients, a layer runs without a graph in the forward, and its input is kept in (pinned) host memory; in the
 backward, the last layer first, the layer runs again with a graph. Hooks on modules and parameters are those of the
 model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
@@ -20,11 +17,7 @@ Each forward, and each backward, loads every layer once. So batches should be la
 by side should be (``kvcal.models.forwards``): they load a layer once for all. So does one backward of them all:
 autograd takes the nodes that a thread made last first, so that it comes to a layer of every call before the one below.
 
-accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
-and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
-
-Left out: parts of what is no decoder layer, if it does not fit; gradients that reach a layer by another input than its
-hidden states. Weights that transformers converts (experts merged, another dtype than the files') lie in host memory
+Weights that transformers converts (experts merged, another dtype than the files') lie in host memory
 instead of a map.
 """
 

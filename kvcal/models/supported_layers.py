@@ -12,8 +12,6 @@ Layers that read the keys and values of an earlier one (Gemma 3n), as the forwar
 Not served, and named with the layer: encoder-decoders, layers that hold both a sliding window and a state, states that
 modules keep besides the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not
 causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
-
-Left out: query heads that differ from layer to layer (an error of the taps).
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ are called with a stand-in for a cache, which notes both and returns them.
 reads from pages what was packed before it. So the block's module is called again with the arguments of the forward, and
 its attention call gets other keys for some (query, token) pairs; all else is the model's own. Queries are taken in
 segments which read the same tokens from pages, so that all segments together cost one attention.
-
-Left out: models that ``kvcal.models.attention`` leaves out; of rereading, sliding-window layers and padding.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ output's error costs e B e', B = T^-T H T^-1, where H is the cost of an error of
 
 With C the covariance of keys, or the mean of v v', L L' = H and U diag(l) U' = L' C L, the transform is
 
-    T = diag(l)^-exponent U' L'                       (WUSH-KV has exponent 1/4; with error feedback 3/8 errs less)
+    T = diag(l)^-exponent U' L'                       (WUSH-KV has exponent 1/4; with error feedback 7/16 errs less)
 
 Rotated pages (kvcal.pages.rotated) add their Hadamard transform when they are packed. H and C get ``RIDGE`` times their
 mean diagonal, so that T can be inverted. T is scaled to a mean variance of 1 in y. Left out: one T for all heads, which

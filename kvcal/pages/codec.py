@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.basis import Basis
+from kvcal.pages.error_feedback import feedback_operand
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.rescale_and_rope import BeforeRope, Transform
 from kvcal.pages.scores import channel_scores
@@ -77,7 +78,7 @@ class PageCodec:
             offset=tensors[f"{prefix}.k_offset"].unsqueeze(-2) if is_k and plan.k_offset else None,
             rotary=tensors.get(f"{prefix}.rotary") if is_k else None,
             is_pre=is_k and plan.k_pages == "pre",
-            feedback=tensors[f"{prefix}.{side}_feedback"] if plan.feedback(side) else None,
+            feedback=feedback_operand(tensors, f"{prefix}.{side}") if plan.feedback(side) else None,
             basis=Basis.of(tensors, f"{prefix}.{side}") if plan.basis(side) else None,
             operands={operand: tensors[name] for operand, (name, _) in named.items()},
         )

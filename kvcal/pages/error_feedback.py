@@ -24,6 +24,7 @@ one product and one sum in fp32 for every later channel, never fused: any device
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec
@@ -70,6 +71,17 @@ def factor_weights(factor: Tensor, head_dim: int) -> Tensor:
 
 def _diagonal_place(channel: int, head_dim: int) -> int:
     return channel * (2 * head_dim - channel + 1) // 2
+
+
+def feedback_operand(tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
+    """What pages are packed with, of a plan's tensors: the factor, then its gains, fp16 [N, D] more, if it has any."""
+    factor, gain = tensors[f"{prefix}_feedback"], tensors.get(f"{prefix}_gain")
+    return factor if gain is None else torch.cat([factor, gain], 1)
+
+
+def factor_gains(factor: Tensor, head_dim: int) -> Tensor:
+    """The gains of all channels, fp32 [N, D, or 0 without any], of what ``feedback_operand`` gives."""
+    return factor[:, _diagonal_place(head_dim, head_dim) :].float()
 
 
 def round_with_feedback(

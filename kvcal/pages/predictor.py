@@ -13,8 +13,6 @@ Products are fp32, with TF32 off. Their sums depend on shapes and devices in the
 differs by this rounding from what its encoder saw, and so do the pages that are predicted from it. Measured over all
 layers of a model whose keys have large biases, the drift is a small share of the error of quantization
 (docs/systems.md).
-
-Left out: MLPs (the paper finds them marginally better at 3.3 times the size).
 """
 
 from __future__ import annotations

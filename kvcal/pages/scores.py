@@ -13,8 +13,7 @@ new score is one function and one line of ``SCORES`` (docs/adding.md):
 - ``random``: a hash of page, head and channel, uniform in [0, 1): what a score must beat.
 
 Scores decide between channels, so they are the same on every device, bit for bit: all is fp64, one IEEE operation at a
-time, and sums add halves of the page to each other in a fixed order. Left out: 1 / sqrt(D) in I, which thresholds
-absorb; and scores that need the attention matrix (Kitty's Fig. 2b), which cost more than they decide.
+time, and sums add halves of the page to each other in a fixed order.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class LayerPlan:
     (AQUA-KV: pages hold the residual).
     ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.error_feedback), whose factor the
     plan holds; pages are read as without it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of
-    each head (kvcal.pages.basis), at 16 bits, too.
+    each head (kvcal.pages.basis), at 16 bits, too. ``v_gain``: values are enlarged by what their codes lose
+    (kvcal.pages.rotated).
 
     Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no transforms,
     which are made for keys and values of heads.
@@ -66,6 +67,7 @@ class LayerPlan:
     v_feedback: Present = False
     k_basis: Present = False
     v_basis: Present = False
+    v_gain: Present = False
 
     def __post_init__(self) -> None:
         index = self.geometry.index
@@ -111,6 +113,8 @@ class LayerPlan:
                 found.append(f"has {side}_basis, which is for rotated pages: expected quantizer 'rotated'")
         if self.k_basis and transformed:
             found.append("has k_basis, which takes the place of k_rescale, k_offset, k_pages 'pre' and k_predictor")
+        if self.v_gain and not (self.v_basis and self.v_feedback):
+            found.append("has a v_gain, which is for values in a basis: expected v_basis and v_feedback")
         if self.v_basis and self.v_predictor is not None:
             found.append("has v_basis and a v_predictor; expected one of them")
         if any(fmt.boost for fmt in self.v):

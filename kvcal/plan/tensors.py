@@ -6,6 +6,7 @@
                                                      (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
     layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.error_feedback)
+    layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    values in their basis are multiplied by it    (kvcal.pages.rotated)
     layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.pages.basis)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
@@ -25,6 +26,7 @@ from kvcal.lazy_torch import Tensor
 from kvcal.pages.basis import CENTER, MATRICES, basis_specs
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.pages.predictor import PredictorShape
+from kvcal.pages.rotated import gain_spec
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.records import TensorSpec, require_tensors
@@ -36,7 +38,7 @@ LARGEST_AMPLITUDE = 2.0**8
 
 
 # Tensors of a layer that its pages are encoded with: by KV heads first, or the same for all heads.
-OF_BASES = (*(f"{side}_{part}" for side in SIDES for part in MATRICES), f"k_{CENTER}")
+OF_BASES = (*(f"{side}_{part}" for side in SIDES for part in MATRICES), f"k_{CENTER}", "v_gain")
 BY_HEAD, OF_ALL_HEADS = ("k_rescale", "k_offset", "k_feedback", "v_feedback", *OF_BASES), ("k_signs", "v_signs")
 
 
@@ -89,6 +91,8 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
                 needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())
             if layer.feedback(side):
                 needed[f"{prefix}.{side}_feedback"] = factor_spec(heads, layer.head_dim(side))
+            if side == "v" and layer.v_gain:
+                needed[f"{prefix}.v_gain"] = gain_spec(heads, layer.head_dim(side))
             if layer.basis(side):
                 specs = basis_specs(side, heads, layer.head_dim(side))
                 needed |= {f"{prefix}.{name}": spec for name, spec in specs.items()}

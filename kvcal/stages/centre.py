@@ -10,8 +10,6 @@ channel take it up in their zeros. So pages hold, with the mean k̄ [N, D] over 
 where R_s is the model's own RoPE at position s. What the second leaves of the mean swings within a page; where that is
 more than the keys' own variance, such a layer is stored before RoPE, too, and static caches decode it in torch. Keys
 with a predictor need no mean: the predictor's bias holds it. Values keep theirs, which no projection's bias dominates.
-
-Left out: formats that shrink and layers with λ, whose own stage searches an offset.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _only(plan: Plan, quantized: LayerPlan, sides: Sequence[Side]) -> Plan:
 def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
     """``layer`` with its other sides at 16 bits."""
     if "v" not in sides:
-        layer = replace(layer, v=(RAW,), v_predictor=None, v_feedback=False, v_basis=False)
+        layer = replace(layer, v=(RAW,), v_predictor=None, v_feedback=False, v_basis=False, v_gain=False)
     if "k" not in sides:
         layer = replace(layer, k=(RAW,), k_pages="post", k_rescale=False, k_offset=False, k_predictor=None)
         layer = replace(layer, k_feedback=False, k_basis=False)

@@ -11,11 +11,6 @@ first layer that differs, with the hidden states that the other brought there (`
 are those of a whole forward, so that the logits are the same bits. Hidden states are held for one chunk, on the device.
 Of a streamed model the caches' forwards of a chunk run side by side, so that a layer is loaded once for all of them
 (``kvcal.models.forwards``).
-
-The 16-bit reference is fed anew for every group of plans, which costs one plan's time a group, and needs neither a
-limit nor a second way for models whose hidden states and log-probabilities would not fit.
-
-``deviations`` is one measurement, ``kl_texts`` are the texts of one.
 """
 
 from __future__ import annotations

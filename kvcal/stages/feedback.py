@@ -37,6 +37,7 @@ from kvcal.models.rope import RotaryMap, rotary_maps
 from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.pages.basis import Basis, fitted_basis, moved_hessian
 from kvcal.pages.error_feedback import feedback_factor
+from kvcal.pages.rotated import GAINED_BITS, value_gains
 from kvcal.plan.layer import LATENTS, LayerPlan, Present
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
@@ -58,7 +59,7 @@ from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_input
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"
-SCHEMA = 3
+SCHEMA = 4
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -93,12 +94,13 @@ class _Body:
 @dataclass(frozen=True, eq=False)
 class FeedbackRecord:
     """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.error_feedback); ``bases``:
-    of those that have one."""
+    of those that have one; ``gains``: of the values among these, fp16 [N, D] by layer, for codes of 2 bits."""
 
     subject: Subject
     sides: tuple[SideFeedback, ...]
     factors: Mapping[Place, Tensor]
     bases: Mapping[Place, Basis]
+    gains: Mapping[int, Tensor] = field(default_factory=dict)
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers with feedback. Raises ArtifactError: they are another model's."""
@@ -112,9 +114,9 @@ class FeedbackRecord:
         changed = []
         for layer in layers:
             k, v = ((layer.geometry.index, side) for side in SIDES)
-            changed.append(
-                replace(layer, k_feedback=k in fed, v_feedback=v in fed, k_basis=k in based, v_basis=v in based)
-            )
+            gains = v in fed & based and layer.format("v").num_bits == GAINED_BITS
+            has_basis = replace(layer, k_basis=k in based, v_basis=v in based)
+            changed.append(replace(has_basis, k_feedback=k in fed, v_feedback=v in fed, v_gain=gains))
         return tuple(changed)
 
     def changed(self, plan: Plan) -> Plan:
@@ -127,7 +129,7 @@ class FeedbackRecord:
         found = {f"layers.{index}.{side}_feedback": factor for (index, side), factor in self.factors.items()}
         for (index, side), basis in self.bases.items():
             found |= basis.tensors(f"layers.{index}.{side}")
-        return found
+        return found | {f"layers.{index}.v_gain": gain for index, gain in self.gains.items()}
 
 
 def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[LayerPlan, ...]:
@@ -201,7 +203,7 @@ def run_feedback(
             for_each_batch(
                 data, most_tokens, lambda batches: list(map(measure, batches)), SAMPLES, checkpoint, "feedback"
             )
-        factors, sides, bases = {}, [], {}
+        factors, sides, bases, gains = {}, [], {}, {}
         for place in places:
             try:
                 hessian_NDD, basis = calibration.hessian(place, checkpoint.state.means)
@@ -214,9 +216,12 @@ def run_feedback(
             sides.append(SideFeedback(*place, min(1.0, float(share_N.mean())), basis is not None))
             if basis is not None:
                 bases[place] = basis
+                if place[1] == "v":
+                    cost_ND = torch.linalg.eigvalsh(hessian_NDD)  # rising, as the channels of a basis are
+                    gains[place[0]] = value_gains(cost_ND + spec.damping * cost_ND.mean(1, keepdim=True))
         about_data = (data.fingerprint, data.description, data.num_tokens)
         subject = Subject(loaded.identity, loaded.geometry, scale, *about_data, spec)
-        record = FeedbackRecord(subject, tuple(sides), factors, bases)
+        record = FeedbackRecord(subject, tuple(sides), factors, bases, gains)
         save(record, inputs, path)
     return record
 
@@ -362,7 +367,8 @@ def load(path: Path) -> FeedbackRecord:
     factors = {(s.index, s.side): stored.tensors[f"layers.{s.index}.{s.side}_feedback"] for s in body.sides}
     found = {(s.index, s.side): Basis.of(stored.tensors, f"layers.{s.index}.{s.side}") for s in body.sides}
     bases = {place: basis for place, basis in found.items() if basis is not None}
-    return FeedbackRecord(body.subject, body.sides, factors, bases)
+    gains = {index: stored.tensors[f"layers.{index}.v_gain"] for index, side in bases if side == "v"}
+    return FeedbackRecord(body.subject, body.sides, factors, bases, gains)
 
 
 def table_rows(record: FeedbackRecord) -> tuple[list[str], list[list[str]]]:

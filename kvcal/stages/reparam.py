@@ -14,9 +14,7 @@ Two passes over the data, one sequence at a time, of which an interrupted run co
 
 The record holds the whole error curve of each layer's search, so that it can be seen how much λ brings, and where.
 
-Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
-model at its ordinary ones (experiments/show_reparam.py measures the difference). Layers whose keys are per channel,
-before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
+Layers whose keys are per channel, before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
 """
 
 from __future__ import annotations

@@ -20,9 +20,6 @@ In a dynamic cache, the pages of one part (the keys or the values of one layer)
 lie in one tensor, which is allocated anew when pages are added or change their bits. So the old and the new pages of
 one part exist at a time; of all other parts, either those before the update or those after it. New pages are encoded,
 and old ones converted, a few at a time, which bounds the scratch.
-
-Left out: logits, and the scratch of ``decode`` on CUDA (some MB a shape); activations of a prompt that is fed in one
-piece; and temporaries of the dynamic cache while it decodes predicted pages, which are decoded whole: 40 bytes a value.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@ modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of
 
 import contextlib
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,16 +225,6 @@ def test_attention_where_the_model_has_a_state():
         layers = (layer, *plan.geometry.layers[1:])
         wrong = plan_of(Geometry(plan.model.model_type, "float32", layers), RAW, RAW)
         assert f"LinearAttentionLayer, the plan has {kind} there" in refusal(wrong, model.config).message
-
-
-@pytest.mark.parametrize("changes", [{"num_kv_heads": 2}, {"k_head_dim": 8}, {"v_head_dim": 32}])
-def test_other_heads_of_a_sliding_window_are_refused_at_the_first_update(changes):
-    model = tiny_models.built("gemma3")
-    layers = list(model_plan(model).geometry.layers)
-    layers[0] = replace(layers[0], **changes)
-    plan = plan_of(Geometry("gemma3_text", "float32", tuple(layers)), RAW, RAW)
-    with pytest.raises(ArtifactError, match=r"layer 0 caches 1 KV heads of size 16 \(K\) and 16 \(V\), but the plan"):
-        feed(model, PlanCache(plan, model.config), random_ids(1, 4))
 
 
 @pytest.mark.parametrize("index", [0, 2])

@@ -114,6 +114,7 @@ def test_a_range_beyond_the_params_is_noted(device: str) -> None:
     assert pack(wide, x, poisoned_pages(wide, device), [[1]]) == 0
 
 
+ROTATED = Format(2, "token", 64, 4, quantizer="rotated")
 APPENDED = [
     (Case("k", Format(2, "channel", 32, 4, 30)), Case("v", Format(3, "token", 64, 4, 150))),
     (Case("k", Format(4, "token", 64), 80, "float16"), Case("v", Format(16), 80, "float16")),
@@ -132,13 +133,14 @@ APPENDED = [
         Case("v", Format(3, "token", 32), 64),
     ),
     (Case("k", Format(16), 80), Case("v", Format(4, "token", 64), 80, feedback=True)),
+    (Case("k", ROTATED, feedback=True), Case("v", ROTATED, feedback=True, gain=True)),
 ]
 
 
 def variant_of(k: Case, v: Case) -> Variant:
     return Variant(
         k.fmt, v.fmt, k.dim, k.cache, GROUP_HEADS, k.rescale, k.offset, HEADS.start,
-        k_feedback=k.feedback, v_feedback=v.feedback,
+        k_feedback=k.feedback, v_feedback=v.feedback, v_gain=v.gain,
     )  # fmt: skip
 
 

@@ -128,14 +128,6 @@ def test_foreign_metadata(tmp_path, metadata):
     assert all(key in caught.value.message for key in metadata)
 
 
-@pytest.mark.parametrize("header", [b"{}", b'{"__metadata__":null}'])
-def test_no_metadata(tmp_path, header):
-    path = tmp_path / "a"
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ArtifactError, match=r"metadata keys are \[\]"):
-        read(path, "demo", 3)
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"b":1,"a":2}', '{"a":NaN}', '{"a":1e999}', '{"a":1,"a":1}', '{"a":"é"}', '{"a":' * 100_000]
 )

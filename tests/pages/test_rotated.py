@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcal.pages import rotated as pages
+from kvcal.pages.error_feedback import feedback_factor, feedback_operand
 from kvcal.pages.rotated import SCALE_DTYPE, STEPS, RotatedLayout, block_size, random_signs, rotate, unrotate
 from kvcal.plan.page_format import Format
+from kvcal.stages.hessians import rotated as rotated_hessian
 from kvcal.strict import dump
 
 SIZES = [("k", 2, 128, 128), ("v", 3, 32, 96), ("k", 4, 64, 80), ("v", 1, 128, 24), ("k", 8, 128, 8)]
@@ -79,6 +82,27 @@ def test_knobs_of_other_quantizers_are_refused(changes: dict, message: str) -> N
     assert "quantizer" not in dump(Format(2)) and dump(Format(2, quantizer="rotated"))["quantizer"] == "rotated"
     with pytest.raises(ValueError, match=message):
         Format(**{"num_bits": 2, "quantizer": "rotated", **changes})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gains_make_up_for_what_codes_of_two_bits_lose(head_dim: int) -> None:
+    """The slope of what is read on what was stored, of channels by cost, as bases of real models have them."""
+    generator = torch.Generator().manual_seed(head_dim)
+    cost = torch.randn(2, head_dim, generator=generator, dtype=torch.float64).exp().sort(1).values
+    signs = random_signs(head_dim, 1)
+    factor, _ = feedback_factor(rotated_hessian(torch.diag_embed(cost), signs), 0.01)
+    x = torch.randn(24, 2, 128, head_dim, generator=generator) * cost.float().pow(1 / 14).unsqueeze(1)
+    layout = RotatedLayout("v", 2, "token", 128, head_dim, SCALE_DTYPE, "bfloat16")
+
+    def slopes(has_gain: bool) -> Tensor:
+        tensors = {"v_feedback": factor} | ({"v_gain": pages.value_gains(cost)} if has_gain else {})
+        operands = {"signs": signs, "feedback": feedback_operand(tensors, "v")}
+        read = layout.decode_pages(layout.encode_pages(x, operands), 2, operands)
+        return ((x * read).sum((0, 2)) / x.square().sum((0, 2))).unflatten(1, (4, -1)).mean(2)
+
+    without, with_gain = slopes(has_gain=False), slopes(has_gain=True)
+    assert without[:, 0].max() < 0.9 and without[:, 3].min() > 0.93
+    assert (with_gain - 1).abs().max() < 0.015, with_gain
 
 
 WIDTHS = (1, 20, 64, 96, 128, 1024)

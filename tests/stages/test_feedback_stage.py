@@ -261,8 +261,8 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
         center, covariance = mean_and_covariance(keys, True)
         outputs = output_products(weights[index], 2)
         expected = {
-            "k": (queries, fitted_basis(queries, covariance, 0.375, center)),
-            "v": (outputs, fitted_basis(outputs, mean_and_covariance(values, False)[1], 0.375)),
+            "k": (queries, fitted_basis(queries, covariance, SPEC.exponent, center)),
+            "v": (outputs, fitted_basis(outputs, mean_and_covariance(values, False)[1], SPEC.exponent)),
         }
         for side, (hessian, basis) in expected.items():
             found = record.bases[index, side]

@@ -241,19 +241,6 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> No
                 torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-12)
 
 
-def test_errors_of_a_padded_batch_are_bit_for_bit_those_of_its_sequences() -> None:
-    """Given the same keys, padding changes nothing at all but the order of fp64 sums."""
-    x_BNTD, g_BNTD = (torch.randn(4, 2, 4 + 128 + 41, 40) for _ in range(2))
-    lengths = (173, 140, 3, 5)
-    for side in ("k", "v"):
-        others = ((*ALL[side], Candidate(2, "token", 128, "rotated")), 4, torch.bfloat16, torch.float16, side)
-        found = quantization_errors(x_BNTD, g_BNTD, torch.tensor(lengths), *others)
-        for row, length in enumerate(lengths):
-            alone = errors_of(x_BNTD[row, :, :length], g_BNTD[row, :, :length], *others)
-            for part, expected in zip(found, alone, strict=True):
-                torch.testing.assert_close(part[row], expected, rtol=1e-14, atol=0)
-
-
 def count_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
@@ -310,14 +297,6 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
         measure(observing, 4, tokens_T, mask_T)
     handle.remove()
     assert measure(observing, 4, tokens_T, mask_T).loss_B > 0
-
-
-def test_keys_too_large_for_the_scales_are_refused_with_layer_and_sample() -> None:
-    model = gqa_model("llama")
-    with torch.no_grad():
-        model.model.layers[3].self_attn.k_proj.weight.mul_(1e6)
-    with pytest.raises(NonFiniteActivations, match="the keys of layer 3 in sample 2: .* beyond float16"):
-        measure(observer(model, FEW), 2, *sample_of(30))
 
 
 def test_observers_stream_and_merge_to_the_statistic_of_the_batch() -> None:

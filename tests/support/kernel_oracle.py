@@ -36,6 +36,7 @@ class Case:
     rescale: bool = False
     offset: bool = False
     feedback: bool = False
+    gain: bool = False
 
     @property
     def name(self) -> str:
@@ -45,7 +46,7 @@ class Case:
         parts += [fmt.param_dtype, self.cache]
         if fmt.boost is not None:
             parts += [fmt.boost.score, *(f"{tier.num_bits}b{tier.share}" for tier in fmt.boost.tiers)]
-        parts += ["rescale" * self.rescale, "offset" * self.offset, "feedback" * self.feedback]
+        parts += ["rescale" * self.rescale, "offset" * self.offset, "feedback" * self.feedback, "gain" * self.gain]
         return "-".join(parts).rstrip("-")
 
     @property
@@ -53,14 +54,14 @@ class Case:
         """Of ``pack`` and ``unpack``."""
         own = {"DTYPE": DTYPES[self.cache], "SIDE": SIDES.index(self.side)}
         own |= {"K_RESCALE": int(self.rescale), "K_OFFSET": int(self.offset)}
-        own |= {f"{self.side.upper()}_FEEDBACK": int(self.feedback)}
+        own |= {f"{self.side.upper()}_FEEDBACK": int(self.feedback), "V_GAIN": int(self.gain)}
         return own | side_defines(self.side, self.fmt, self.dim, self.cache, self.fmt.num_bits)
 
     @property
     def variant(self) -> Variant:
         """The other side has 16 bits."""
         k, v = (self.fmt, RAW) if self.side == "k" else (RAW, self.fmt)
-        fed = {f"{self.side}_feedback": self.feedback}
+        fed = {f"{self.side}_feedback": self.feedback, "v_gain": self.gain}
         return Variant(k, v, self.dim, self.cache, GROUP_HEADS, self.rescale, self.offset, HEADS.start, **fed)
 
     def transform(self, device: str) -> PageTransform:
@@ -79,7 +80,7 @@ class Case:
         tensors = {
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),
             "layers.0.k_offset": torch.randn(NUM_HEADS, self.dim, generator=generator),
-            f"layers.0.{self.side}_feedback": feedback_of(NUM_HEADS, self.dim),
+            f"layers.0.{self.side}_feedback": feedback_of(NUM_HEADS, self.dim, self.gain),
             f"layers.0.{self.side}_signs": random_signs(self.dim, 2),
         }
         codec = PageCodec.of_layer(plan, self.side, self.cache, tensors)
@@ -97,10 +98,12 @@ class Case:
         return x.to(CACHE_DTYPES[self.cache])
 
 
-def feedback_of(num_heads: int, dim: int) -> Tensor:
-    """A factor of error feedback: [n, D (D + 1) / 2] fp16."""
+def feedback_of(num_heads: int, dim: int, has_gain: bool = False) -> Tensor:
+    """A factor of error feedback: [n, D (D + 1) / 2] fp16; with gains of the channels, [n, D] more."""
     generator = torch.Generator().manual_seed(5)
-    return (torch.randn(num_heads, dim * (dim + 1) // 2, generator=generator) * 0.2).half()
+    factor = torch.randn(num_heads, dim * (dim + 1) // 2, generator=generator) * 0.2
+    gains = 0.8 + torch.rand(num_heads, dim * has_gain, generator=generator)
+    return torch.cat([factor, gains], 1).half()
 
 
 def _every_uniform_format() -> list[Case]:
@@ -167,6 +170,7 @@ ROTATED = [
         ("v", 4, 64, 96, "bfloat16", {}),
         ("v", 3, 32, 72, "float16", {}),
         ("v", 2, 128, 24, "bfloat16", {"feedback": True}),
+        ("v", 2, 64, 80, "float16", {"feedback": True, "gain": True}),
     ]
 ]
 PACKED = UNIFORM + TIERED + FED + ROTATED
@@ -238,14 +242,15 @@ class Paged:
         self.transform = PageTransform(
             (rescale if variant.rescale else rescale[:0]).to(device),
             (offset if variant.offset else offset[:0]).to(device),
-            *(self._factor(has_feedback) for has_feedback in (variant.k_feedback, variant.v_feedback)),
+            self._factor(variant.k_feedback),
+            self._factor(variant.v_feedback, variant.v_gain),
             *(random_signs(dim, seed).to(device) for seed in (0, 1)),
         )
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.nothing = torch.empty(0, device=device)
 
-    def _factor(self, has_feedback: bool) -> Tensor:
-        factor = feedback_of(self.heads, self.variant.head_dim)
+    def _factor(self, has_feedback: bool, has_gain: bool = False) -> Tensor:
+        factor = feedback_of(self.heads, self.variant.head_dim, has_gain)
         return (factor if has_feedback else factor[:0]).to(self.device)
 
     def append(self, rows: slice, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:

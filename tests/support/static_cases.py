@@ -74,7 +74,9 @@ def with_transforms(plan: Plan, name: str, feedback_scale: float) -> Plan:
             for side in SIDES:
                 factor = torch.randn(factor_spec(*shape).extents, generator=generator) * feedback_scale
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-    changes = dict.fromkeys(("k_basis", "v_basis") if name == "basis" else ("k_rescale", "k_offset"), True)
+        if name == "basis":
+            tensors[f"layers.{index}.v_gain"] = (torch.rand(shape, generator=generator) + 0.5).half()
+    changes = dict.fromkeys(("k_basis", "v_basis", "v_gain") if name == "basis" else ("k_rescale", "k_offset"), True)
     changes |= dict.fromkeys(("k_feedback", "v_feedback"), has_feedback)
     layers = tuple(replace(layer, **changes) for layer in plan.layers)
     return replace(plan, layers=layers, tensors=tensors)

@@ -14,10 +14,6 @@
 #include "stage.cuh"
 #include "stored.cuh"
 
-// Numbers of the factor of error feedback of one head.
-template <class S>
-constexpr int FACTOR = S::dim * (S::dim + 1) / 2;
-
 #ifndef SIDE
 
 // ---- one decode step

@@ -4,6 +4,10 @@
 #include "side.cuh"
 #include "hadamard.cuh"
 
+// Numbers of error feedback of one head: the factor's, and the gains.
+template <class S>
+constexpr int FACTOR = S::dim * (S::dim + 1) / 2 + (S::has_gain ? S::dim : 0);
+
 // A token's channel with offset and rescaling, before it is rotated or quantized.
 template <class S>
 KV_INLINE float transformed(float x, const Source& source, int channel) {
@@ -170,7 +174,10 @@ KV_INLINE void rotate_tile(const Source& source, Scratch<S>& scratch) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int channel = LANES * i + lane;
-            const float y = transformed<S>(kv_float_of<DTYPE>(row[LANES * i]), source, channel);
+            float y = transformed<S>(kv_float_of<DTYPE>(row[LANES * i]), source, channel);
+            if constexpr (S::has_gain) {
+                y = __fmul_rn(y, kv_float_of<KV_FLOAT16>(source.feedback[FACTOR<S> - S::dim + channel]));
+            }
             x[i] = __fmul_rn(y, (float)source.signs[channel]);
         }
         hadamard<LANES>(x, lane);

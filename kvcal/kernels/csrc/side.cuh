@@ -46,6 +46,7 @@ struct Keys {
     static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
     static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
     static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET, has_feedback = K_FEEDBACK && bits != RAW_BITS;
+    static constexpr bool has_gain = false;
     static constexpr bool is_rotated = K_ROTATED;  // and have no zeros: they are -mean_code scales
     static constexpr long long gaussian_step = K_STEP;  // of rotated codes, in standard deviations: the bits of an fp64
     static constexpr int candidates = K_CANDIDATES;     // scales of a token that error feedback tries
@@ -79,6 +80,7 @@ struct Values {
     static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING;
     static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
     static constexpr bool has_rescale = false, has_offset = false, has_feedback = V_FEEDBACK && bits != RAW_BITS;
+    static constexpr bool has_gain = V_GAIN && bits != RAW_BITS;
     static constexpr bool is_rotated = V_ROTATED;
     static constexpr long long gaussian_step = V_STEP;
     static constexpr int candidates = V_CANDIDATES;
@@ -125,7 +127,8 @@ struct Source {
     const float* offset;
     // Of a ring of so many tokens, otherwise 0: the page's first token, and the token that stands for those before it.
     int ring, first, least;
-    // The factor of error feedback (kvcal/pages/error_feedback.py): fp16, U row by row, on its diagonal the costs of channels.
+    // The factor of error feedback (kvcal/pages/error_feedback.py): fp16, U row by row, on its diagonal the costs of channels;
+    // after it the gains of channels, if there are any.
     const unsigned short* feedback;
     const signed char* signs;  // of rotated pages
 

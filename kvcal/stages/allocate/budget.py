@@ -19,6 +19,7 @@ from kvcal.geometry import CacheDtype, Geometry
 from kvcal.pages.basis import basis_specs
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.rotated import gain_spec
 from kvcal.plan.layer import LayerPlan, fixed_layers
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload
@@ -105,6 +106,7 @@ def reserved_bytes(
             total += factor_spec(*shape).nbytes
             if feedback is not None and feedback.basis:
                 total += sum(spec.nbytes for spec in basis_specs(side, *shape).values()) + layer.head_dim(side)  # signs
+                total += gain_spec(*shape).nbytes if side == "v" else 0
     if predictors is None:
         return total
     every = with_predictors(layers, every_finding(layers, predictors, geometry.cache_dtype), predictors)

@@ -11,8 +11,6 @@ floor(share L) layers of the highest scores, one at least when share > 0, are th
 paper's: its names k2.19 v2.38 (20 %) and k2.28 v2.56 (30 %) stand for 6 and 9 of 32 layers. Of equal scores the lower
 layer comes first. Important layers get 3 bits for K, 4 for V, and 20 % of recent tokens in full precision; the others
 2 bits and 10 %, by the rule of ``WindowRule``: page by page, which is not the paper's update by update.
-
-Left out: layers with a sliding window or a state, which stay as they are and are not counted in L; single KV heads.
 """
 
 from __future__ import annotations

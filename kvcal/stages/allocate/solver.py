@@ -7,8 +7,6 @@ HiGHS works in float64, takes a row as kept when it is broken by less than 1e-6,
 So dominated options go first (another one of the unit has no more bytes and no more loss), the smallest option's bytes
 are taken off, the rest is divided by its greatest common divisor, and losses are scaled to at most 1e4. Every answer is
 counted again in integers: one that takes too many bytes is forbidden by one more row, and the program solved again.
-
-Left out: several constraints, and interactions between units (the losses are taken to add up).
 """
 
 from __future__ import annotations

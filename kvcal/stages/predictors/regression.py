@@ -12,8 +12,7 @@ b = mean(y) - W mean(x). The penalty is a share of the variances, not of the sec
 changes nothing. Sums and products are fp64: centring afterwards loses (mean / deviation)^2 of 16 digits.
 
 Sums of fp64 depend on their order in the last digit: two machines, or a CPU and a GPU, fit weights that agree to about
-1e-12, and hardly ever differ once rounded to the cache's dtype. Left out: more than one penalty (the paper fixes 1e-3),
-and the off-diagonal of Y'Y.
+1e-12, and hardly ever differ once rounded to the cache's dtype.
 
 A predictor is stored in the cache's dtype, of low rank (reduced-rank regression), or in 4 bits a weight, rounded column
 by column: the error of one is made good by those after it.

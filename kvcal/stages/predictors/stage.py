@@ -12,8 +12,6 @@ A share of the sequences, evenly spread, is held out: their own normal equations
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
 instead of keys and values really brings. Layers after a predictor that is left out are fitted to what the cache reads
 back without it.
-
-Left out: hidden states kept on disk, where memory does not hold them.
 """
 
 from __future__ import annotations

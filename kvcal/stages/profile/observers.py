@@ -10,10 +10,7 @@ No weight is trained: the backward makes gradients of activations alone. The nor
 is taken in the same backward, from the projection's inputs and the gradients of its outputs, while both are there; only
 so can the sequences of a batch be told apart. Beyond the autograd graph and these inputs nothing is kept.
 
-Batches of a streamed model can go side by side, and have one backward: a layer is then loaded twice for all of them.
-
-Layers with a sliding window are not measured: they stay at 16 bits. Left out: gradient checkpointing, and backwards
-through layers that do not fit on one device.
+Layers with a sliding window are not measured: they stay at 16 bits.
 """
 
 from __future__ import annotations

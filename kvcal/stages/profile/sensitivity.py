@@ -10,14 +10,9 @@ the last, partial page is quantized with partial groups. The recent window count
 a vanishing part.
 
 On CUDA a Triton kernel, which comes with torch, computes uniform groups: keys or values and their gradients are read
-once for all bits, and nothing as large as they are is written. In torch each candidate takes ten passes over fp32
-copies; for the default 45 candidates of an 8B's layer that is as much memory traffic as its forward and backward take
-together. The arithmetic is ``pages.uniform``'s, operation by operation: IEEE division, no fused multiply-add, rounding
-half to even. Only sums are in another order: over at most 128 channels in fp32, everything else in fp64, without
-atomics, so that the same input gives the same bits.
-
-Left out: in the kernel, groups of tokens that are no power of two, which torch computes; the sign (errors of one group
-could cancel; Eq. 5 takes the bound), and second-order terms.
+once for all bits, and nothing as large as they are is written. The arithmetic is ``pages.uniform``'s, operation by
+operation: IEEE division, no fused multiply-add, rounding half to even. Only sums are in another order: over at most 128
+channels in fp32, everything else in fp64, without atomics, so that the same input gives the same bits.
 """
 
 from __future__ import annotations
