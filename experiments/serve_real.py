@@ -192,13 +192,13 @@ class Checker:
 
     def short(self) -> list[str]:
         """Blocks for all prompts, of three pages each, and for half of the pages that answers begin. Nothing is kept of
-        those that are lost, and SGLang takes requests without counting on all of their answers."""
+        those that are lost, and SGLang takes requests one after the other, without counting on all of their answers."""
         if self.engine == "vllm":
             pool = VllmPool(HeadShard(self.plan), has_prefixes=False)
             blocks = 1 + REQUESTS * (pool.ring_blocks + 3) + 2
             return ["--num-gpu-blocks-override", str(blocks), "--no-enable-prefix-caching"]
         few = ["--max-total-tokens", str(128 * (REQUESTS * 3 + 2)), "--schedule-conservativeness", "0.01"]
-        return [*few, "--disable-radix-cache"]
+        return [*few, "--prefill-max-requests", "1", "--disable-radix-cache"]
 
     def texts(self) -> list[list[int]]:
         spec = DataSpec("python:docs", REQUESTS, LENGTHS[-1], seed=1, min_len=LENGTHS[-1])
