@@ -100,10 +100,10 @@ class PageTransform(NamedTuple):
     @classmethod
     def of_variant(cls, variant: Variant, tensors: Mapping[str, Tensor], nothing: Tensor) -> PageTransform:
         """Of the tensors of a variant's heads, by the last part of their names in the plan (kvcal.plan.tensors)."""
-        given = ((variant.rescale, "k_rescale"), (variant.offset, "k_offset"))
-        scales = (tensors[name] if is_given else nothing for is_given, name in given)
-        fed = ((variant.k_feedback, "k"), (variant.v_feedback, "v"))
-        factors = (feedback_operand(tensors, side) if is_fed else nothing for is_fed, side in fed)
+        has_scale = {"k_rescale": variant.rescale, "k_offset": variant.offset}
+        scales = (tensors[name] if is_given else nothing for name, is_given in has_scale.items())
+        has_factor = {"k": variant.k_feedback, "v": variant.v_feedback}
+        factors = (feedback_operand(tensors, side) if is_given else nothing for side, is_given in has_factor.items())
         return cls(*scales, *factors, *(tensors.get(name, nothing) for name in ("k_signs", "v_signs")))
 
     @property

@@ -74,7 +74,7 @@ def _diagonal_place(channel: int, head_dim: int) -> int:
 
 
 def feedback_operand(tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
-    """What pages are packed with, of a plan's tensors: the factor, then its gains, fp16 [N, D] more, if it has any."""
+    """The operand of packing, of a plan's tensors: the factor, then its gains, fp16 [N, D] more, if it has any."""
     factor, gain = tensors[f"{prefix}_feedback"], tensors.get(f"{prefix}_gain")
     return factor if gain is None else torch.cat([factor, gain], 1)
 

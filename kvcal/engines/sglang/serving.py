@@ -102,7 +102,7 @@ def serving_of(kvc: Any) -> Serving:
 
 
 class SinkTable:
-    """Sinks beside the radix tree, which shares pages: a request's lie in its ring.
+    """Sinks of cached prompts. The radix tree shares pages alone: a request's sinks lie in its ring.
 
     A prompt's first ``num_tokens`` tokens alone decide its sinks. So these lie in a table of ``size`` places, by the
     tokens and what else names a branch of the tree (LoRA, salt). A request's sinks enter the table with its pages in
