@@ -7,8 +7,8 @@ Needs vLLM and kvcal in one environment. The model has Llama-3-8B's shape, fewer
 2 bits in groups of 128, but for the keys of two layers (4 bits) and the values of one (3 bits): 2.41 bits with scales.
 
 Every cache has a process with an engine of its own, and as many sequences as fit with the whole context. Prompts are
-computed once. Then the engines take turns, so that what else happens on the host meets all of them: in a pass, each
-makes so many steps alone. A cache that vLLM does not start with is reported with vLLM's reason.
+computed once, by one engine after the other. Then they take turns, so that what else happens on the host meets all of
+them: in a pass, each makes so many steps alone. A cache that vLLM does not start with is reported with vLLM's reason.
 """
 
 from __future__ import annotations
@@ -145,14 +145,19 @@ class Served:
 
 
 def serve(folder: Path, given: argparse.Namespace) -> None:
-    """The process of one cache: a line of JSON when it is filled, and one for each line of its input."""
+    """The process of one cache: a line of JSON when it has started, and one for each line of its input, at the first of
+    which it is filled."""
     served = Served(folder, given.serve, given.memory, given.context, given.passes * given.steps, given.shape == "tiny")
-    first = [served.first_token_seconds() for _ in range(1 + FIRST_TOKENS)][1:]
-    served.fill()
-    print(LINE + json.dumps({"sequences": served.count, "prompt": served.prompt, "first_token_s": first}), flush=True)
-    for _ in sys.stdin:
-        tokens, seconds = served.make(given.steps)
-        print(LINE + json.dumps({"tokens_per_s": tokens / sum(seconds), "step_s": seconds}), flush=True)
+    print(LINE + json.dumps({"sequences": served.count, "prompt": served.prompt}), flush=True)
+    for number, _ in enumerate(sys.stdin):
+        if number == 0:
+            first = [served.first_token_seconds() for _ in range(1 + FIRST_TOKENS)][1:]
+            found: dict[str, Any] = {"first_token_s": first}
+            served.fill()
+        else:
+            tokens, seconds = served.make(given.steps)
+            found = {"tokens_per_s": tokens / sum(seconds), "step_s": seconds}
+        print(LINE + json.dumps(found), flush=True)
 
 
 class Server:
@@ -175,13 +180,11 @@ class Server:
         found = next((line for line in self.process.stdout if line.startswith(LINE)), None)
         return None if found is None else json.loads(found.removeprefix(LINE))
 
-    def take_a_turn(self) -> None:
+    def turn(self) -> dict[str, Any] | None:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        found = self.line()
-        assert found is not None, f"see {self.log}"
-        self.passes.append(found)
+        return self.line()
 
     def reason(self) -> str:
         """Why vLLM did not start."""
@@ -191,10 +194,13 @@ class Server:
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     servers = [Server(folder, cache, given) for cache in given.caches]  # they start side by side
-    filled = [(server, found) for server in servers if (found := server.line()) is not None]
+    started = [(server, found) for server in servers if (found := server.line()) is not None]
+    filled = [(server, found | first) for server, found in started if (first := server.turn()) is not None]
     for _ in range(given.passes):
         for server, _ in filled:
-            server.take_a_turn()
+            made = server.turn()
+            assert made is not None, f"see {server.log}"
+            server.passes.append(made)
     for server in servers:
         assert server.process.stdin is not None
         server.process.stdin.close()
