@@ -10,7 +10,7 @@ output's error costs e B e', B = T^-T H T^-1, where H is the cost of an error of
     keys     H = sum of w q q' over queries after RoPE and the KV head's query heads; w of kvcal.stages.hessians
     values   H = sum of W_o' W_o over the KV head's query heads
 
-With C the covariance of keys, or the mean of v v', L L' = H and U diag(l) U' = L' C L, the transform is
+With C the weighted covariance of keys, or the mean of v v', L L' = H and U diag(l) U' = L' C L, the transform is
 
     T = diag(l)^-exponent U' L'                       (WUSH-KV has exponent 1/4; with error feedback 7/16 errs less)
 

@@ -6,9 +6,9 @@ of W_o' W_o over its query heads, without data. Both are taken to the space of t
 for keys, rotated where pages are. A key before RoPE is read at any distance; so each query is turned back by
 ``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are stretched as for λ.
 
-With ``basis``, rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries weighted by what
-attention makes of an error, with each text at all places of the model's context, and feedback works in it. The center
-of keys stays 0 where attention has logits without a key, or soft caps: softmax then sees a constant.
+With ``basis``, rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries and keys weighted by
+what attention makes of an error, with each text at all places of the model's context, and feedback works in it. The
+center of keys stays 0 where attention has logits without a key, or soft caps: softmax then sees a constant.
 
 The stage comes last, when layers have all their transforms, or first, where formats are chosen in a basis. It keeps
 sums alone: memory does not grow with sequences, and an interrupted run goes on. Left out: Hessians of the loss.
@@ -59,7 +59,7 @@ from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_input
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"
-SCHEMA = 4
+SCHEMA = 5
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -285,15 +285,15 @@ class _Calibration:
         if (index, "k") in self.based:
             fmt, scale = layer.format("k"), getattr(self._modules[index], "scaling", q_HTD.shape[-1] ** -0.5)
             costs, limits = self._output_costs(index), (fmt.num_sink_tokens, fmt.max_window)
-            found[f"queries.{index}"] = weighted_queries(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
+            sums, weight_NT = weighted_queries(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
+            found[f"queries.{index}"] = sums
+            found[f"moments.{index}.k"] = moments(of_sides["k"], weight_NT)
         elif (index, "k") in self.places:
             table = self.tensors.get(f"layers.{index}.rotary") if layer.k_pages == "pre" else None
             positions = position_T[:length].to(q_HTD.device)
             found[f"queries.{index}"] = query_products(q_HTD, layer.attention.num_kv_heads, positions, table)
-        for side in SIDES:
-            if (index, side) in self.based:
-                sinks = layer.format(side).num_sink_tokens
-                found[f"moments.{index}.{side}"] = moments(of_sides[side][:, sinks:])
+        if (index, "v") in self.based:
+            found[f"moments.{index}.v"] = moments(of_sides["v"][:, layer.format("v").num_sink_tokens :])
         return found
 
     def hessian(self, place: Place, means: Mapping[str, Mean]) -> tuple[Tensor, Basis | None]:

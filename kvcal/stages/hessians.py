@@ -1,5 +1,5 @@
 """Sums of what attention makes of errors in keys and values: products of queries and of output projections (error
-feedback), queries weighted by that, and moments of keys and values (kvcal.pages.basis).
+feedback), queries and keys weighted by that, and moments of keys and values (kvcal.pages.basis).
 
 An error e of key s changes the logits of the queries t that read it by q_t . e, and the attention block's output, to
 first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o outputs. So query t counts with
@@ -7,6 +7,8 @@ first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o 
     w_t = sum of p_ts^2 |v_s - o_t|^2 over the tokens s that are packed
 
 in the metric of the output projection. A mean of q q' without weights underrates the few sharp queries that retrieve.
+The same terms summed over t say how much key s counts, since attention reads tokens that are unlike the rest; its root
+weighs the key, so that a few keys are not most of a sum.
 
 RoPE turns keys and queries alike wherever a text lies. So sums over a short text tell those of the same text at any
 place of a long context (``over_context``): a basis that has seen the first positions alone fails after them.
@@ -30,8 +32,9 @@ MAX_PLACES = 128  # of a text in the context
 
 def weighted_queries(
     q_post_HTD: Tensor, k_post_NTD: Tensor, v_NTD: Tensor, cost_HDD: Tensor, scale: float, sinks: int, window: int
-) -> Tensor:
-    """Sum of w q q' over the queries of a sequence and of each KV head's group, fp64 [N, D, D].
+) -> tuple[Tensor, Tensor]:
+    """Sum of w q q' over the queries of a sequence and of each KV head's group, fp64 [N, D, D]; and the weight of
+    each key, with a mean of 1 over the sequence, fp64 [N, T].
 
     ``cost_HDD`` is W_o' W_o of each query head. Tokens are packed from ``sinks`` on, once ``window`` tokens have come
     since."""
@@ -39,6 +42,7 @@ def weighted_queries(
     group = num_heads // len(k_post_NTD)
     at = torch.arange(tokens, device=q_post_HTD.device)
     total = torch.zeros(*k_post_NTD.shape[::2], k_post_NTD.shape[2], dtype=torch.float64, device=at.device)
+    keys_NT = torch.zeros(k_post_NTD.shape[:2], dtype=torch.float64, device=at.device)
     for head in range(num_heads):
         keys, values, cost = (x.float() for x in (k_post_NTD[head // group], v_NTD[head // group], cost_HDD[head]))
         costs_T = ((values @ cost) * values).sum(1)
@@ -49,16 +53,18 @@ def weighted_queries(
             turned = output @ cost
             distance = costs_T - 2 * (turned @ values.T) + (turned * output).sum(1, keepdim=True)
             packed = (rows[:, None] - at >= max(window, 1)) & (at >= sinks)
-            w_t = (weights.square() * distance.clamp_min_(0.0) * packed).sum(1).double()
+            costs_TT = weights.square() * distance.clamp_min_(0.0) * packed
             exact = queries.double()
-            total[head // group] += (exact * w_t[:, None]).T @ exact
-    return total
+            total[head // group] += (exact * costs_TT.sum(1).double()[:, None]).T @ exact
+            keys_NT[head // group] += costs_TT.sum(0)
+    root_NT = keys_NT.sqrt()
+    return total, root_NT / root_NT.mean(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
 
 
-def moments(x_NTD: Tensor) -> Tensor:
-    """Sum of [x, 1] [x, 1]' over tokens, fp64 [N, D + 1, D + 1]."""
+def moments(x_NTD: Tensor, weight_NT: Tensor | None = None) -> Tensor:
+    """Sum of w [x, 1] [x, 1]' over tokens, fp64 [N, D + 1, D + 1]; w is 1 without weights."""
     one = torch.nn.functional.pad(x_NTD.double(), (0, 1), value=1.0)
-    return one.mT @ one
+    return (one if weight_NT is None else one * weight_NT.unsqueeze(2)).mT @ one
 
 
 def mean_and_covariance(sums_NEE: Tensor, is_centered: bool) -> tuple[Tensor, Tensor]:

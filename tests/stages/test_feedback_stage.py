@@ -254,8 +254,10 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
     for layer in layers:
         index, cost = layer.geometry.index, weights[layer.geometry.index].transpose(0, 1)
         seen = [(c[index].q_post_BHTD[0], c[index].k_post_BNTD[0], c[index].v_BNTD[0]) for c in captured]
-        queries = sum(weighted_queries(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen)
-        keys, values = (sum(moments(qkv[at][:, 2:]) for qkv in seen) for at in (1, 2))
+        weighted = [weighted_queries(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen]
+        queries = sum(found for found, _ in weighted)
+        keys = sum(moments(k, weight) for (_, k, _), (_, weight) in zip(seen, weighted, strict=True))
+        values = sum(moments(v[:, 2:]) for _, _, v in seen)
         place = rotary_maps(llama.model, llama.geometry)[index], 200, llama.max_context
         queries, keys = (over_context(sums, *place) for sums in (queries, keys))
         center, covariance = mean_and_covariance(keys, True)

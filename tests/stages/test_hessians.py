@@ -35,20 +35,20 @@ def test_weights_are_what_an_error_does_to_the_output(group: int, sinks: int, wi
     monkeypatch.setattr(module, "SCORES_AT_ONCE", 5 * TOKENS)
     q, k, v = qkv(group)
     projection = torch.randn(2 * group, 9, DIM, generator=torch.Generator().manual_seed(0))
-    found = weighted_queries(q, k, v, projection.mT @ projection, 0.4, sinks, window)
-    expected = torch.zeros(2, DIM, DIM, dtype=torch.float64)
+    found, weight = weighted_queries(q, k, v, projection.mT @ projection, 0.4, sinks, window)
+    expected, cost = torch.zeros(2, DIM, DIM, dtype=torch.float64), torch.zeros(2, TOKENS, dtype=torch.float64)
     for head in range(2 * group):
         n = head // group
         for t in range(TOKENS):
             scores = torch.stack([0.4 * (q[head, t].double() @ k[n, s].double()) for s in range(t + 1)])
             p = scores.softmax(0)
             output = sum(p[s] * v[n, s].double() for s in range(t + 1))
-            weight = 0.0
             for s in range(sinks, t + 1 - max(window, 1)):
                 error = projection[head].double() @ (v[n, s].double() - output)
-                weight += float(p[s] ** 2 * (error @ error))
-            expected[n] += weight * torch.outer(q[head, t].double(), q[head, t].double())
+                cost[n, s] += p[s] ** 2 * (error @ error)
+                expected[n] += p[s] ** 2 * (error @ error) * torch.outer(q[head, t].double(), q[head, t].double())
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(weight, cost.sqrt() / cost.sqrt().mean(1, keepdim=True), atol=1e-3, rtol=1e-3)
 
 
 def test_moments_of_parts_are_those_of_the_whole() -> None:
