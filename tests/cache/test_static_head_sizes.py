@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from cache_cases import feed, plan_of
 from static_cases import FORMATS, assert_same_pages
+from tiny_models import perturbed
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -35,11 +36,7 @@ def model_of(name: str, device: str, dtype: torch.dtype = torch.float32) -> hf.P
         pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(SIZES[name])
-    model = hf.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(device, dtype).requires_grad_(False)
+    return perturbed(hf.AutoModelForCausalLM.from_config(config), 0.1).to(device, dtype).requires_grad_(False)
 
 
 def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:

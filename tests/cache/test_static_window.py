@@ -8,7 +8,7 @@ import transformers as hf
 from cache_cases import feed, model_plan, ragged_ids, random_ids, tiny_llama
 from cubin_resources import resources
 from static_cases import assert_generate_compiles_one_graph
-from tiny_models import built
+from tiny_models import built, perturbed
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -92,11 +92,7 @@ def windowed(window: int, num_layers: int = 2) -> hf.PreTrainedModel:
         num_key_value_heads=2, head_dim=8, vocab_size=64, max_position_embeddings=512, sliding_window=window,
     )  # fmt: skip
     torch.manual_seed(window)
-    model = hf.MistralForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return perturbed(hf.MistralForCausalLM(config), 0.2)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (4, 7), (6, 5), (30, 2)])

@@ -8,6 +8,7 @@ from cache_cases import KIVI_2, plan_of
 from gpu_cases import VOCABULARY, graph_of, logits_of, ragged_ids, random_ids, relative
 from test_static_graphs import Step, allocations
 from test_static_window import assert_same_windows
+from tiny_models import perturbed
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
@@ -40,13 +41,10 @@ def sliding_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> hf.PreTrain
     attention = "sdpa" if kind == "mistral" else "eager"  # sdpa has neither softcap nor logits of sinks
     torch.manual_seed(0)
     with torch.inference_mode(False):
-        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         if kind == "gpt_oss":  # all experts, in one product: nothing depends on a choice, and a graph can hold it
             model.set_experts_implementation("batched_mm")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        return model.to("cuda", dtype).requires_grad_(False)
+        return perturbed(model, 0.1).to("cuda", dtype).requires_grad_(False)
 
 
 def kivi(model: hf.PreTrainedModel) -> Plan:

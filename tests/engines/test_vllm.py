@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 from attention_recorder import VARIABLE, attended_in
 from engine_replay import MOST, AttentionReplay, Replay, assert_replayed
+from tiny_models import perturbed
 from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
@@ -63,14 +64,12 @@ class Served:
             "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
         }  # fmt: skip
         if window is None:
-            self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+            self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False))
         else:
             kinds = [*["sliding_attention"] * (every - 1), "full_attention"] * (layers // every)
             more = {"sliding_window": window, "layer_types": kinds, "query_pre_attn_scalar": head_dim}
-            self.model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shape, **more)).eval()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.15)
+            self.model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shape, **more))
+        perturbed(self.model, 0.15)
         self.folder = folder
         self.model.save_pretrained(folder)
         geometry = geometry_of(self.model, cache_dtype=cache_dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import transformers as hf
+from tiny_models import perturbed
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -50,11 +51,7 @@ def tiny_llama(num_kv_heads: int = 2, num_layers: int = 2) -> hf.LlamaForCausalL
         bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(num_kv_heads)
-    model = hf.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return perturbed(hf.LlamaForCausalLM(config), 0.2)
 
 
 def plan_of(geometry: Geometry, k: Format | Sequence[Format], v: Format | Sequence[Format], **changes) -> Plan:

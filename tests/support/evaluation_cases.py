@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from cache_cases import KIVI_2, VOCAB_SIZE, tiny_llama
+from tiny_models import perturbed
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcal.data.reading import EvaluateSpec
@@ -50,11 +51,7 @@ def wordy_llama(vocab_size: int) -> LlamaForCausalLM:
         pad_token_id=1,
     )  # fmt: skip
     torch.manual_seed(0)
-    built = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return built
+    return perturbed(LlamaForCausalLM(config), 0.2)
 
 
 def spec(**changes) -> EvaluateSpec:

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from cache_cases import padded, plan_of, recipe_formats
 from static_cases import FORMATS, TRANSFORMED, V, with_transforms
+from tiny_models import perturbed
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -41,11 +42,7 @@ def random_llama(
         bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(head_dim)
-    model = hf.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to("cuda", dtype).requires_grad_(False)
+    return perturbed(hf.LlamaForCausalLM(config), 0.1).to("cuda", dtype).requires_grad_(False)
 
 
 @functools.cache

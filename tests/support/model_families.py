@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers as hf
 from predictor_runs import sequences
+from tiny_models import perturbed
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
@@ -129,10 +130,8 @@ def tiny_model(model_type: str) -> hf.PreTrainedModel:
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters with all sizes that are known to be small")
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.05)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
         model(input_ids=torch.full((1, 4), 5))
     return model
 

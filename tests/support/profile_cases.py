@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import transformers as hf
 from oracles import quantized_page
+from tiny_models import perturbed
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -29,10 +30,8 @@ def gqa_model(name: str, dtype: torch.dtype = torch.float32, num_layers: int = 4
     """Layers of very different sensitivity, 2 KV heads for 4 query heads; the same weights in any dtype."""
     torch.manual_seed(3)
     config = CONFIGS[name](**IDS, **SHAPE, num_hidden_layers=num_layers, max_position_embeddings=512)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.15)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.15)
         for number, layer in enumerate(model.model.layers):
             layer.self_attn.o_proj.weight.mul_(2.0**-number)
     return model.to(dtype)

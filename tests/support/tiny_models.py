@@ -6,6 +6,7 @@ GQA ratios 1, 4 and 8. Norm weights and biases are random too, so that forgettin
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 import transformers as hf
@@ -14,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcal.geometry import Geometry
 from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import Captured, tap
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 VOCAB_SIZE = 128
 _IDS = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -24,14 +27,17 @@ _SHAPE = {
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+def perturbed(model: Model, scale: float) -> Model:
+    """The model, with noise of ``scale`` on all parameters: far from initialisation, attention is not uniform."""
     with torch.no_grad():
         for parameter in model.parameters():
-            # Far from initialisation: keys of size 1, attention that is not uniform.
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model.eval()
+
+
+def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.1)  # keys of size 1
 
 
 def _rope(kind: str = "default", base: float = 1e4, **more: float) -> dict:
