@@ -4,6 +4,7 @@ modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of
 import contextlib
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
@@ -63,11 +64,7 @@ def test_a_state_of_linear_attention_is_not_cropped() -> None:
 @contextlib.contextmanager
 def interrupted(model: torch.nn.Module):
     """Within it, the user presses Ctrl-C while the middle layer is at work."""
-
-    def stop(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].mlp.register_forward_hook(stop)
+    handle = model.model.layers[1].mlp.register_forward_hook(Mock(side_effect=KeyboardInterrupt))
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from artifact_subjects import save_comparison, search_result
@@ -208,11 +209,7 @@ def test_points_lie_where_their_values_are(tmp_path: Path, monkeypatch: pytest.M
 def test_full_disk_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ArtifactError, match="No space left"):
         draw_quality("t", MANY, [], path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cli_cases import RECIPE, ran_well, run_kvcal, save_family, save_llama
@@ -47,11 +48,8 @@ def test_run_makes_every_artifact(finished: Run) -> None:
 
 
 def test_a_second_run_skips_and_writes_nothing(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: object, target: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     model, recipe, out = finished
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
     again = ran_well("run", recipe, "--model", model, "--out", out)
     for stage in ("profile: profile.safetensors is current", "allocate: allocation.safetensors is current"):
         assert stage in again.err

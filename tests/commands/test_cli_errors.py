@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,12 +105,9 @@ def test_folder_of_another_model(command: str, made: Path, other_model: Path, tm
 def test_an_unfinished_stage_of_another_model(
     made: Path, other_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
     out = ("--out", tmp_path / "out", "--recipe", made / "small.toml")
     with monkeypatch.context() as patched:
-        patched.setattr(profile_stage, "divergence_means", interrupt)
+        patched.setattr(profile_stage, "divergence_means", Mock(side_effect=KeyboardInterrupt))
         assert run_kvcal("profile", made / "model", *out).code == 130
     partial = tmp_path / "out" / "profile.partial.safetensors"
     before = partial.read_bytes()
@@ -124,11 +122,7 @@ def test_an_unfinished_stage_of_another_model(
 def test_full_disk(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(made / "run", tmp_path / "out"))
     before = {path.name: path.read_bytes() for path in copy.iterdir()}
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     for arguments in (
         ("allocate", copy, "--bits", 5),
         ("compile", copy, "-o", copy / "other.safetensors"),
@@ -144,11 +138,7 @@ def test_interrupt_in_every_stage_and_resume(
     stage: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C at a stage's first write of a result; a profile's is in the test of another model."""
-    out = tmp_path / "out"
-
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
+    out, interrupt = tmp_path / "out", Mock(side_effect=KeyboardInterrupt)
     with monkeypatch.context() as patched:
         if stage == "compile":
             patched.setattr(pipeline, "save_plan", interrupt)

@@ -1,5 +1,7 @@
 """Attention whose backward repeats its bits: torch's settings within it, and the bits themselves on a GPU."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from tiny_models import TINY_MODELS
@@ -50,11 +52,7 @@ def test_only_the_backward_of_attention_is_deterministic(family: str) -> None:
 
 def test_settings_are_restored_after_an_error() -> None:
     model, before = TINY_MODELS["llama"](), settings()
-
-    def fail(_: torch.Tensor) -> None:
-        raise RuntimeError("no gradient")
-
-    logits = None
+    fail, logits = Mock(side_effect=RuntimeError("no gradient")), None
     with pytest.raises(RuntimeError, match="no gradient"), repeatable_attention(model):
         model.model.layers[0].self_attn.q_proj.weight.register_hook(fail)
         logits = model(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -222,10 +223,7 @@ class TestFailedWrites:
     @pytest.mark.parametrize("step", ["fsync", "replace"])
     @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
     def test_disk_full_or_ctrl_c(self, path, monkeypatch, step, error):
-        def refuse(*_):
-            raise error
-
-        monkeypatch.setattr(os, step, refuse)
+        monkeypatch.setattr(os, step, Mock(side_effect=error))
         with pytest.raises((ArtifactError, KeyboardInterrupt), match="No space left|^$"):
             write(path, example())
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,9 +107,7 @@ def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: 
 
 
 def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    def refuse(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
-        raise UsageError("not with this model")
-
+    refuse = Mock(side_effect=UsageError("not with this model"))
     with pytest.raises(UsageError, match="not with this model"):
         run(tmp_path, small_recipes, [3], builder=refuse)
 

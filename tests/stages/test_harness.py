@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cache_cases import KIVI_2
@@ -121,11 +122,7 @@ def test_the_harness_runs_the_model_kvcal(
     result = json.loads(path.read_text())
     assert 0 <= result["results"]["tiny_ends"]["acc,none"] <= 1
     assert len(result["config"]["plan_sha256"]) == 64 and result["config"]["pretrained"] == str(model)
-
-    def refuse() -> None:
-        raise ArtifactError("no plan", "make one")
-
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", refuse)
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", Mock(side_effect=ArtifactError("no plan", "make one")))
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 5 and "error: no plan\nhint: make one" in capsys.readouterr().err
