@@ -24,10 +24,6 @@ class Dtype(NamedTuple):
     numbers: str
     infinite: int = 0
 
-    @property
-    def item_bytes(self) -> int:
-        return int(self.numbers[-1])
-
 
 # By torch's names.
 DTYPES = {
@@ -45,7 +41,7 @@ DTYPES = {
     "bool": Dtype("BOOL", "|b1"),
 }
 NAMES = {dtype.stored: name for name, dtype in DTYPES.items()}
-ITEM_BYTES = {name: dtype.item_bytes for name, dtype in DTYPES.items()}
+ITEM_BYTES = {name: int(dtype.numbers[-1]) for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

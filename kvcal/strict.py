@@ -95,9 +95,8 @@ def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> st
             lines.append(f"unknown key {where!r}" + (f" (allowed: {allowed})" if allowed else ""))
         elif item["type"] == "missing":
             lines.append(f"missing key {where!r}")
-        elif item["type"] == "value_error" and isinstance(
-            item["input"], dict | ArgsKwargs
-        ):  # a record's own check names the keys
+        elif item["type"] == "value_error" and isinstance(item["input"], dict | ArgsKwargs):
+            # A record's own check names the keys.
             lines.append(f"{where}: {message}" if where else message)
         else:
             lines.append(f"{where or 'value'} = {_shown(item['input'])}: {message}")

@@ -102,11 +102,8 @@ def completion(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpos
         places = [(0, 0)] * len(start) + [tuple(place) for place in encoded["offset_mapping"]]
         answers, offset = [], 0
         for line in piece.text.splitlines(keepends=True):
-            first, stop, offset = (
-                offset + len(line) - len(line.lstrip()),
-                offset + len(line.rstrip()),
-                offset + len(line),
-            )
+            first, stop = offset + len(line) - len(line.lstrip()), offset + len(line.rstrip())
+            offset += len(line)
             if stop - first >= MIN_LINE and places[num_tokens // 2][0] <= first and stop <= places[num_tokens - 1][1]:
                 inside = [i for i in range(num_tokens // 2, num_tokens) if places[i][0] < stop and places[i][1] > first]
                 answers.append((inside[0], inside[-1] + 1))

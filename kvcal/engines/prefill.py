@@ -67,13 +67,10 @@ def attend_chunk(
     found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, logits, flash=flash)
     for keys, values in past:
         found = found.merged(attend_part(queries, keys, values, False, logits, flash=flash))
-    return _with_sink_logits(found, logits.s_aux).transpose(0, 1).to(q.dtype)
-
-
-def _with_sink_logits(found: Part, s_aux: Tensor | None) -> Tensor:
-    if s_aux is None:
-        return found.out
-    return found.out * torch.sigmoid(found.lse - s_aux.float().unsqueeze(-1)).unsqueeze(-1)
+    out = found.out
+    if logits.s_aux is not None:
+        out = out * torch.sigmoid(found.lse - logits.s_aux.float().unsqueeze(-1)).unsqueeze(-1)
+    return out.transpose(0, 1).to(q.dtype)
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, logits: Logits, flash: Flash = torch_flash) -> Part:

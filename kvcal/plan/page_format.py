@@ -256,11 +256,12 @@ class Format:
     def pages_read(self, num_tokens: int) -> int:
         """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in the ring.
         Never falls as tokens come."""
-        if self.window_rule is None:
+        rule = self.window_rule
+        if rule is None:
             return max(0, num_tokens - self.recent_window) // PAGE_TOKENS
         # Where the paged window jumps up, pages that were read just before it stay so: the ring has lost their tokens.
-        jumps = range(PAGE_TOKENS - 1, min(num_tokens, self.window_rule.last_jump), PAGE_TOKENS)
-        return max(self._beyond_window(count) for count in (*jumps, num_tokens))
+        jumps = range(PAGE_TOKENS - 1, min(num_tokens, rule.last_jump), PAGE_TOKENS)
+        return max(max(0, count - rule.window(count)) // PAGE_TOKENS for count in (*jumps, num_tokens))
 
     def read_at(self, max_tokens: int) -> list[int]:
         """Of a window that follows a rule: the tokens from which page i of at most ``max_tokens`` is read, ascending,
@@ -269,10 +270,6 @@ class Format:
             return []
         counts, pages = range(max_tokens + 1), range(self.pages_read(max_tokens))
         return [*(bisect_left(counts, page + 1, key=self.pages_read) for page in pages), NEVER]
-
-    def _beyond_window(self, num_tokens: int) -> int:
-        assert self.window_rule is not None
-        return max(0, num_tokens - self.window_rule.window(num_tokens)) // PAGE_TOKENS
 
     def tokens_to_next_event(self, num_tokens: int, columns: int) -> int:
         """New tokens that are stored and read together as they are one by one; a row has ``num_tokens`` of the batch's

@@ -222,12 +222,6 @@ class Batch:
         return sum(self.lengths)
 
 
-def longest_first(data: TokenDataset, numbers: Iterable[int] | None = None) -> list[int]:
-    """Numbers of the sequences, or of some: batches waste little padding, and the first one takes the most memory."""
-    chosen = range(len(data.sequences)) if numbers is None else numbers
-    return sorted(chosen, key=lambda number: (-len(data.sequences[number]), number))
-
-
 # From batches to the statistics of each.
 Measure = Callable[[Sequence[Batch]], Sequence[Means]]
 
@@ -247,7 +241,9 @@ def for_each_batch(
     process or fewer, and returns their statistics, which are merged in the batches' order.
 
     Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory."""
-    order = longest_first(data, numbers)
+    chosen = range(len(data.sequences)) if numbers is None else numbers
+    # The longest first: batches waste little padding, and the first one takes the most memory.
+    order = sorted(chosen, key=lambda number: (-len(data.sequences[number]), number))
 
     def measure_runs(runs: Sequence[range]) -> Sequence[Means]:
         batches = [Batch.of(data, [order[position] for position in run]) for run in runs]

@@ -126,7 +126,7 @@ def compile_folder(
     if "search.sha256" in made_from:
         searched = search_record.load(folder.search)
         allocation = searched.allocation
-        plan = compile_plan(allocation, searched.layers, searched.plan_tensors)
+        plan = compile_plan(allocation, allocation.layers, searched.plan_tensors)
     else:
         found = (
             Transforms.made_for(folder, allocation.layers, reporter)

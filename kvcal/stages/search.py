@@ -83,10 +83,6 @@ class SearchRecord:
     plan_tensors: Mapping[str, Tensor]
 
     @property
-    def layers(self) -> tuple[LayerPlan, ...]:
-        return self.allocation.layers
-
-    @property
     def plan(self) -> Plan:
         """The plan as it was measured, without provenance."""
         found = self.allocation

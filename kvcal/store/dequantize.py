@@ -199,10 +199,8 @@ def step_forms(plan: LayerPlan, state: StepState, sides: Mapping[Side, PagedTens
             fitted = predictor_of(plan, side, state.shared, state.lengths.device)
             read = [state.forms.kept(predictor.source, side)]
             read += [state.forms.kept(index, "k")] if side == "v" else []
-        tokens, place = (
-            dequantized_tokens(state, plan, side) if is_form else None,
-            state.place(part.format, part.format),
-        )
+        tokens = dequantized_tokens(state, plan, side) if is_form else None
+        place = state.place(part.format, part.format)
         inputs = tuple(source for source in read if source is not None)
         found.append(StepForm(part.codec, part.pool.records, tokens, kept, fitted, inputs, place, state.error))
     return found

@@ -193,7 +193,7 @@ class PhasedPages:
         """On to the stage of the columns after so many more."""
         columns = int(self._columns)
         if not columns:
-            self._enter(self._stage_of(tokens))
+            self.enter(self._stage_of(tokens))
         for _ in range(self._stage_of(columns + tokens) - int(self.stage)):
             self._advance(self._start_columns.new_tensor([columns + tokens - 1]))
 
@@ -207,14 +207,10 @@ class PhasedPages:
         """Whether pages have fewer bits than those of so many columns."""
         return int(self.stage) > self._stage_of(columns)
 
-    def reset(self) -> None:
-        """No pages."""
-        self._enter(0)
-
     def _stage_of(self, columns: int) -> int:
         return bisect_right(self._starts, columns) - 1
 
-    def _enter(self, stage: int) -> None:
+    def enter(self, stage: int) -> None:
         """Into a stage without pages to take along."""
         self.stage.fill_(stage)
         self.present.copy_(self._layout[stage])

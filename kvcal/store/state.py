@@ -247,7 +247,7 @@ class StepState:
         self.longest = max(lengths)
         self.in_prompt = columns < self.rows.width
         if self.phases is not None and not columns:
-            self.phases.reset()
+            self.phases.enter(0)
 
     def check(self) -> None:
         """Wait for the device, and raise what its kernels found."""

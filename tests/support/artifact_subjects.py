@@ -179,7 +179,7 @@ def open_search(path: Path) -> None:
     same_again(path, lambda again: search_record.save(found, {}, again))
     views.search_table(found.report)
     use_allocation(found.allocation)
-    use_plan(compile_plan(found.allocation, found.layers, found.plan_tensors))
+    use_plan(compile_plan(found.allocation, found.allocation.layers, found.plan_tensors))
 
 
 def open_predictors(path: Path) -> None:

@@ -86,7 +86,9 @@ def run_profile(
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
         most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
         if spec.gradients:
-            measure = partial(gradient_means, _gradient_pass(loaded, setup))
+            measured = {side: setup.candidates(side) for side in SIDES}
+            gradients = GradientPass(loaded.model, loaded.geometry, measured, cache.num_sink_tokens, cache.param_dtype)
+            measure = partial(gradient_means, gradients)
             at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
             most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, label, at_once)
         room = Room(LOCKSTEP, reporter)
@@ -151,12 +153,6 @@ def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache:
         data.num_loss_tokens,
         loaded.max_context,
     )
-
-
-def _gradient_pass(loaded: LoadedModel, setup: ProfileSetup) -> GradientPass:
-    candidates = {side: setup.candidates(side) for side in SIDES}
-    cache = setup.cache
-    return GradientPass(loaded.model, loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
 
 
 def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
