@@ -30,7 +30,7 @@ def hearing() -> tuple[LoadedModel, Plan]:
 
 
 def windowed() -> tuple[LoadedModel, Plan]:
-    loaded = as_loaded(built("gemma3"), "bfloat16")
+    loaded = as_loaded(built("gemma3"), cache_dtype="bfloat16")
     return loaded, plan_with(loaded, aqua_layers(loaded))
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import typer
 from cli_cases import save_llama
-from reparam_cases import DATA, PER_TOKEN, layers_of, loaded_with, outlier_model, run
-from tiny_models import built, measured
+from reparam_cases import DATA, PER_TOKEN, layers_of, outlier_model, run
+from tiny_models import as_loaded, built, measured
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
@@ -37,7 +37,7 @@ from kvcal.stages.lambda_candidates import page_segments, read_back, takes_resca
 
 @pytest.fixture(scope="module")
 def outliers() -> LoadedModel:
-    return loaded_with(outlier_model())
+    return as_loaded(outlier_model())
 
 
 def block_outputs(model: PreTrainedModel, plan: Plan, tokens_T: Tensor) -> dict[int, Tensor]:
@@ -129,7 +129,7 @@ def test_folded_lambda_is_the_runtime_lambda():
     """Powers of two, so that K / λ has the same bits either way: the folded model with a plain plan says what the
     model with λ in the plan says."""
     model = outlier_model()
-    loaded = loaded_with(model)
+    loaded = as_loaded(model)
     lambda_ND = torch.ones(2, 16)
     lambda_ND[:, [5, 13]], lambda_ND[1, [2, 10]] = 4.0, 0.5
     layers = tuple(replace(layer, k_rescale=True) for layer in layers_of(loaded))

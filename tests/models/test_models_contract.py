@@ -7,15 +7,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
+from tiny_models import SUPPORTED, TINY_MODELS, as_loaded, batch, built, captured_by, measured
 from transformers import DynamicCache
 
 from kvcal import PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, ModelIdentity, StateGeometry
+from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
 from kvcal.models.attention import _LISTENING, given_cache, with_cache
-from kvcal.models.load import LoadedModel
 from kvcal.models.projections import kv_projections
 from kvcal.models.supported_layers import RecordingCache, attention_layers, geometry_of
 from kvcal.models.taps import Captured, check_taps, tap
@@ -98,9 +97,8 @@ def test_refusal_says_why(name):
 @pytest.mark.parametrize("name", sorted(name for name, (refuse, _) in REFUSED.items() if refuse is not geometry_of))
 def test_formats_serve_what_cannot_be_calibrated(name):
     """As the hint says."""
-    model, geometry = built(name), measured(name)
-    loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
-    plan = formats_plan(load_recipe("kivi-2"), loaded, Workload(1, 512))
+    model = built(name)
+    plan = formats_plan(load_recipe("kivi-2"), as_loaded(model), Workload(1, 512))
     cache = PlanCache(plan, model.config)
     with torch.no_grad(), attached_for(model, plan):
         model(input_ids=torch.arange(300)[None] % 60, past_key_values=cache)

@@ -164,11 +164,8 @@ def test_rotated_tokens_take_the_scales_that_err_least(
     codes, scales, _ = layout.fields(layout.encode_pages(x, operands | {"feedback": factor}))
     codes, scales = (layout._turned(part) for part in (codes, scales.float()))
     rotated = rotate(x, operands["signs"]).bfloat16()
-    upper, middle, weights = (
-        upper_of(factor, head_dim),
-        (2**num_bits - 1) / 2,
-        factor_weights(factor, head_dim).tolist(),
-    )
+    upper, weights = upper_of(factor, head_dim), factor_weights(factor, head_dim).tolist()
+    middle = (2**num_bits - 1) / 2
     ladder = sorted((1 + mantissa / 4) * 2.0**exponent for mantissa in range(4) for exponent in range(-14, 16))
     taken = set()
     for head, token in itertools.product(range(2), range(0, PAGE_TOKENS, 9)):

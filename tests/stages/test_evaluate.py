@@ -152,10 +152,8 @@ def wordy(tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
 def test_right_answers_are_those_that_greedy_decoding_writes(wordy: LoadedModel) -> None:
     plan = make_plan(wordy, COARSE, 640)
     tokens_T = torch.randint(5, wordy.vocab_size, (320,), generator=torch.Generator().manual_seed(0))
-    cache, dense_T = (
-        PlanCache(plan, wordy.model.config),
-        wordy.model(tokens_T[None], use_cache=False).logits[0].argmax(-1),
-    )
+    dense_T = wordy.model(tokens_T[None], use_cache=False).logits[0].argmax(-1)
+    cache = PlanCache(plan, wordy.model.config)
     for place in range(320):
         logits_V = wordy.model(tokens_T[place].view(1, 1), **with_cache(wordy.model, cache)).logits[0, -1]
         if 299 <= place < 319:  # what it writes by itself

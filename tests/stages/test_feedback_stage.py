@@ -74,7 +74,7 @@ def llama() -> LoadedModel:
             queries[:, [0, 1, 8, 9]] *= 0.1
             heads = layer.self_attn.o_proj.weight.view(32, 4, 16)
             heads[:, :, 4:] = heads[:, :, :4] @ torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
-    return as_loaded(model, "float32")
+    return as_loaded(model)
 
 
 def queries_of(loaded: LoadedModel, layer: int) -> list[Tensor]:

@@ -270,7 +270,7 @@ def test_layers_behind_a_left_out_predictor_are_fitted_without_it() -> None:
 @pytest.mark.parametrize("name", ["glm4", "smollm3"])
 def test_other_families(name: str) -> None:
     """Partial and interleaved RoPE, layers without RoPE; bf16 caches."""
-    loaded = as_loaded(built(name), "bfloat16")
+    loaded = as_loaded(built(name), cache_dtype="bfloat16")
     layers = aqua_layers(loaded)
     record = fit(loaded, layers, sequences([270] * 4, vocab_size=TINY_VOCAB))
     assert len(record.kept) == 4

@@ -6,11 +6,9 @@ import pytest
 from cache_cases import model_plan
 from listener import Listener
 from profile_cases import data_of
-from tiny_models import built, measured
+from tiny_models import as_loaded, built
 
 from kvcal.errors import UnsupportedModel
-from kvcal.geometry import ModelIdentity
-from kvcal.models.load import LoadedModel
 from kvcal.models.projections import kv_projections
 from kvcal.plan.plan import Format, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
@@ -25,10 +23,6 @@ STATE = 3328  # bytes of a layer of the tiny Falcon-H1
 FORMATS = (Format(2, "channel", 32), Format(2, "token", 32))
 
 
-def loaded_model(name: str) -> LoadedModel:
-    return LoadedModel(built(name), None, ModelIdentity(name, name, "c", "w", "t"), measured(name), name)
-
-
 def test_states_count_and_are_no_cached_values() -> None:
     plan = model_plan(built("falcon_h1"), *FORMATS)
     pages = [layer.nbytes("float32", (300, 300), 300) - 2 * STATE for layer in plan.layers]
@@ -38,7 +32,7 @@ def test_states_count_and_are_no_cached_values() -> None:
 
 
 def test_a_budget_takes_states_off_first(tmp_path: Path) -> None:
-    loaded = loaded_model("falcon_h1")
+    loaded = as_loaded(built("falcon_h1"))
     spec = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_num_bits=(2, 4), kl_samples=1, kl_tokens=220)
     cache = CacheSpec(num_sink_tokens=2, k_recent_window=8, v_recent_window=8)
     found = profile_stage.run_profile(loaded, data_of(240), spec, cache, {}, tmp_path / "profile", Listener())
@@ -54,7 +48,7 @@ def test_a_budget_takes_states_off_first(tmp_path: Path) -> None:
 
 def test_zamba2_is_served_by_fixed_formats() -> None:
     """One attention block in several layers has no weights of its own for KVmix's scores: calibration is refused."""
-    loaded = loaded_model("zamba2")
+    loaded = as_loaded(built("zamba2"))
     with pytest.raises(UnsupportedModel, match="several layers call the same attention module") as caught:
         kv_projections(loaded.model, loaded.geometry)
     assert "a recipe with [formats]" in str(caught.value.hint)

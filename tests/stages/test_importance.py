@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from profile_cases import gqa_model
+from tiny_models import as_loaded
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.geometry import ModelIdentity
-from kvcal.models.load import LoadedModel
-from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import Format, WindowRule
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
@@ -26,8 +24,7 @@ LENGTHS, PROMPTS = (19, 30, 24), (4, 11, 1)
 
 def profiled(folder: Path, sequences: list[Tensor], masks: list[Tensor]) -> dict[tuple[int, str], float]:
     """Every score of a profile of these sequences."""
-    model = gqa_model("llama", num_layers=NUM_LAYERS)
-    loaded = LoadedModel(model, None, ModelIdentity("t", "llama", "c", "w", "t"), geometry_of(model), "t")
+    loaded = as_loaded(gqa_model("llama", num_layers=NUM_LAYERS))
     data = TokenDataset(tuple(sequences), tuple(masks), "f", "random tokens")
     spec = ProfileSpec(num_bits=(2,), k_axes=("token",), group_sizes=(32,), kl_samples=0)
     found = run_profile(loaded, data, spec, CacheSpec(), {}, folder / "profile.safetensors", Silent())

@@ -13,14 +13,12 @@ from cache_cases import model_plan
 from cli_cases import RECIPE, ran_well, run_kvcal, save_family
 from listener import Listener
 from profile_cases import FEW, Watched, data_of, measure, reference_errors, sample_of
-from tiny_models import TINY_MODELS, built, measured
+from tiny_models import TINY_MODELS, as_loaded, built, measured
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
 from kvcal import PlanCache, load_plan
 from kvcal.engines.support import require_served
 from kvcal.errors import UnsupportedModel
-from kvcal.geometry import ModelIdentity
-from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
 from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
 from kvcal.plan.tensors import lattice_tensors
@@ -44,14 +42,10 @@ CACHE = CacheSpec(num_sink_tokens=2, k_recent_window=8, v_recent_window=8)
 WORKLOAD = {"batch": 2, "context": 640}
 
 
-def loaded_model(name: str) -> LoadedModel:
-    return LoadedModel(built(name), None, ModelIdentity(name, name, "c", "w", "t"), measured(name), name)
-
-
 @pytest.fixture(scope="module")
 def measured_profile(tmp_path_factory: pytest.TempPathFactory) -> profile_record.Profile:
-    path = tmp_path_factory.mktemp("latents") / "profile.safetensors"
-    return profile_stage.run_profile(loaded_model("deepseek_v3"), data_of(240, 200), SPEC, CACHE, {}, path, Listener())
+    loaded, path = as_loaded(built("deepseek_v3")), tmp_path_factory.mktemp("latents") / "profile.safetensors"
+    return profile_stage.run_profile(loaded, data_of(240, 200), SPEC, CACHE, {}, path, Listener())
 
 
 def layers_in(name: str, latent: Format, rotary: Format = RAW) -> tuple[LayerPlan, ...]:
@@ -80,7 +74,7 @@ def test_the_sensitivity_is_of_what_is_cached() -> None:
 def test_more_bits_are_nearer_to_16() -> None:
     """Latents of 1 to 8 bits, then rotary keys: KL falls with bits, and is 0 at 16."""
     name = "deepseek_v2"
-    loaded, cache_dtype = loaded_model(name), measured(name).cache_dtype
+    loaded, cache_dtype = as_loaded(built(name)), measured(name).cache_dtype
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     tokens_BT, mask_BT = (x.unsqueeze(0) for x in sample_of(300))
     latents = [layers_in(name, Format(bits, "channel", 32)) for bits in (1, 2, 4, 8)]
@@ -139,8 +133,8 @@ def test_scores_by_queries_are_refused_and_others_are_not() -> None:
 
 def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None:
     """Nothing is fitted, nothing is reserved, and the plan stays as it was."""
-    loaded, layers, data = loaded_model("deepseek_v3"), layers_in("deepseek_v3", Format(2, "token", 32)), data_of(200)
-    listener = Listener()
+    loaded, layers = as_loaded(built("deepseek_v3")), layers_in("deepseek_v3", Format(2, "token", 32))
+    data, listener = data_of(200), Listener()
     found = reparam_stage.run_reparam(loaded, layers, data, ReparamSpec(), {}, tmp_path / "r", listener)
     assert found.layers == () and found.apply(layers) == layers
     fed = feedback.run_feedback(loaded, layers, {}, data, FeedbackSpec(), {}, tmp_path / "f", listener)
@@ -179,11 +173,8 @@ def test_a_step_has_room_for_the_expanded_heads() -> None:
 
 def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Profile, allocate, compile, evaluate, verify, inspect, generate, size."""
-    model, out, recipe = (
-        save_family(tmp_path / "model", tokenizer, "deepseek_v2", 512),
-        tmp_path / "out",
-        tmp_path / "tiny.toml",
-    )
+    model = save_family(tmp_path / "model", tokenizer, "deepseek_v2", 512)
+    out, recipe = tmp_path / "out", tmp_path / "tiny.toml"
     recipe.write_text(RECIPE.replace('same_bytes_as = "kivi-2"', 'kv_budget = "290KB"'))
     ran_well("run", recipe, "--model", model, "--out", out, "--json", "-q")
     plan = load_plan(out / "plan.safetensors")

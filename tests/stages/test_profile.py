@@ -10,11 +10,11 @@ import pytest
 import torch
 from listener import Listener
 from profile_cases import CACHE, data_of, loaded_model, measure
-from tiny_models import TINY_MODELS, built, measured
+from tiny_models import TINY_MODELS, as_loaded, built, measured
 
 from kvcal import artifact
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, ModelIdentity
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.taps import tap
 from kvcal.pages.uniform import dequantize, quantize
@@ -183,8 +183,7 @@ def test_sequences_too_short_for_a_page_are_refused_unless_without_kl(tmp_path: 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral_all_sliding"])
 def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> None:
-    model, geometry = built(name), measured(name)
-    loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
+    loaded, geometry = as_loaded(built(name)), measured(name)
     spec = replace(SPEC, kl_samples=1, kl_num_bits=(2,))
     run(tmp_path, loaded=loaded, data=data_of(180), spec=spec)
     found = profile_record.load(tmp_path / "profile.safetensors")

@@ -10,12 +10,11 @@ from listener import Listener
 from predictor_runs import HEAD_DIM, loaded_llama, plan_of_random_predictors
 from static_cases import drifting_ids, plan_for
 from test_profile import CACHE, loaded_model
-from tiny_models import TINY_MODELS, measured
+from tiny_models import TINY_MODELS, as_loaded, measured
 
 from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.geometry import ModelIdentity
 from kvcal.models import forwards
 from kvcal.models.forwards import decoder_layers
 from kvcal.models.load import LoadedModel
@@ -130,7 +129,7 @@ def sharing_plans(loaded: LoadedModel) -> list[Plan]:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "qwen3_next", "gpt_oss", "gpt2", "deepseek_v3", "falcon_h1"])
 def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     geometry, model = measured(name), TINY_MODELS[name]()
-    loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
+    loaded = as_loaded(model)
     tokens_BT, mask_BT = tokens_of(2, 330), torch.arange(330).expand(2, -1) > 150
     plans, reference = sharing_plans(loaded), unquantized_plan(loaded.identity, geometry)
     own, found, calls = list(decoder_layers(model)), [], []
@@ -192,7 +191,7 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
 def test_layers_that_read_another_ones_keys_run_from_the_first_on() -> None:
     """Gemma 3n's last layers are handed keys and values, which a forward that begins later has not made."""
     geometry, model = measured("gemma3n"), TINY_MODELS["gemma3n"]()
-    loaded = LoadedModel(model, None, ModelIdentity("gemma3n", geometry.model_type, "c", "w", "t"), geometry, "gemma3n")
+    loaded = as_loaded(model)
     tokens_BT, mask_BT = tokens_of(2, 330), torch.arange(330).expand(2, -1) > 150
     plans, reference = sharing_plans(loaded), unquantized_plan(loaded.identity, geometry)
     found = deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0))

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from listener import Listener
 from oracles import quantized_page
-from reparam_cases import DATA, PER_TOKEN, SPEC, data_of, layers_of, loaded_with, outlier_model, run
-from tiny_models import _IDS, _SHAPE, _build, built
+from reparam_cases import DATA, PER_TOKEN, SPEC, data_of, layers_of, outlier_model, run
+from tiny_models import _IDS, _SHAPE, _build, as_loaded, built
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
@@ -27,7 +27,7 @@ from kvcal.stages.lambda_candidates import key_magnitudes, lambda_of
 
 @pytest.fixture(scope="module")
 def outliers() -> LoadedModel:
-    return loaded_with(outlier_model())
+    return as_loaded(outlier_model())
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_lambda_needs_pairs_and_no_angles(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     model = _build(hf.LlamaConfig(**_IDS, **_SHAPE | {"num_hidden_layers": 2}, rope_parameters=rope))
-    record = run(tmp_path, loaded_with(model))
+    record = run(tmp_path, as_loaded(model))
     assert [layer.index for layer in record.layers] == [0, 1] and any(layer.alpha > 0 for layer in record.layers)
     for layer in record.layers:
         a, b = rotary_pairs(model, geometry_of(model))[layer.index].unbind(1)
@@ -198,10 +198,10 @@ def test_refusals(tmp_path, outliers):
     config = copy.deepcopy(built("llama4").config)
     config.layer_types = ["full_attention"] * config.num_hidden_layers
     with pytest.raises(UnsupportedModel, match="layer 0 of llama4_text changes its keys after RoPE") as caught:
-        run(tmp_path, loaded_with(type(built("llama4"))(config).eval()))
+        run(tmp_path, as_loaded(type(built("llama4"))(config).eval()))
     assert "leave out [reparam]" in str(caught.value.hint)
     broken = outlier_model()
     with torch.no_grad():
         broken.model.layers[1].self_attn.k_proj.weight[0, 0] = float("inf")
     with pytest.raises(NonFiniteActivations, match="sample 0: keys of layer 1"):
-        run(tmp_path, loaded_with(broken), layers_of(outliers))
+        run(tmp_path, as_loaded(broken), layers_of(outliers))

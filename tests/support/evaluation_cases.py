@@ -4,25 +4,18 @@ from functools import cache
 
 import torch
 from cache_cases import KIVI_2, VOCAB_SIZE, tiny_llama
-from tiny_models import perturbed
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from tiny_models import as_loaded, perturbed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
-from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
 
 RAW_PAIR = (RAW, RAW)
 WORDY_CONTEXT = 640  # tokens at most, of ``wordy_llama``
 COARSE = (Format(1, "channel", 128), Format(2, "token", 64, 3, 20))
 SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
-
-
-def as_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
-    identity = ModelIdentity("tiny", model.config.model_type, "a" * 64, "b" * 64, "c" * 64)
-    return LoadedModel(model, tokenizer, identity, geometry_of(model), "tiny")
 
 
 def tiny() -> LoadedModel:

@@ -8,13 +8,11 @@ from pathlib import Path
 import torch
 from cache_cases import HEAD_DIM, VOCAB_SIZE, tiny_llama
 from form_cases import rotary_table
+from tiny_models import as_loaded
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
@@ -28,11 +26,6 @@ FIRST = Format(4, "token", 64, num_sink_tokens=4)
 REST = Format(2, "token", 64, num_sink_tokens=4)
 BOOSTED = Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
 WORKLOAD = Workload(8, 4096)
-
-
-def as_loaded(model: PreTrainedModel, cache_dtype: str = "float32") -> LoadedModel:
-    identity = ModelIdentity("tiny", model.config.model_type, "0", "1", "2")
-    return LoadedModel(model, None, identity, geometry_of(model, cache_dtype), "tiny")
 
 
 @functools.cache

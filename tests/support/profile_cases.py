@@ -4,14 +4,12 @@ import numpy as np
 import torch
 import transformers as hf
 from oracles import quantized_page
-from tiny_models import perturbed
+from tiny_models import as_loaded, perturbed
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import Batch
@@ -38,8 +36,7 @@ def gqa_model(name: str, dtype: torch.dtype = torch.float32, num_layers: int = 4
 
 
 def loaded_model(name: str = "llama", num_layers: int = 2) -> LoadedModel:
-    model = gqa_model(name, num_layers=num_layers)
-    return LoadedModel(model, None, ModelIdentity(name, name, "c", "w", "t"), geometry_of(model), name)
+    return as_loaded(gqa_model(name, num_layers=num_layers))
 
 
 def data_of(*lengths: int) -> TokenDataset:

@@ -9,9 +9,7 @@ from tiny_models import _IDS, _SHAPE, _build
 from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
@@ -33,10 +31,6 @@ def outlier_model(num_layers: int = 2, scale: float = 12.0, kind: type = hf.Llam
                 layer.self_attn.k_proj.weight.view(2, 16, -1)[:, channel] *= scale
                 layer.self_attn.q_proj.weight.view(4, 16, -1)[:, channel] /= scale
     return model
-
-
-def loaded_with(model: PreTrainedModel) -> LoadedModel:
-    return LoadedModel(model, None, ModelIdentity("tiny", "llama", "c", "w", "t"), geometry_of(model), "tiny")
 
 
 def data_of(*lengths: int) -> TokenDataset:

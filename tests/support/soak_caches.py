@@ -83,10 +83,8 @@ def soak(kind: str, num_tokens: int, seed: int, device: str = "cpu", most_rows: 
         torch.cuda.reset_peak_memory_stats()
     case = case_of(kind, device, most_rows)
     model, plan, budget, is_static = case.model, case.plan, case.budget_bytes, kind.endswith("static")
-    cache, alone = (
-        PlanCache(plan, model.config, max_tokens=CONTEXT if is_static else None),
-        PlanCache(plan, model.config),
-    )
+    cache = PlanCache(plan, model.config, max_tokens=CONTEXT if is_static else None)
+    alone = PlanCache(plan, model.config)
     with warnings.catch_warnings():  # a slow path is as right as a fast one
         warnings.simplefilter("ignore", SlowPath)
         if is_static:

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import torch
 import transformers as hf
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcal.geometry import Geometry
+from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.models.load import LoadedModel
 from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import Captured, tap
 
@@ -150,6 +151,14 @@ def built(name: str) -> PreTrainedModel:
 @cache
 def measured(name: str) -> Geometry:
     return geometry_of(built(name))
+
+
+def as_loaded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, cache_dtype: CacheDtype | None = None
+) -> LoadedModel:
+    """The model as ``load`` would give it."""
+    identity = ModelIdentity("tiny", model.config.model_type, "a" * 64, "b" * 64, "c" * 64)
+    return LoadedModel(model, tokenizer, identity, geometry_of(model, cache_dtype), "tiny")
 
 
 def batch(length: int = 9) -> dict[str, torch.Tensor]:
