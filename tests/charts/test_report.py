@@ -76,7 +76,7 @@ def searched(folder: Path) -> None:
     save_allocation(
         result.allocation, {"search.sha256": hashlib.sha256(paths.search.read_bytes()).hexdigest()}, paths.allocation
     )
-    save_plan(compile_plan(result.allocation, result.layers, result.plan_tensors), paths.plan)
+    save_plan(compile_plan(result.allocation, result.allocation.layers, result.plan_tensors), paths.plan)
 
 
 def compared(folder: Path, name: str = "a-model") -> None:
