@@ -137,6 +137,7 @@ class ModelOptions(OutputOptions):
     ) -> model_load.LoadedModel:
         """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
         the user did not choose: the embedded model's tasks, or text of the installed packages."""
+        model_files.locate(source)  # before torch is imported, which takes seconds
         logging.disable_progress_bar()
         num_tokens = residence.NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
         memory = None if self.memory is None else parse_bytes(self.memory)

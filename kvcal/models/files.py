@@ -14,13 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from kvcal.artifact import require_file
 from kvcal.embedded import model_folder
 from kvcal.errors import UsageError
 
+# Also OSError, and the error of the HTTP client that the hub's library has: it differs between releases.
+HUB_ERRORS: Any = (HFValidationError, *HfHubHTTPError.__bases__)
 EMBEDDED_FOLDER = model_folder().parent
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SIZES = LAYER_COUNTS + (
@@ -97,15 +99,17 @@ def locate(source: str) -> Location:
             f"{source!r} is a file", hint="give the folder that holds config.json and the weights, or a .gguf file"
         )
     looked_for = f"no folder {source!r}, no embedded model of that name ({', '.join(embedded_models())})"
-    if not _HUB_ID.fullmatch(source):
+    if not _HUB_ID.fullmatch(source) or path.suffix == ".gguf":
         raise UsageError(
             f"model {source!r} was not found: {looked_for}, and it is no hub id",
             hint="check the path, or give a hub id such as owner/name",
         )
     try:
+        if not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(source, "config.json"))  # once: the download asks for half a minute
         config_path = Path(hf_hub_download(source, "config.json"))
-    except (HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except HUB_ERRORS as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"model {source!r} was not found: {looked_for}, and the hub gives no config.json ({reason})",
             hint="check the name, the network, and HF_TOKEN for a gated model",

@@ -1,7 +1,10 @@
 """Loading: what is found where, in which dtype, under which identity, and every way to be refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +144,12 @@ def test_path_that_does_not_exist():
 def test_hub_that_cannot_be_reached():
     error = refused("nobody/nothing", UsageError, "'nobody/nothing'", "the hub gives no config.json")
     assert "HF_TOKEN" in str(error.hint)
+    refused("nothing.gguf", UsageError, "'nothing.gguf'", "no hub id")
+    variables = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-X", "importtime", "-m", "kvcal", "plan", "nobody", "--bits", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 2 and "'nobody' was not found" in done.stderr
+    assert "Retrying" not in done.stderr and " torch\n" not in done.stderr  # asked once, before torch is imported
 
 
 def test_hub_id_from_the_local_hub_cache(saved: Path, tmp_path: Path, monkeypatch):
