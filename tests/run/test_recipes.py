@@ -131,6 +131,9 @@ EVALUATED = ("aqua-kv", "basis", "best", "default", "higgs-2", "kitty-feedback",
 def test_a_shipped_recipe_runs_to_its_table(name: str, model: LoadedModel, tmp_path: Path) -> None:
     result = run(model, Folder.create(tmp_path), shortened(load_recipe(name)))
     row = next(row for row in result.evaluation.rows if row.name == name)
+    recipe = load_recipe(name)
+    is_profiled = recipe.importance is not None or (recipe.allocate is not None and recipe.search is None)
+    assert (tmp_path / "profile.safetensors").exists() == is_profiled
     assert load_plan(tmp_path / "plan.safetensors").sha256 == row.plan_sha256 == result.plan.sha256
     assert row.total_bytes == result.plan.predicted_bytes
     assert [task.num_problems for task in row.tasks] == [2]
