@@ -46,11 +46,10 @@ BESIDE = {name: plan_for(name) for name in UNSHARED} | {"windows, λ": transform
 
 
 def config(plan: Plan):
-    model = built("llama").config.__class__(
+    return built("llama").config.__class__(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=8, head_dim=8, vocab_size=64,
         num_key_value_heads=plan.layers[0].attention.num_kv_heads,
     )  # fmt: skip
-    return model
 
 
 class Both:

@@ -109,20 +109,25 @@ def test_a_profile_is_the_same_bytes(family: str, saved, tmp_path: Path, monkeyp
         assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize(("family", "num_kept", "num_places"), [("gemma3", 1, 2), ("qwen3_next", 0, 1)])
-def test_batches_share_the_loads_of_a_layer(
-    family: str, num_kept: int, num_places: int, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A group of three and one of two give the bytes of one batch after the other on the whole model."""
-    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 140)  # one sequence in a batch
-    data, spec, copies = data_of(130, 90, 140, 140, 80), replace(SPEC, kl_samples=0), []
-    copy = _Streamer._copy
+def copied_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the layers that are copied to a place from now on."""
+    copies, copy = [], _Streamer._copy
 
     def counted(streamer: _Streamer, place: object, number: int) -> None:
         copies.append(number)
         copy(streamer, place, number)
 
     monkeypatch.setattr(_Streamer, "_copy", counted)
+    return copies
+
+
+@pytest.mark.parametrize(("family", "num_kept", "num_places"), [("gemma3", 1, 2), ("qwen3_next", 0, 1)])
+def test_batches_share_the_loads_of_a_layer(
+    family: str, num_kept: int, num_places: int, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of three and one of two give the bytes of one batch after the other on the whole model."""
+    monkeypatch.setitem(profile_stage.BATCH_TOKENS, "cpu", 140)  # one sequence in a batch
+    data, spec, copies = data_of(130, 90, 140, 140, 80), replace(SPEC, kl_samples=0), copied_layers(monkeypatch)
     whole = profile_bytes(open_model(saved(family)), tmp_path / "whole", data=data, spec=spec)
     loads = []
     for at_once in (1, 3):
@@ -168,18 +173,13 @@ def test_plans_share_the_loads_of_a_layer(family: str, num_kept: int, saved, mon
         one_side_plan(reference, index, side, CACHE.format(side, 2, "token", 32)) for index in paged for side in "kv"
     ]
     texts = (torch.stack(data_of(180, 180).sequences), torch.arange(180).expand(2, -1) > 150)
-    expected, copies, chunks = deviations(whole.model, reference, plans, *texts), [], []
-    copy, fed = _Streamer._copy, divergence._fed
-
-    def counted(streamer: _Streamer, place: object, number: int) -> None:
-        copies.append(number)
-        copy(streamer, place, number)
+    expected, chunks = deviations(whole.model, reference, plans, *texts), []
+    copies, fed = copied_layers(monkeypatch), divergence._fed
 
     def noted(*given: object) -> torch.Tensor:
         chunks.append(given[-1])
         return fed(*given)
 
-    monkeypatch.setattr(_Streamer, "_copy", counted)
     monkeypatch.setattr(divergence, "_fed", noted)
     found = deviations(loaded.model, reference, plans, *texts)
     for part, other in zip(found, expected, strict=True):
