@@ -128,8 +128,7 @@ def write_json(path: str | Path, kind: str, schema: int, record: Any) -> None:
 def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hint: str) -> Record:
     """Read what :func:`write_json` wrote."""
     try:
-        text = read_bytes(path, kind).decode("utf-8")
-        content = json.loads(text)
+        content = json.loads(read_bytes(path, kind).decode("utf-8"))
     except (ValueError, RecursionError) as broken:
         raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
     require_shallow(content, path)

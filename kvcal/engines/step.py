@@ -68,8 +68,7 @@ class PagedStep:
     def bind(self, blocks: Tensor, rings: Tensor) -> None:
         """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
         more], bytes side by side, with strides between them of multiples of 16."""
-        layer = self.layout.layer
-        variant = variant_of(layer, self.layout.cache_dtype)
+        variant = variant_of(self.layout.layer, self.layout.cache_dtype)
         drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
         variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
         if variant.k.boost is not None and variant.k.boost.score == "random":  # numbered as in the whole layer

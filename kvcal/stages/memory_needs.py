@@ -137,10 +137,7 @@ class Gain:
 
 
 def gain_of(plan: Plan, split: BudgetSplit, vocab_size: int) -> Gain:
-    fit, raw_fit = (
-        None if one.is_progressive else fit_of(one, split.budget, split.weights, vocab_size)
-        for one in (plan, plan.unquantized())
-    )
-    assert raw_fit is not None
+    fit = None if plan.is_progressive else fit_of(plan, split.budget, split.weights, vocab_size)
+    raw_fit = fit_of(plan.unquantized(), split.budget, split.weights, vocab_size)
     raw_bytes = plan.raw_nbytes(plan.workload.lengths)
     return Gain(plan.predicted_bytes, raw_bytes, plan.bits_per_value(), split.budget, fit, raw_fit)

@@ -112,10 +112,9 @@ def with_thresholds(
     for position, layer in enumerate(layers):
         if layer.is_paged and (old := layer.k[0].boost) is not None:
             tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
-            boost: Boost | None = Boost(old.score, tuple(tiers))
-            if scores is not None and boost is not None:
-                boost = fitted_boost(boost, scores[layer.geometry.index], page_share)
-            layers[position] = replace(layer, k=(replace(layer.k[0], boost=boost),))
+            boost = Boost(old.score, tuple(tiers))
+            fitted = boost if scores is None else fitted_boost(boost, scores[layer.geometry.index], page_share)
+            layers[position] = replace(layer, k=(replace(layer.k[0], boost=fitted),))
     return replace(plan, layers=tuple(layers))
 
 
