@@ -8,9 +8,12 @@ import sys
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from test_claims import require_parses
+
+from kvcal.data.sequences import prefix_ids
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "tutorial.md").read_text()
@@ -80,6 +83,8 @@ def test_the_tutorial_from_profile_to_evaluation() -> None:
                 assert fmean(chain(*found)) == pytest.approx(fmean(chain(*layers)), abs=0.5)
         assert (folder / "artifacts/first/plan.safetensors").stat().st_size < 20_000
         for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S):
-            names: dict[str, object] = {}
+            names: dict[str, Any] = {}
             exec(compile(block, "tutorial.md", "exec"), names)
-            assert names["cache"].nbytes == names["cache"].plan.nbytes(names["cache"].lengths)  # type: ignore[attr-defined]
+            assert names["cache"].nbytes == names["cache"].plan.nbytes(names["cache"].lengths)
+            start = prefix_ids(names["tokenizer"])  # as the command's prompt has
+            assert start and names["output"][0, : len(start)].tolist() == start
