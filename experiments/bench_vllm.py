@@ -6,9 +6,10 @@
 Needs vLLM and kvcal in one environment. The model has Llama-3-8B's shape, fewer layers and dummy weights. The plan has
 2 bits in groups of 128, but for the keys of two layers (4 bits) and the values of one (3 bits): 2.41 bits with scales.
 
-Every cache has a process with an engine of its own, and as many sequences as fit with the whole context. Prompts are
-computed once, by one engine after the other. Then they take turns, so that what else happens on the host meets all of
-them: in a pass, each makes so many steps alone. A cache that vLLM does not start with is reported with vLLM's reason.
+Every cache has an engine of its own, in its own process as when it serves, and as many sequences as fit with the whole
+context. Prompts are computed once, by one engine after the other. Then they take turns, so that what else happens on
+the host meets all of them: in a pass, each makes so many steps alone, and the others are paused. A cache that vLLM does
+not start with is reported with vLLM's reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 512, "torch_dtype": "float32",
 }  # fmt: skip
-WARM_STEPS, FIRST_TOKENS = 10, 3
+WARM_STEPS, FIRST_TOKENS = 10, 3  # steps after a pause, which are not timed
 BATCHED = 8192  # tokens of a step
 BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4}  # scales aside
 LINE = "BENCH "
@@ -71,9 +72,11 @@ def write_model(folder: Path, layers: int, is_tiny: bool) -> None:
 
 class Served:
     """One engine with one cache of ``nbytes``, and as many sequences of ``context`` tokens as fit into it, of which the
-    last are made in ``steps``."""
+    last are made in ``passes`` of ``steps``."""
 
-    def __init__(self, folder: Path, cache: str, nbytes: int, context: int, steps: int, is_tiny: bool) -> None:
+    def __init__(
+        self, folder: Path, cache: str, nbytes: int, context: int, passes: int, steps: int, is_tiny: bool
+    ) -> None:
         from vllm import LLM
 
         from kvcal.engines.capacity import capacity as capacity_of
@@ -84,7 +87,7 @@ class Served:
         planned = (capacity.num_blocks - 1) // capacity.blocks_per_request
         most = planned if cache == "kvcal" else capacity.raw_tokens * 16 // BITS.get(cache, 16) // context
         # While later prompts are computed, earlier ones already have new tokens.
-        self.room = steps + WARM_STEPS + most * -(-context // BATCHED)
+        self.room = passes * (steps + 2 * WARM_STEPS) + most * -(-context // BATCHED)
         self.prompt = context - self.room
         arguments: dict[str, Any] = {
             "model": str(folder), "dtype": "float32" if is_tiny else "bfloat16", "load_format": "dummy",
@@ -103,7 +106,8 @@ class Served:
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
             arguments |= {"compilation_config": graphs, "kernel_config": {"enable_jit_warmup": False}}
             arguments |= {"attention_backend": "KVCAL"} if cache == "kvcal" else {}
-        self.engine = LLM(**arguments).llm_engine
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
         config = self.engine.vllm_config
         own = (config.cache_config.num_gpu_blocks - 1) // -(-context // config.cache_config.block_size)
         self.count = planned if cache == "kvcal" else min(most, own)
@@ -132,22 +136,28 @@ class Served:
         begun: set[str] = set()
         while len(begun) < self.count:
             begun |= {output.request_id for output in self.engine.step()}
-        self.make(WARM_STEPS)
+        self.llm.sleep(level=0, mode="keep")
 
     def make(self, steps: int) -> tuple[int, list[float]]:
-        """New tokens, and seconds of each step."""
+        """New tokens, and seconds of each step. The engine is paused before and after; it may be a step or two ahead of
+        what it has said."""
         tokens, seconds = 0, []
+        self.llm.wake_up(["scheduling"])
+        for _ in range(WARM_STEPS):
+            self.engine.step()
         for _ in range(steps):
             start = time.perf_counter()
             tokens += len(self.engine.step())
             seconds.append(time.perf_counter() - start)
+        self.llm.sleep(level=0, mode="keep")
         return tokens, seconds
 
 
 def serve(folder: Path, given: argparse.Namespace) -> None:
     """The process of one cache: a line of JSON when it has started, and one for each line of its input, at the first of
     which it is filled."""
-    served = Served(folder, given.serve, given.memory, given.context, given.passes * given.steps, given.shape == "tiny")
+    sizes = given.memory, given.context, given.passes, given.steps
+    served = Served(folder, given.serve, *sizes, given.shape == "tiny")
     print(LINE + json.dumps({"sequences": served.count, "prompt": served.prompt}), flush=True)
     for number, _ in enumerate(sys.stdin):
         if number == 0:
@@ -171,7 +181,7 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, *(str(word) for option in options for word in option)], text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
+                env=os.environ | {"VLLM_NO_USAGE_STATS": "1"},
             )  # fmt: skip
 
     def line(self) -> dict[str, Any] | None:

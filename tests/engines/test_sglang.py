@@ -116,7 +116,7 @@ def test_requests_that_are_retracted(served: Served, tmp_path: Path) -> None:
 
 
 def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
-    """Of unequal bits in one layer; cold, and after prefixes."""
+    """Cold, and after prefixes."""
     given = prompts(130, 300)
     for found in serve(served, tmp_path, [given, given], tp_size=2):
         for prompt, one in zip(given, found, strict=True):

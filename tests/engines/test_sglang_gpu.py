@@ -105,7 +105,7 @@ def test_sinks_and_windows(tmp_path: Path, served: Served) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("graphs", [EAGER, GRAPHS], ids=["eager", "graphs"])
 def test_two_ranks_hold_a_head_each(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:
-    """Of unequal bits in one layer; cold, and after prefixes."""
+    """Cold, and after prefixes."""
     rounds = [prompts(5, 130, 300)] * 2
     found = serve(served, tmp_path, rounds, together=True, tp_size=2, disable_custom_all_reduce=True, **graphs)
     assert sorted(one["cached"] for one in found["rounds"][1]) == [0, 128, 256]

@@ -337,7 +337,7 @@ def test_the_log_says_predicted_and_allocated_bytes(version: str, tmp_path: Path
 
 
 def test_tensor_parallel(version: str, tmp_path: Path, served: Served) -> None:
-    """Two processes, a KV head each, of unequal bits."""
+    """Two processes, a KV head each."""
     given = prompts(130, 300)
     requests = [{"prompt": ids, "tokens": 20, "at": at} for at in (0, 25) for ids in given]
     arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
