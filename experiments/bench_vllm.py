@@ -39,7 +39,7 @@ TINY = {
 }  # fmt: skip
 WARM_STEPS, FIRST_TOKENS = 10, 3  # steps after a pause, which are not timed
 BATCHED = 8192  # tokens of a step
-BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4}  # scales aside
+BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4, "turboquant_3bit_nc": 3}  # scales aside
 LINE = "BENCH "
 
 
