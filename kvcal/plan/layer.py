@@ -89,13 +89,10 @@ class LayerPlan:
         found = []
         transformed = self.k_rescale or self.k_offset or self.k_pages == "pre" or self.predictor("k") is not None
         has_feedback = self.k_feedback or self.v_feedback or self.k_basis or self.v_basis
-        if (transformed or has_feedback or self.predictor("v") is not None) and not self.is_paged:
-            return ["is bounded and takes no transforms"]
-        if self.is_paged and self.attention.is_latent:
-            if transformed or has_feedback or self.predictor("v") is not None:
-                return [f"caches latents: {LATENTS}"]
-            if any(fmt.needs_queries for fmt in self.k):
-                return [f"caches latents: {QUERIES_AND_LATENTS}"]
+        if (transformed or has_feedback or self.predictor("v") is not None) and not self.takes_transforms:
+            return [f"caches latents: {LATENTS}" if self.is_paged else "is bounded and takes no transforms"]
+        if self.is_paged and self.attention.is_latent and any(fmt.needs_queries for fmt in self.k):
+            return [f"caches latents: {QUERIES_AND_LATENTS}"]
         if self.k_pages == "pre" and self.k_rescale:
             found.append("has k_pages 'pre': k_rescale is for keys after RoPE")
         if self.k_predictor is not None and self.k_offset:
@@ -220,11 +217,7 @@ class FormatsSpec:
     )
 
     def __post_init__(self) -> None:
-        sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
-            ("k", (self.k, self.first_k)),
-            ("v", (self.v, self.first_v, self.rotary)),
-        )
-        for side, formats in sides:
+        for side, formats in (("k", (self.k, self.first_k)), ("v", (self.v, self.first_v, self.rotary))):
             for fmt in formats:
                 if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
                     raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
