@@ -40,7 +40,7 @@ from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, P
 from kvcal.stages import feedback
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Batch
-from kvcal.stages.divergence import LOCKSTEP, Room
+from kvcal.stages.divergence import LOCKSTEP, Room, kl_texts
 from kvcal.stages.predictors import stage
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
@@ -202,7 +202,7 @@ class Bench:
         setup = ProfileSetup(
             self.loaded.identity, self.loaded.geometry, 1, self.given.vocab, spec, cache, "f", "random", 1, 1, 1
         )
-        texts = profile_stage.kl_texts(self.data, spec.kl_samples, min(spec.kl_tokens, self.given.seq_len), cache)
+        texts = kl_texts(self.data, spec.kl_samples, min(spec.kl_tokens, self.given.seq_len), cache)
         steps = profile_stage._divergence_steps(setup, texts, len(texts))
         num_plans = sum(len(setup.kl_candidates(side)) for places, _ in steps for _, side in places)
         profile_stage.divergence_means(self.loaded, setup, (steps[0][0][:1], texts), Room(LOCKSTEP))  # a warm-up

@@ -17,15 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from kvcal.artifact import (
-    differing_input,
-    kind_of,
-    make_again,
-    read_bytes,
-    require_shallow,
-    sha256_json,
-    write_text_atomic,
-)
+from kvcal import artifact
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import Tensor
 from kvcal.stored_tensor import ITEM_BYTES, StoredTensor, stored
@@ -102,14 +94,14 @@ def refusing(place: str | Path, hint: str | None = None) -> Iterator[None]:
 
 
 def _how_to_make(place: str | Path) -> str | None:
-    return make_again(kind_of(place)) if isinstance(place, Path) else None
+    return artifact.make_again(artifact.kind_of(place)) if isinstance(place, Path) else None
 
 
 def record_of(record: type[Record], body: Mapping[str, Any], place: str | Path, hint: str | None = None) -> Record:
     """The record that ``body`` spells; ``hint`` as in ``refusing``."""
     try:
         found = parse(record, body, str(place), ArtifactError, hint)
-        difference = differing_input(dump(found), dict(body))
+        difference = artifact.differing_input(dump(found), dict(body))
         if difference is not None:
             raise ArtifactError(f"{place}: {difference}", hint)
     except ArtifactError as refused:
@@ -121,23 +113,23 @@ def record_of(record: type[Record], body: Mapping[str, Any], place: str | Path, 
 def write_json(path: str | Path, kind: str, schema: int, record: Any) -> None:
     """Write a JSON file whole or not at all, with sorted keys and a digest. ArtifactError when the system refuses."""
     body = dump(record)
-    content = {"kind": kind, "schema": schema, "digest": sha256_json(body), "body": body}
-    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    content = {"kind": kind, "schema": schema, "digest": artifact.sha256_json(body), "body": body}
+    artifact.write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hint: str) -> Record:
     """Read what :func:`write_json` wrote."""
     try:
-        content = json.loads(read_bytes(path, kind).decode("utf-8"))
+        content = json.loads(artifact.read_bytes(path, kind).decode("utf-8"))
     except (ValueError, RecursionError) as broken:
         raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
-    require_shallow(content, path)
+    artifact.require_shallow(content, path)
     keys = {"kind", "schema", "digest", "body"}
     is_ours = isinstance(content, Mapping) and content.keys() == keys and isinstance(content["body"], Mapping)
     if not is_ours or (content["kind"], content["schema"]) != (kind, schema):
         article = "an" if kind[0] in "aeiou" else "a"
         raise ArtifactError(f"{path} is not {article} {kind} of version {schema}", hint)
     body = content["body"]
-    if content["digest"] != sha256_json(body):
+    if content["digest"] != artifact.sha256_json(body):
         raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
     return record_of(record, body, path, hint)

@@ -31,29 +31,13 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import BUDGET_KINDS, Recipe
 from kvcal.recipe_files import load_recipe
+from kvcal.stages import formats
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, compile_plan, resolve_budget, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
 from kvcal.stages.divergence import kl_texts
-from kvcal.stages.evaluate.stage import (
-    Evaluation,
-    evaluate,
-    evaluation_inputs,
-    require_scheduled_texts,
-    scheduled_batch,
-)
-from kvcal.stages.formats import (
-    allocate_recipe,
-    baseline_inputs,
-    fix_folder,
-    formats_plan,
-    profile_folder,
-    provenance_of,
-    require_feasible,
-    tell_doubts,
-    tune_folder,
-)
+from kvcal.stages.evaluate import stage as evaluate_stage
 from kvcal.stages.search import SearchRecord, choose_plan, not_for_decoding
 from kvcal.stages.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.strict import dump, flat_records
@@ -73,7 +57,7 @@ class Result:
 
     allocation: Allocation
     plan: Plan
-    evaluation: Evaluation
+    evaluation: evaluate_stage.Evaluation
 
 
 def run(
@@ -99,7 +83,7 @@ def build_plan(
         recipe = replace(recipe, allocate=spec)
     job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
     if recipe.allocate is not None and recipe.search is None:
-        require_feasible(job)
+        formats.require_feasible(job)
     run_stages(job)
     return compile_folder(folder, reporter=reporter, recipe=recipe)
 
@@ -151,18 +135,20 @@ def compile_folder(
     return plan
 
 
-def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter) -> Evaluation:
+def evaluate_plan(
+    recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter
+) -> evaluate_stage.Evaluation:
     """The evaluate stage: the plan next to the recipe's baselines, as JSON."""
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
     plans.append((recipe.name, plan))
-    spec = scheduled_batch(recipe.evaluate, plans, reporter)
+    spec = evaluate_stage.scheduled_batch(recipe.evaluate, plans, reporter)
     data = sequences(spec.data, loaded, "report", folder)
-    require_scheduled_texts(plans, data)
+    evaluate_stage.require_scheduled_texts(plans, data)
     if data.source is not None and (stages := shared_sources(plan.provenance, data)):
         name = f"{data.source.name}, too ({', '.join(stages)})"
         reporter.say(f"evaluate: the plan was calibrated on {name}; no text is in both samples")
-    inputs = evaluation_inputs(loaded, spec, data)
-    return evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
+    inputs = evaluate_stage.evaluation_inputs(loaded, spec, data)
+    return evaluate_stage.evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
 
 
 def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
@@ -172,7 +158,7 @@ def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pl
             f"recipe {recipe.name!r} in evaluate.against needs stages of its own, expected [formats] alone",
             hint="run it by itself, or with others with `kvcal compare`",
         )
-    return formats_plan(recipe, loaded, workload)
+    return formats.formats_plan(recipe, loaded, workload)
 
 
 PURPOSES: tuple[Purpose, ...] = ("select", "validate")
@@ -213,9 +199,9 @@ def search_folder(job: Job) -> Allocation:
         "systems.sha256": sha256_json({name: system.sha256 for name, system in systems.items()}),
         "fit_data.fingerprint": job_sequences(job, recipe.data, "fit").fingerprint,
         **{key: value for name, pool in pools.items() for key, value in data_inputs(pool, f"{name}_data").items()},
-        "provenance": sha256_json(provenance_of(recipe)),
+        "provenance": sha256_json(formats.provenance_of(recipe)),
         **compute_dtype(loaded),
-        **baseline_inputs(recipe.allocate),
+        **formats.baseline_inputs(recipe.allocate),
     }
 
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> SearchRecord:
@@ -226,7 +212,7 @@ def search_folder(job: Job) -> Allocation:
                 require_unseen(plan.provenance, pool)
         report = choose_plan(loaded, plans, left_out, select, validate, spec.serve, reporter)
         plan = plans[report.shipped]
-        provenance = {**plan.provenance, **provenance_of(recipe), "system": report.shipped}
+        provenance = {**plan.provenance, **formats.provenance_of(recipe), "system": report.shipped}
         provenance = with_calibration(provenance, calibration("search", inputs))
         allocation = replace(_budgeted(job, plan.layers), provenance=provenance, loss=report.kl)
         record = SearchRecord(allocation, report, plan.tensors)
@@ -239,7 +225,7 @@ def search_folder(job: Job) -> Allocation:
     made_from = {**model_inputs(loaded), "search.sha256": sha256_file(folder.search)}
     allocation_record.save(found, made_from, folder.allocation)
     distributed.gather(None)  # until rank 0 has written the file
-    tell_doubts(found, loaded.max_context, job.reporter)
+    formats.tell_doubts(found, loaded.max_context, job.reporter)
     return found
 
 
@@ -315,12 +301,12 @@ STAGES = (
     Stage(
         "profile",
         lambda r: bool(r.importance or (r.allocate and not r.search)),
-        lambda job: profile_folder(job.loaded, job.folder, job.recipe, job.reporter),
+        lambda job: formats.profile_folder(job.loaded, job.folder, job.recipe, job.reporter),
     ),
     Stage("search", lambda r: bool(r.search), search_folder),
-    Stage("tune", lambda r: bool(r.tune), tune_folder),
-    Stage("allocate", lambda r: bool(r.allocate and not r.search), allocate_recipe),
-    Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
+    Stage("tune", lambda r: bool(r.tune), formats.tune_folder),
+    Stage("allocate", lambda r: bool(r.allocate and not r.search), formats.allocate_recipe),
+    Stage("fix", lambda r: not (r.allocate or r.tune), formats.fix_folder),
     Stage("reparam", lambda r: bool(r.reparam), reparam_folder),
     Stage("centre", lambda r: not (r.predictors or r.search), centre_folder),
     Stage("predictors", lambda r: bool(r.predictors), fit_predictors_folder),

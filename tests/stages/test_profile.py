@@ -51,9 +51,8 @@ def small_groups() -> Iterator[None]:
     """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profile_stage.BATCH_TOKENS, "cpu", 1)
-        patch.setitem(profile_stage.KL_BATCH, "cpu", 1)
-        for module in (profile_stage, divergence):
-            patch.setattr(module, "LOCKSTEP", 4)
+        patch.setitem(divergence.KL_BATCH, "cpu", 1)
+        patch.setattr(divergence, "LOCKSTEP", 4)
         yield
 
 

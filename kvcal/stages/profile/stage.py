@@ -26,6 +26,7 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages import divergence
 from kvcal.stages.checkpoint import (
     Batch,
     Checkpoint,
@@ -36,18 +37,6 @@ from kvcal.stages.checkpoint import (
     host_bytes,
     parameter_bytes,
     summed,
-)
-from kvcal.stages.divergence import (
-    KL_BATCH,
-    LOCKSTEP,
-    Room,
-    Text,
-    cache_share,
-    deviations,
-    kl_texts,
-    one_side_plan,
-    padded_texts,
-    unquantized_plan,
 )
 from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
@@ -62,7 +51,7 @@ MEMORY_SHARE = 0.85
 INPUTS_SHARE = 0.25
 
 # Layers' sides to measure, and the texts to measure them on.
-Step = tuple[Sequence[tuple[int, Side]], Sequence[Text]]
+Step = tuple[Sequence[tuple[int, Side]], Sequence[divergence.Text]]
 
 
 def run_profile(
@@ -79,8 +68,8 @@ def run_profile(
     ``basis``: of the pages whose KL is measured."""
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
-    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    steps = _divergence_steps(setup, texts, KL_BATCH.get(loaded.model.device.type, 4))
+    texts = divergence.kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
+    steps = _divergence_steps(setup, texts, divergence.KL_BATCH.get(loaded.model.device.type, 4))
     means = {name: Mean.empty(shape) for name, shape in setup.totals().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
@@ -91,7 +80,7 @@ def run_profile(
             measure = partial(gradient_means, gradients)
             at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
             most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, label, at_once)
-        room = Room(LOCKSTEP, reporter)
+        room = divergence.Room(divergence.LOCKSTEP, reporter)
         runs = [range(number, number + 1) for number in range(len(steps))]
         kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room, basis))
         checkpoint.run(DIVERGENCES, runs, kl_means, "profile: divergence")
@@ -139,19 +128,10 @@ def gradient_bytes(loaded: LoadedModel, num_tokens: int) -> int:
 
 
 def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> ProfileSetup:
+    weights = weight_bytes(loaded.model)
+    about_data = (data.fingerprint, data.description, len(data.sequences), data.num_tokens, data.num_loss_tokens)
     return ProfileSetup(
-        loaded.identity,
-        loaded.geometry,
-        weight_bytes(loaded.model),
-        loaded.vocab_size,
-        spec,
-        cache,
-        data.fingerprint,
-        data.description,
-        len(data.sequences),
-        data.num_tokens,
-        data.num_loss_tokens,
-        loaded.max_context,
+        loaded.identity, loaded.geometry, weights, loaded.vocab_size, spec, cache, *about_data, loaded.max_context
     )
 
 
@@ -166,35 +146,37 @@ def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[di
 
 
 def divergence_means(
-    loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room, basis: FeedbackRecord | None = None
+    loaded: LoadedModel, setup: ProfileSetup, step: Step, room: divergence.Room, basis: FeedbackRecord | None = None
 ) -> dict[str, Mean]:
     places, texts = step
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    reference = divergence.unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
     plans = plans if basis is None else [basis.changed(plan) for plan in plans]
     names = ", ".join(f"{side} of layer {index}" for index, side in places)
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
-        kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
+        kl_Pn = divergence.deviations(loaded.model, reference, plans, *divergence.padded_texts(texts), room).kl_Pn
     rows = kl_Pn.split([len(setup.measured(side)) for _, side in places])
     return {f"kl.{side}.{index}": Mean.of(row.T) for (index, side), row in zip(places, rows, strict=True)}
 
 
 def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> list[Plan]:
     """A layer's side alone in each of the candidates whose KL is measured."""
-    return [one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.measured(place[1])]
+    return [
+        divergence.one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.measured(place[1])
+    ]
 
 
-def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text], batch: int) -> list[Step]:
+def _divergence_steps(setup: ProfileSetup, texts: Sequence[divergence.Text], batch: int) -> list[Step]:
     """Layers' sides, so many that their plans fill a lockstep, or one, with each batch of texts."""
-    reference = unquantized_plan(setup.identity, setup.geometry)
+    reference = divergence.unquantized_plan(setup.identity, setup.geometry)
     groups: list[list[tuple[int, Side]]] = []
     free = 0.0
     for layer, side in product(setup.layers, SIDES):
         place = (layer.index, side)
-        needed = sum(cache_share(reference, plan) for plan in _plans_of(setup, reference, place))
+        needed = sum(divergence.cache_share(reference, plan) for plan in _plans_of(setup, reference, place))
         if needed > free:
             groups.append([])
-            free = LOCKSTEP
+            free = divergence.LOCKSTEP
         if needed:
             groups[-1].append(place)
         free -= needed
