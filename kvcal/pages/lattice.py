@@ -83,9 +83,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-_signs = functools.cache(random_signs)
-
-
 @dataclass(frozen=True)
 class LatticeLayout(Layout):
     """Shape of a page's record. ``width`` is in values: KV heads times head_dim."""
@@ -148,7 +145,9 @@ class LatticeLayout(Layout):
         }
 
     def make_tensor(self, operand: str, seed: int) -> Tensor:
-        return _signs(self.width, seed) if operand == "signs" else gaussian_grid(self.lattice_dim, self.num_points)
+        if operand == "signs":
+            return random_signs(self.width, seed)
+        return gaussian_grid(self.lattice_dim, self.num_points)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         rows = x.transpose(1, 2).flatten(-2)

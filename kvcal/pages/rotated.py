@@ -80,6 +80,7 @@ def norm(width: int) -> float:
     return 1.0 / math.sqrt(block_size(width))
 
 
+@functools.cache
 def random_signs(width: int, seed: int) -> Tensor:
     """[width] int8 of +1 and -1 on the CPU, from the bits of a hash: the same on any machine and torch version.
 
@@ -114,9 +115,6 @@ def _transformed(x: Tensor) -> Tensor:
     return values * x.new_full((), norm(width))
 
 
-_signs = functools.cache(random_signs)
-
-
 @dataclass(frozen=True)
 class RotatedLayout(UniformLayout):
     """Shape of a page's record: that of uniform codes per token, without zeros."""
@@ -136,7 +134,7 @@ class RotatedLayout(UniformLayout):
         return {"signs": (f"{prefix}_signs", TensorSpec("int8", (self.head_dim,), -1, 1))}
 
     def make_tensor(self, operand: str, seed: int) -> Tensor:
-        return _signs(self.head_dim, seed)
+        return random_signs(self.head_dim, seed)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         factor = operands.get("feedback")
