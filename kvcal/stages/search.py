@@ -82,12 +82,6 @@ class SearchRecord:
     report: SearchReport
     plan_tensors: Mapping[str, Tensor]
 
-    @property
-    def plan(self) -> Plan:
-        """The plan as it was measured, without provenance."""
-        found = self.allocation
-        return Plan(found.model, found.cache_dtype, found.layers, found.workload, {}, self.plan_tensors)
-
 
 def choose_plan(
     loaded: LoadedModel,
@@ -173,9 +167,8 @@ def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workl
             raw = LayerPlan(layer.geometry, (RAW,), (RAW,))
             taken += layer.nbytes(cache_dtype, workload.lengths, workload.context)
             raw_taken += raw.nbytes(cache_dtype, workload.lengths, workload.context)
-            slow = [
-                reason for reason in _slow_reasons(layer, cache_dtype) if reason not in _slow_reasons(raw, cache_dtype)
-            ]
+            of_raw = _slow_reasons(raw, cache_dtype)
+            slow = [reason for reason in _slow_reasons(layer, cache_dtype) if reason not in of_raw]
             if slow:
                 return f"slower than 16 bits to decode: {slow[0]} in layer {layer.geometry.index}"
     return "slower than 16 bits to decode: it takes more bytes" if taken > raw_taken else None

@@ -240,4 +240,5 @@ def test_a_record_comes_back_as_it_was(whole: Path, tmp_path: Path) -> None:
     save_search(record, {"a": 1}, path)
     again = load_search(path)
     assert again.report == record.report and again.allocation == record.allocation
-    assert content(again.plan) == content(record.plan)
+    ours, theirs = ({name: t.tolist() for name, t in one.plan_tensors.items()} for one in (record, again))
+    assert ours == theirs != {}

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
-from kvcal.plan.layer import FormatsSpec, LayerPlan, Pages, bare_layers, fixed_layers, in_formats
+from kvcal.plan.layer import FormatsSpec, LayerPlan, bare_layers, fixed_layers, in_formats
 from kvcal.plan.page_format import SIDES, Format, Side, WindowRule
 from kvcal.plan.plan import Workload
 from kvcal.recipe import ImportanceSpec, ProgressiveSpec
@@ -221,12 +221,10 @@ def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
     return per_token * workload.batch * workload.context
 
 
-def layers_in(geometry: Geometry, k: Format, v: Format, k_pages: Pages = "post") -> tuple[LayerPlan, ...]:
+def layers_in(geometry: Geometry, k: Format, v: Format) -> tuple[LayerPlan, ...]:
     """All layers, the paged ones in the formats ``k`` and ``v``, rotary keys at 16 bits. UnsupportedModel as
     ``in_formats``."""
-    return tuple(
-        in_formats(layer, k, v, k_pages=k_pages) if layer.is_paged else layer for layer in bare_layers(geometry)
-    )
+    return tuple(in_formats(layer, k, v) if layer.is_paged else layer for layer in bare_layers(geometry))
 
 
 def save(allocation: Allocation, inputs: dict[str, Any], path: Path) -> None:
