@@ -137,16 +137,12 @@ class DenseLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self._parts = list(self._parts_on(key_states.device))
-        self._unread.add(self)
-
-    def _parts_on(self, device: torch.device) -> Iterator[_Part]:
-        """Those that differ from the exact tokens."""
-        tensors = self._state.tensors_on(device)
+        tensors, self._parts = self._state.tensors_on(key_states.device), []
         for side in SIDES:
             codec = PageCodec.of_layer(self.plan, side, self._state.plan.cache_dtype, tensors)
-            if codec.format != RAW or codec.is_pre:
-                yield _Part(side, codec, self.plan.attention.group_heads)
+            if codec.format != RAW or codec.is_pre:  # it differs from the exact tokens
+                self._parts.append(_Part(side, codec, self.plan.attention.group_heads))
+        self._unread.add(self)
 
     def take_due(self, num_tokens: int) -> Iterator[_Page]:
         for part in self._parts:

@@ -167,17 +167,9 @@ class LayerStore:
             return [variant], []
         regions = [RegionPool(static.phases, self.plan.geometry.index, side) for side in SIDES]
         found = []
+        raw = replace(variant, rescale=False, offset=False)  # pages of 16 bits hold K as the model made them
         for k_bits, v_bits in static.phases.widths([region.number for region in regions]):
-            is_raw = k_bits == RAW_BITS  # pages of 16 bits hold K as the model made them
-            found.append(
-                replace(
-                    variant,
-                    k_bits=k_bits,
-                    v_bits=v_bits,
-                    rescale=variant.rescale and not is_raw,
-                    offset=variant.offset and not is_raw,
-                )
-            )
+            found.append(replace(raw if k_bits == RAW_BITS else variant, k_bits=k_bits, v_bits=v_bits))
         return found, regions
 
     def _pool(self, codec: PageCodec) -> Pool | None:
