@@ -100,16 +100,8 @@ class Folder:
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
         one in ``inputs``. A damaged file is left to the stage that reads it."""
-        for whole in (
-            self.basis,
-            self.profile,
-            self.search,
-            self.allocation,
-            self.reparam,
-            self.centre,
-            self.predictors,
-        ):
-            for path in (whole, partial_path(whole)):
+        for one in (self.basis, self.profile, self.search, self.allocation, self.reparam, self.centre, self.predictors):
+            for path in (one, partial_path(one)):
                 try:
                     earlier = read_inputs(path)
                 except ArtifactError:

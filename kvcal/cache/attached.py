@@ -85,29 +85,23 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attention(
-    base: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: query [B, H, T, D]; key and value as ``PagedLayer.update`` returned them."""
     current = _ATTACHED.get(module)
     cache = None if current is None else current.cache
     layer = None if cache is None else cache.layers[module.layer_idx]  # type: ignore[index]
     if not isinstance(layer, PagedLayer | DenseLayer):
-        return _base_attention(base, module, query, key, value, attention_mask, kwargs)
+        return _base_attention(base, module, query, key, value, attention_mask, more)
     if layer.static is not None and layer.static.is_step(query.shape[2]):
-        _require_plain(module, attention_mask, kwargs)
-        scale = kwargs.get("scaling")
+        _require_plain(module, attention_mask, more)
+        scale = more.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        softcap = kwargs.get("softcap") or 0.0
-        return layer.attend(query, key, value, kwargs.get("s_aux"), scale, softcap), None
+        softcap = more.get("softcap") or 0.0
+        return layer.attend(query, key, value, more.get("s_aux"), scale, softcap), None
     if layer.static is not None:
         _require_same_padding(layer, attention_mask, key.shape[2])
-    attended = _base_attention(base, module, query, key, value, attention_mask, kwargs)
+    attended = _base_attention(base, module, query, key, value, attention_mask, more)
     layer.observe(query)
     return attended
 

@@ -274,11 +274,8 @@ class _Recorder(threading.local):
             for axes in _AXES if after.ndim == 4 and before.shape == after.shape else ():
                 start = _part_of(k_post_BNTD, after.permute(axes))
                 if start is not None:
-                    parts = [
-                        k_post_BNTD[..., :start],
-                        before.permute(axes),
-                        k_post_BNTD[..., start + after.shape[-1] :],
-                    ]
+                    stop = start + after.shape[-1]
+                    parts = [k_post_BNTD[..., :start], before.permute(axes), k_post_BNTD[..., stop:]]
                     k_pre_BNTD = before if after is k_post_BNTD else torch.cat(parts, dim=-1)
                     return k_pre_BNTD, Rotation(rotary, bound, number, axes, start)
         could_rotate = any(_ROTARY_NAME.match(name) for name in forward.__code__.co_names)

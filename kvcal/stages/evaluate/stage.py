@@ -118,12 +118,10 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
     """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
     if not rows:
         return []
+    workload = rows[0].workload
     columns = [
         ("plan", [row.name for row in rows]),
-        (
-            f"bits at {rows[0].workload.batch} x {rows[0].workload.context}",
-            [f"{row.bits_per_value:.3f}" for row in rows],
-        ),
+        (f"bits at {workload.batch} x {workload.context}", [f"{row.bits_per_value:.3f}" for row in rows]),
         ("cache", [format_bytes(row.total_bytes) for row in rows]),
         ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
         ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),

@@ -256,17 +256,10 @@ def fused_errors(
     import triton.language as tl
 
     triton_type = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    levels = _levels(tuple(all_bits), x_BNTD.device)
+    operands = (x_BNTD, g_BNTD, lengths_B, levels, sums, N, D, num_sink_tokens, *x_BNTD.stride(), *g_BNTD.stride())
     _kernel()[grid](
-        x_BNTD,
-        g_BNTD,
-        lengths_B,
-        _levels(tuple(all_bits), x_BNTD.device),
-        sums,
-        N,
-        D,
-        num_sink_tokens,
-        *x_BNTD.stride(),
-        *g_BNTD.stride(),
+        *operands,
         NUM_BITS=len(all_bits),
         TOKENS=tokens,
         SPAN=span,
