@@ -282,12 +282,8 @@ class BudgetOptions(WorkloadOptions):
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
 
     def whole_plan(self) -> dict[str, Any]:
-        """The same for a plan from the start: one for an engine keeps no more tokens at 16 bits than the engine has
-        after a cached prefix."""
-        if self.engine is None:
-            return self.knobs()
-        lost = ["k_recent_window", "v_recent_window", *(["num_sink_tokens"] if self.drafts else [])]
-        return self.knobs() | {f"cache.{name}": 0 for name in lost}
+        """The same for a plan from the start: with drafts an engine has no sinks after a cached prefix."""
+        return self.knobs() | ({"cache.num_sink_tokens": 0} if self.drafts else {})
 
 
 def command_line(*words: object) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcal.engines.shard import HeadShard
-from kvcal.engines.support import unquantized_copies
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
@@ -63,14 +62,14 @@ def capacity(
     ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start."""
     shard, needed = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
     pages = [shard.block_bytes(index) for index in shard.blocks]
-    fixed, ring_blocks, window_blocks, has_prefixes = 0, 0, 0, not unquantized_copies(plan, lookahead)
+    fixed, ring_blocks, window_blocks = 0, 0, 0
     if engine == "vllm":
-        pool = VllmPool(shard, has_prefixes)
+        pool = VllmPool(shard)
         block_bytes, ring_blocks, window_blocks = pool.block_bytes, pool.ring_blocks, pool.window_blocks(context)
         needed += ring_blocks + window_blocks
     else:
         block_bytes = -(-sum(pages) // PAGE_TOKENS) * PAGE_TOKENS
-        fixed = sglang_rings(shard, max_requests, has_prefixes)
+        fixed = sglang_rings(shard, max_requests)
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
         smallest = needed * block_bytes + fixed
@@ -92,17 +91,17 @@ def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0)
     """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
     padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`capacity`."""
     batch, blocks = plan.workload.batch, -(-plan.workload.context // PAGE_TOKENS)
-    shard, has_prefixes = HeadShard(plan, 0, num_ranks, lookahead), not unquantized_copies(plan, lookahead)
+    shard = HeadShard(plan, 0, num_ranks, lookahead)
     if engine == "sglang":
         token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
-        fixed = sglang_rings(shard, batch, has_prefixes)
+        fixed = sglang_rings(shard, batch)
         return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + fixed)
-    pool = VllmPool(shard, has_prefixes)
+    pool = VllmPool(shard)
     blocks += pool.ring_blocks + pool.window_blocks(plan.workload.context)
     return num_ranks * (1 + batch * blocks) * pool.block_bytes
 
 
-def sglang_rings(shard: HeadShard, max_requests: int, shares_sinks: bool) -> int:
+def sglang_rings(shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> int:
     """Bytes of SGLang's rings, of which it has one more than requests, for padding, and of shared sinks."""
     sinks = sum(block.sink_bytes for block in shard.blocks.values())
     rings = sum(map(shard.ring_bytes, shard.blocks))
@@ -153,11 +152,12 @@ class VllmPool:
     All blocks have the bytes of the largest."""
 
     def __init__(self, shard: HeadShard, has_prefixes: bool = True) -> None:
-        """``has_prefixes``: whether they are cached."""
+        """``has_prefixes``: whether they are cached. Requests with drafts share no sinks."""
         self.shard, blocks = shard, shard.blocks
         pages = {index: block.block_bytes for index, block in blocks.items()}
         rings = {index: block.ring_bytes for index, block in blocks.items()}
-        sinks = {index: block.sink_bytes if has_prefixes else 0 for index, block in blocks.items()}
+        shares_sinks = has_prefixes and not shard.lookahead
+        sinks = {index: block.sink_bytes if shares_sinks else 0 for index, block in blocks.items()}
         self.pages = Placed.of(pages, sum(pages.values()))
         self.share_bytes = aligned_size(-(-self.pages.block_bytes // len(blocks)))
         self.room = max(self.share_bytes * len(blocks), *rings.values())

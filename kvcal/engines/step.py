@@ -11,8 +11,8 @@ sequence in them. Two kinds of sequences are served:
 
 Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
 hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins after
-shared blocks begins at a multiple of 128, where a ring without sinks and windows holds nothing that is read. With them
-no sequence may begin there: the ring does not have the tokens that it should.
+shared blocks begins at a multiple of 128. Its ring then needs sinks, which the engine's plug-in brings, and the tokens
+of its window, which are decoded from their pages (``begin``).
 
 Drafts are stored, and attend, as tokens that come alone. A sequence takes them back by its length at the next step, of
 which the device alone may know: nothing of this depends on the host. The page that drafts complete is packed with them,
@@ -128,6 +128,21 @@ class PagedStep:
         [T, H, D]."""
         return self.attend_chunk(q, k, v, chunk, self.store(q, k, v, chunk), logits)
 
+    def begin(self, chunk: Chunk, total: int) -> None:
+        """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them, decoded."""
+        for side in SIDES:
+            memory, fmt = self._held.memory(side), self.layout.layer.format(side)
+            first = PAGE_TOKENS * fmt.pages_read(chunk.num_past)
+            tokens = self._tail(side, first, chunk, self.dtype, is_begun=True).transpose(0, 1)
+            kept = max(first, min(chunk.num_past, PAGE_TOKENS * fmt.pages_read(total)))
+            Chunk(kept, chunk.table, chunk.ring).keep(memory, tokens[kept - first :], kept)
+
+    def begun_tail(self, chunk: Chunk, tail: Tail, is_begun: Tensor) -> Tail:
+        """The ``tail`` of a chunk, or what pages have of it where ``is_begun``, bool [1]: with it a sequence begins."""
+        decoded = (self._tail(side, tail.first, chunk, tail.keys.dtype, is_begun=True) for side in SIDES)
+        pairs = zip(decoded, (tail.keys, tail.values), strict=True)
+        return Tail(tail.first, *(torch.where(is_begun, own, held) for own, held in pairs))
+
     def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
         first = PAGE_TOKENS * min(self.layout.layer.format(side).pages_read(chunk.num_past) for side in SIDES)
@@ -186,12 +201,13 @@ class PagedStep:
         if chunk.num_past > tail.first:
             yield tail.keys, tail.values
 
-    def _tail(self, side: Side, first: int, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """[N, ..., D]: a copy of the past from token ``first`` on, as it is read."""
+    def _tail(self, side: Side, first: int, chunk: Chunk, dtype: torch.dtype, is_begun: bool = False) -> Tensor:
+        """[N, ..., D]: a copy of the past from token ``first`` on, as it is read; ``is_begun``: of pages alone."""
         layer = self.layout.layer
         shape = layer.attention.num_kv_heads, chunk.num_past - first, layer.head_dim(side)
         out = torch.empty(shape, dtype=dtype, device=self.scratch.device)
-        paged = PAGE_TOKENS * layer.format(side).pages_read(chunk.num_past) - first
+        read = chunk.num_past if is_begun else PAGE_TOKENS * layer.format(side).pages_read(chunk.num_past)
+        paged = read - first
         out[:, paged:] = chunk.newest(self._held.memory(side), first + paged)
         self._unpack(side, chunk, first, out[:, :paged])
         return out

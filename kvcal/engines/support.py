@@ -1,10 +1,9 @@
 """Refusals: layers of a plan that an engine does not take, versions of engines, and other models than the plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits besides its
-pages, lie in the ring of a request: one that begins after blocks of another would not have them. So such a plan is
-served where prefixes are not cached. Sinks, of which there are few, are shared with pages. Layers with a sliding window
-are vLLM's own. What the kernels cannot read as it is stored is refused everywhere. It is refused at start: a plan is
-never served wrongly.
+pages, lie in the ring of a request: one that begins after blocks of another decodes its window from them. Sinks, of
+which there are few, are shared with pages, but for drafts. Layers with a sliding window are vLLM's own. What the
+kernels cannot read as it is stored is refused everywhere. It is refused at start: a plan is never served wrongly.
 
 Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with it the
 engine, by ``kvcal doctor --engine`` before serving, and at every start.
@@ -38,8 +37,7 @@ NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
-# By engine: the option under which no request begins after blocks of another.
-NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
+NO_PREFIXES = "--no-enable-prefix-caching"  # of vLLM: no request begins after blocks of another
 
 
 def refusals(
@@ -71,26 +69,9 @@ def refusals(
     yield from choice.refusals(layer, cache_dtype, is_cuda)
 
 
-def unquantized_copies(plan: Plan, lookahead: int = 0) -> list[str]:
-    """The 16-bit tokens besides pages that a request after a cached prefix would lack, each named once: windows, and
-    sinks with drafts."""
-    found = []
-    for layer in plan.layers:
-        for side, fmt in [("k", fmt) for fmt in layer.k] + [("v", fmt) for fmt in layer.v]:
-            if fmt.num_sink_tokens and lookahead:
-                found.append(f"{side} keeps {fmt.num_sink_tokens} sink tokens")
-            found += [f"{side} keeps a window of {fmt.max_window} tokens"] if fmt.max_window else []
-    return list(dict.fromkeys(found))
-
-
-def require_no_prefixes(plan: Plan, engine: str, lookahead: int = 0) -> None:
-    """UnsupportedModel (exit code 4) for a plan whose copies at 16 bits an engine that caches prefixes would lose."""
-    if copies := unquantized_copies(plan, lookahead):
-        raise UnsupportedModel(
-            f"{', '.join(copies)} at 16 bits, which a request after a cached prefix does not have; expected "
-            f"{NO_PREFIXES[engine]}",
-            hint=f"or compile a plan for it: kvcal plan … --for-engine {engine}",
-        )
+def loses_sinks(plan: Plan, lookahead: int) -> bool:
+    """Whether requests would lack the plan's sinks after a cached prefix, as with drafts."""
+    return lookahead > 0 and any(fmt.num_sink_tokens for layer in plan.layers for fmt in (*layer.k, *layer.v))
 
 
 def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: int = 0) -> None:

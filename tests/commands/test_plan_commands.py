@@ -10,7 +10,6 @@ from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.commands.options import BudgetOptions, RecipeOptions
-from kvcal.engines.support import NO_PREFIXES, unquantized_copies
 from kvcal.folder import Folder
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan.layer import bare_layers
@@ -69,18 +68,18 @@ def test_another_budget_leaves_the_first_and_uses_its_profile(made: Path, tmp_pa
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_plan_for_an_engine_that_caches_prefixes(engine: str, made: Path, tmp_path: Path) -> None:
-    """Of the default recipe, with a basis: no windows, but sinks; --set counts more."""
-    line = ("plan", made / "model", "--bits", 12, *SIZES, "--samples", 1, "--seq-len", 256, "--allow-damage")
+    """Of the default recipe, with a basis: it keeps its sinks and windows; --set counts more."""
+    line = ("plan", made / "model", "--bits", 15, *SIZES, "--samples", 1, "--seq-len", 256, "--allow-damage")
     ran_well(*line, "--for-engine", engine, "-o", tmp_path / "plan.safetensors", "--out", tmp_path / "plans")
     plan = load_plan(tmp_path / "plan.safetensors")
-    assert plan.tensors and not unquantized_copies(plan)
-    assert {fmt.num_sink_tokens for layer in plan.layers for fmt in layer.k} == {8}
+    assert plan.tensors
+    assert {(fmt.num_sink_tokens, fmt.recent_window) for layer in plan.layers for fmt in layer.k} == {(8, 64)}
     done = run_kvcal("serve-args", tmp_path / "plan.safetensors", "--engine", engine)
-    assert done.code == 0 and NO_PREFIXES[engine] not in done.out
+    assert done.code == 0 and not {"--no-enable-prefix-caching", "--disable-radix-cache"}.intersection(done.out.split())
     kept = RecipeOptions(sets=["cache.k_recent_window=32"]).recipe(
         "basis", BudgetOptions(bits=3.0, engine=engine).whole_plan()
     )
-    assert (kept.cache.k_recent_window, kept.cache.v_recent_window) == (32, 0)
+    assert (kept.cache.k_recent_window, kept.cache.v_recent_window) == (32, 64)
 
 
 def test_a_searched_plan(made: Path, tmp_path: Path) -> None:

@@ -91,9 +91,10 @@ def test_rings_lie_side_by_side_in_vllms_blocks() -> None:
     found, pool = vllm_capacity(shard.plan, 10**9, 1, 1024), VllmPool(shard)
     assert pool.rings == ({0: (0, 0), 1: (1, 0), 2: (2, 0)}, 3, rings[1])
     assert pool.pages.at[2] == (0, sum(map(shard.block_bytes, (0, 1))))
-    assert found.block_bytes == rings[1] > found.page_bytes and found.ring_blocks == 3
+    assert found.block_bytes == rings[1] > found.page_bytes and found.ring_blocks == 4  # and one of sinks
     fitting = sglang_capacity(shard.plan, 10**9, 1, 1024, 7)
-    assert fitting.num_blocks == (10**9 - 8 * sum(rings)) // fitting.block_bytes
+    places = 4 * 4 * 4 * 64 * 2  # of the sinks of four beginnings
+    assert fitting.num_blocks == (10**9 - 8 * (sum(rings) + places)) // fitting.block_bytes
 
 
 def gemma(num_bits: int) -> Plan:
@@ -285,17 +286,15 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("engine", "option"), [("vllm", "--no-enable-prefix-caching"), ("sglang", "--disable-radix-cache")]
-)
-def test_serve_args_turn_prefix_caching_off_for_tokens_beside_the_pages(
-    engine: str, option: str, plan_path: Path, tmp_path: Path
-) -> None:
+def test_serve_args_turn_prefix_caching_off_for_sinks_with_drafts(plan_path: Path, tmp_path: Path) -> None:
     layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4, 64),), (Format(4),))
     path = tmp_path / "window.safetensors"
     save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
-    assert shlex.split(run_kvcal("serve-args", path, "--engine", engine).out)[-1] == option
-    assert option not in run_kvcal("serve-args", plan_path, "--engine", engine).out
+    cases = ((path, ("vllm", "--drafts", 2), True), (path, ("vllm",), False), (path, ("sglang",), False),
+             (plan_path, ("vllm", "--drafts", 2), False))  # fmt: skip
+    for plan, words, is_off in cases:
+        found = shlex.split(run_kvcal("serve-args", plan, "--engine", *words).out)
+        assert ("--no-enable-prefix-caching" in found) == is_off and "--disable-radix-cache" not in found
 
 
 def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_replay import assert_replayed, begin_sums
+from engine_replay import assert_replayed, begin_sums, decode_windows
 from sglang_environment import python_with_sglang, recorded, run_sglang
 from test_vllm import LENGTHS, Served, prompts
 from vllm_environment import Unavailable
@@ -62,6 +62,7 @@ def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096, 
                 model(part, past_key_values=cache)
             cache.crop(cached)
             begin_sums(cache, cached)
+            decode_windows(cache, cached)
         cuts = range(cached, len(prompt), chunk)
         for start, stop in zip(cuts, cuts[1:], strict=False):
             model(ids[:, start:stop], past_key_values=cache)
@@ -69,16 +70,18 @@ def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096, 
         return model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("chunk", [4096, 256])
-def test_cold_and_behind_the_radix_trees_prefixes(chunk: int, served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chunk", "has_windows"), [(4096, False), (256, False), (256, True)])
+def test_cold_and_behind_the_radix_trees_prefixes(
+    chunk: int, has_windows: bool, served: Served, tmp_path: Path
+) -> None:
     """The second time around, prompts begin after the pages that the first time filled."""
-    given = prompts(*LENGTHS)
-    rounds = serve(served, tmp_path, [given, given], chunked_prefill_size=chunk)
+    given, plan = prompts(*LENGTHS), served.with_copies(has_sinks=False) if has_windows else served.plan
+    rounds = serve(served, tmp_path, [given, given], plan=plan, chunked_prefill_size=chunk)
     assert [one["cached"] for one in rounds[0]] == [0, 0, 0, 0]
     assert [one["cached"] for one in rounds[1]] == [0, 128, 256, 640]
     for found in rounds:
         for prompt, one in zip(given, found, strict=True):
-            assert one["output"] == expected(served, prompt, one["cached"], chunk)
+            assert one["output"] == expected(served, prompt, one["cached"], chunk, plan)
 
 
 def test_requests_together_and_pages_that_are_used_again(served: Served, tmp_path: Path) -> None:
@@ -144,16 +147,9 @@ def test_options_that_would_be_served_wrongly_are_refused(
     assert found is None and says in log, log[-4000:]
 
 
-def test_a_plan_of_another_model_and_a_plan_with_windows_are_refused(served: Served, tmp_path: Path) -> None:
+def test_a_plan_of_another_model_is_refused(served: Served, tmp_path: Path) -> None:
     given = {"engine": arguments(served), "rounds": [], "tokens": 1, "together": False}
     identity = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
     other = served.write("other.safetensors", dataclasses.replace(served.plan, model=identity))
     found, log = run_sglang(VERSION, tmp_path, other, given)
     assert found is None and "the plan is for tiny, of sha256 of config.json 0000" in log, log[-4000:]
-    found, log = run_sglang(VERSION, tmp_path, served.write("copies.safetensors", served.with_copies()), given)
-    assert (
-        found is None
-        and "k keeps a window of 128 tokens" in log
-        and "sink tokens" not in log
-        and "--disable-radix-cache" in log
-    ), log[-4000:]

@@ -102,6 +102,16 @@ def test_sinks_and_windows(tmp_path: Path, served: Served) -> None:
     replayed(served, found, rounds, plan)
 
 
+@pytest.mark.parametrize("more", [EAGER | {"chunked_prefill_size": 256}, GRAPHS], ids=["chunks", "graphs"])
+def test_sinks_and_windows_with_the_radix_tree(more: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """Between the two times, all rings are others'. One prompt's first page is filled by decoding."""
+    plan, given = served.with_copies(), prompts(*LENGTHS, 120, 129)
+    rounds = [given, prompts(*LENGTHS, seed=9), given]
+    found = serve(served, tmp_path, rounds, plan=plan, **more)
+    assert [one["cached"] for one in found["rounds"][2]] == [0, 128, 256, 640, 0, 128]
+    replayed(served, found, rounds, plan)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("graphs", [EAGER, GRAPHS], ids=["eager", "graphs"])
 def test_two_ranks_hold_a_head_each(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:

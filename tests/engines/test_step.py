@@ -25,6 +25,7 @@ from engine_cases import (
     random_tokens,
     transformed,
 )
+from engine_replay import decode_windows
 from tiny_models import built
 from torch import Tensor
 
@@ -205,9 +206,11 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
         memory.free_rings.append(both.sequence.ring)
 
 
-def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> None:
-    """One of a chunk, one of a single token; both are stored before the one that fills the blocks."""
-    plan = PLANS["three tiers, λ"]
+@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ"])
+def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: str) -> None:
+    """One of a chunk, one of a single token; both are stored before the one that fills the blocks. Then their windows
+    are decoded from these."""
+    plan = (PLANS | BESIDE)[name]
     memory = Memory(HeadShard(plan))
     first = Both(memory, plan, 0)
     first.extend(50)
@@ -223,12 +226,18 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> N
     step.append(*given[0], place)
     chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
     tails = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
+    step.begin(scratch.Chunk(256, others[0].sequence.table, rings), 257)
+    step.begin(chunks[0], 300)
+    unlike = step.begun_tail(chunks[0], tails[0], torch.tensor([False]))
+    torch.testing.assert_close(unlike, tails[0], rtol=0, atol=0, equal_nan=True)
+    tails[0] = step.begun_tail(chunks[0], tails[0], torch.tensor([True]))
     found = [step.attend(given[0][0], place, once)]
     found += [step.attend_chunk(*x, chunk, tail, once) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
     expected = [first.by_cache(new[2])]
     for both, rows in zip(others, new[:2], strict=True):
         both.cache = copy.deepcopy(first.cache)
         both.cache.crop(256 - 350)
+        decode_windows(both.cache, 256)
         expected.insert(-1, both.by_cache(rows))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)

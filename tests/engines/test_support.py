@@ -10,11 +10,11 @@ from cache_cases import llama_plan, plan_of
 from engine_cases import TAKEN, UNSHARED, boosted, plan_for
 
 from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
-from kvcal.engines.support import DRAFTS, DTYPE, FORMATS, NO_PLAN, require_no_prefixes, require_served
+from kvcal.engines.support import DRAFTS, DTYPE, FORMATS, NO_PLAN, loses_sinks, require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import Format, WindowRule
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan
 
 K, V = Format(2, "channel", 32), Format(2, "token", 32)
@@ -42,32 +42,9 @@ def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str)
     assert "uniform or boosted pages" in str(refused.value.hint)
 
 
-BESIDE_PAGES = {
-    "window": (K, replace(V, recent_window=128), "v keeps a window of 128 tokens"),
-    "window rule": (K, replace(V, window_rule=WindowRule("clamped", 0.2, 64)), "v keeps a window of 64 tokens"),
-}
-
-
-@pytest.mark.parametrize("name", BESIDE_PAGES)
-@pytest.mark.parametrize(
-    ("engine", "option"), [("vllm", "--no-enable-prefix-caching"), ("sglang", "--disable-radix-cache")]
-)
-def test_tokens_beside_the_pages_are_refused_behind_cached_prefixes(name: str, engine: str, option: str) -> None:
-    k, v, reason = BESIDE_PAGES[name]
-    plan = llama_plan(k, v)
-    require_served(plan, is_cuda=False)
-    with pytest.raises(UnsupportedModel, match=f"{reason} at 16 bits, which a request after") as refused:
-        require_no_prefixes(plan, engine)
-    assert option in str(refused.value)
-    require_no_prefixes(llama_plan(K, V), engine)
-
-
-def test_sinks_are_shared_without_drafts() -> None:
-    plan = llama_plan(replace(K, num_sink_tokens=4), V)
-    for engine in ("vllm", "sglang"):
-        require_no_prefixes(plan, engine)
-    with pytest.raises(UnsupportedModel, match="k keeps 4 sink tokens at 16 bits, which a request after"):
-        require_no_prefixes(plan, "vllm", 2)
+def test_sinks_are_lost_with_drafts_alone() -> None:
+    plan = llama_plan(replace(K, num_sink_tokens=4), replace(V, recent_window=128))
+    assert loses_sinks(plan, 2) and not loses_sinks(plan, 0) and not loses_sinks(llama_plan(K, V), 2)
 
 
 @pytest.mark.parametrize("name", TAKEN | UNSHARED)
@@ -96,7 +73,6 @@ def test_layers_without_pages_are_refused() -> None:
         require_served(replace(plan, layers=layers), is_cuda=False)
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
-    require_no_prefixes(mixed, "vllm", 7)
     with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window, which is served in vLLM alone"):
         require_served(mixed, False, "sglang")
     with pytest.raises(UnsupportedModel, match="no layer has full attention"):

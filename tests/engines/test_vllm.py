@@ -85,7 +85,7 @@ class Served:
             }  # fmt: skip
         self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
 
-    def with_copies(self) -> Plan:
+    def with_copies(self, has_sinks: bool = True) -> Plan:
         """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for values."""
         more: list[tuple[dict[str, int], dict[str, int]]] = [
             ({"num_sink_tokens": 4}, {"num_sink_tokens": 4}), ({"recent_window": 128}, {"recent_window": 200}),
@@ -93,8 +93,9 @@ class Served:
         ]  # fmt: skip
         layers = []
         for layer, (k, v) in zip(self.plan.layers, more, strict=True):
-            keys = (*layer.k[:-1], dataclasses.replace(layer.k[-1], **k))
-            layers.append(dataclasses.replace(layer, k=keys, v=(*layer.v[:-1], dataclasses.replace(layer.v[-1], **v))))
+            none = {} if has_sinks else {"num_sink_tokens": 0}
+            keys, values = dataclasses.replace(layer.k[0], **k | none), dataclasses.replace(layer.v[0], **v | none)
+            layers.append(dataclasses.replace(layer, k=(keys,), v=(values,)))
         return dataclasses.replace(self.plan, layers=tuple(layers))
 
     def write(self, name: str, plan: Plan | None = None) -> str:
@@ -221,9 +222,10 @@ def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) ->
 
 
 def test_random_requests_with_drafts(version: str, tmp_path: Path, served: Served) -> None:
-    """Prompts in chunks, few blocks, aborts and samples; then the same with sinks and windows, without prefixes."""
+    """Prompts in chunks, few blocks, aborts and samples, with windows; then with sinks, too, without prefixes."""
     more = {**SHORT, "max_num_batched_tokens": 256, "speculative_config": DRAFTS}
-    _, replay = serve(version, tmp_path, served, random_requests(60, temperature=0.2), without_queries(served), **more)
+    plan = without_queries(served, served.with_copies(has_sinks=False))
+    _, replay = serve(version, tmp_path, served, random_requests(60, temperature=0.2), plan, **more)
     assert replay.accepted > 20 and replay.rejected > 100 and sum(replay.cached.values()) > 1000, vars(replay)
     greedy = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
     plan = without_queries(served, served.with_copies())
@@ -376,10 +378,6 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (
             served.arguments(served.write("foreign", dataclasses.replace(served.plan, model=foreign))),
             "sha256 of config",
-        ),
-        (
-            served.arguments(served.write("copies", served.with_copies())),
-            "v keeps a window of 32 tokens at 16 bits, which a request after a cached prefix does not have",
         ),
         (
             served.arguments(sliding_plan(tmp_path / "sliding"), model=str(tmp_path / "sliding")),

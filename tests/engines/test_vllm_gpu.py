@@ -99,6 +99,19 @@ def test_sinks_and_windows(drafts: dict[str, Any], tmp_path: Path, served: Serve
     assert_replayed(found, served.model, plan, False, alone=ALONE if drafts else 1)
 
 
+@pytest.mark.parametrize("more", [{"max_num_batched_tokens": 256}, GRAPHS], ids=["chunks", "graphs"])
+def test_sinks_and_windows_behind_cached_prefixes(more: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """Between the two times, all rings are others'. One prompt's first page is filled by decoding."""
+    plan, given = served.with_copies(), prompts(*LENGTHS, 120, 129)
+    rounds = (0, given), (130, prompts(*LENGTHS, seed=9)), (230, given)
+    requests = [{"prompt": ids, "tokens": TOKENS, "at": at} for at, round_ in rounds for ids in round_]
+    requests.append({"prompt": given[-1], "tokens": TOKENS, "at": 370})  # in a step that only decodes
+    path = served.write("sinks.safetensors", plan)
+    found = serve(tmp_path, served, requests, additional_config={"kvcal_plan": path}, **more)
+    replay = assert_replayed(found, served.model, plan, is_greedy=False)
+    assert sorted(replay.cached.values())[-5:] == [128, 128, 128, 256, 640]
+
+
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
     """Gemma-3, whose windows are vLLM's own, prompts and answers shorter and longer than the window, cold and after
     cached prefixes; eager and in graphs. A step of three requests is filled up to a graph of four, whose products in

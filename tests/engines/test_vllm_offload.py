@@ -50,7 +50,7 @@ def again_after_others() -> list[dict]:
 @pytest.mark.parametrize("case", ["simple", "lazy", "sinks", "native"])
 def test_evicted_prefixes_come_back(version: str, tmp_path: Path, served: Served, case: str) -> None:
     """Without a connector, the same requests find nothing."""
-    plan, requests = with_sinks(served.plan) if case == "sinks" else served.plan, again_after_others()
+    plan, requests = served.with_copies(has_sinks=case == "sinks"), again_after_others()
     more = connector(NATIVE) if case == "native" else connector(SIMPLE, lazy_offload=case == "lazy")
     _, replay = serve(version, tmp_path / "host", served, requests, plan, **more)
     assert sorted(replay.cached.values())[-4:] == [0, 128, 256, 640]
@@ -69,7 +69,7 @@ def test_evicted_sliding_windows_come_back(version: str, tmp_path: Path, gemma: 
 @pytest.mark.parametrize("case", ["simple", "sinks", "native"])
 def test_random_requests(version: str, tmp_path: Path, served: Served, case: str) -> None:
     """Chunks, aborts, samples of a prompt, and so little memory of the host's that blocks are evicted there, too."""
-    plan = with_sinks(served.plan) if case == "sinks" else served.plan
+    plan = served.with_copies(has_sinks=case == "sinks")
     more = connector(NATIVE if case == "native" else SIMPLE, 4 << 20) | {"max_num_batched_tokens": 512}
     _, replay = serve(version, tmp_path, served, random_requests(150), plan, **more)
     assert replay.loaded > 10, vars(replay)

@@ -1,5 +1,6 @@
-"""Sinks in the real vLLM where prefixes are cached: a request that begins after blocks of another has the sinks of the
-first one, as ``PlanCache`` has them. ``make engines`` runs these tests."""
+"""Sinks and windows in the real vLLM where prefixes are cached: a request that begins after blocks of another has the
+sinks of the first one, as ``PlanCache`` has them, and its window decoded from pages. ``make engines`` runs these
+tests."""
 
 from __future__ import annotations
 
@@ -40,32 +41,37 @@ def with_sinks(plan: Plan) -> Plan:
     return dataclasses.replace(plan, layers=tuple(layers))
 
 
-def test_sinks_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: Served) -> None:
+@pytest.mark.parametrize("has_windows", [False, True], ids=["sinks", "windows"])
+def test_cold_and_behind_cached_prefixes(has_windows: bool, version: str, tmp_path: Path, served: Served) -> None:
     """The second time around, all rings are others' and hold no sinks of these prompts. A prompt of 129 tokens begins
     with one new token, as if it decoded; the first page of short prompts is filled by decoding."""
-    plan, given = with_sinks(served.plan), prompts(*LENGTHS, 120, 129, 2)
+    plan = served.with_copies() if has_windows else with_sinks(served.plan)
+    given = prompts(*LENGTHS, 120, 129, 2)
     requests = [
         {"prompt": ids, "tokens": TOKENS, "at": at}
         for at, all_ in ((0, given), (130, prompts(*LENGTHS, seed=9)), (230, given)) for ids in all_
     ]  # fmt: skip
     requests.append({"after": 4, "prompt": prompts(3)[0], "tokens": TOKENS, "at": 370})  # 120 and 40 tokens, and 3
+    requests.append({"prompt": given[5], "tokens": TOKENS, "at": 430})  # in a step that only decodes
     found, replay = serve(version, tmp_path, served, requests, plan)
-    assert sorted(replay.cached.values())[-5:] == [128, 128, 128, 256, 640]
+    assert sorted(replay.cached.values())[-6:] == [128, 128, 128, 128, 256, 640]
     assert_capacity(found, plan)
 
 
-def test_requests_of_one_step_share_sinks(version: str, tmp_path: Path, served: Served) -> None:
+@pytest.mark.parametrize("has_windows", [False, True], ids=["sinks", "windows"])
+def test_requests_of_one_step(has_windows: bool, version: str, tmp_path: Path, served: Served) -> None:
     """A request begins after pages that another fills in the same step: whole, in chunks, and with one new token."""
-    (base,) = prompts(300)
+    (base,), plan = prompts(300), served.with_copies() if has_windows else with_sinks(served.plan)
     for number, more in enumerate(({}, {"max_num_batched_tokens": 256})):
         requests = [{"prompt": base[:n], "tokens": 20} for n in (300, 129, 257, 200)]
-        _, replay = serve(version, tmp_path / str(number), served, requests, with_sinks(served.plan), **more)
+        _, replay = serve(version, tmp_path / str(number), served, requests, plan, **more)
         assert sum(replay.cached.values()) >= 128
 
 
-def test_random_requests_share_sinks_in_few_blocks(version: str, tmp_path: Path, served: Served) -> None:
+@pytest.mark.parametrize("has_windows", [False, True], ids=["sinks", "windows"])
+def test_random_requests_in_few_blocks(has_windows: bool, version: str, tmp_path: Path, served: Served) -> None:
     """Eviction, aborts, samples of a prompt; then requests that lose their blocks, and are computed again."""
-    plan = with_sinks(served.plan)
+    plan = served.with_copies() if has_windows else with_sinks(served.plan)
     _, replay = serve(version, tmp_path, served, random_requests(200), plan, **SHORT, max_num_batched_tokens=512)
     assert sum(replay.cached.values()) > 1000
     requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
@@ -81,11 +87,11 @@ def test_sinks_beside_sliding_windows(version: str, tmp_path: Path, gemma: Serve
     assert sum(replay.cached.values()) > 1000
 
 
-def test_sinks_on_two_ranks(version: str, tmp_path: Path, served: Served) -> None:
+def test_two_ranks(version: str, tmp_path: Path, served: Served) -> None:
     """vLLM's scheduler is another process than its workers, and reads what they say of their layers."""
     requests = [{"prompt": ids, "tokens": 20, "at": at} for at in (0, 25) for ids in prompts(130, 300)]
     arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    _, replay = serve(version, tmp_path, served, requests, with_sinks(served.plan), **arguments)
+    _, replay = serve(version, tmp_path, served, requests, served.with_copies(), **arguments)
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
 
 

@@ -59,7 +59,7 @@ class Replay:
         ids = {name: prompt + output for name, (prompt, output) in found["requests"].items()}
         for step in found["steps"]:
             # Those that fill blocks come before those that begin after them.
-            for name, first, count, blocks, drafts, right in step:
+            for name, first, count, blocks, drafts, right, *begins in step:
                 if name is None:
                     self._copy(blocks, drafts, right)
                     continue
@@ -70,7 +70,7 @@ class Replay:
                     right = min(right, new.shape[1])
                 if new.shape[1] < right:  # the engine went on after the end, without a result
                     continue
-                cache = self._cache_at(name, first, blocks)
+                cache = self._cache_at(name, first, blocks, any(begins))
                 for part in new.split(1, dim=1) if count <= self.alone else [new]:
                     logits = self.model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1]
                     answered = cache.get_seq_length() - len(found["requests"][name][0])
@@ -91,11 +91,11 @@ class Replay:
             else:
                 to.pop(key, None)
 
-    def _cache_at(self, name: str, tokens: int, blocks: list[int]) -> PlanCache:
+    def _cache_at(self, name: str, tokens: int, blocks: list[int], begins: bool) -> PlanCache:
         """The cache of a request with so many tokens: its own, or one of pages of those who filled these blocks. A page
         may lie in another block than before: SGLang keeps one of equal prefixes, and frees the others' pages."""
         own = self._caches.get(name)
-        if own is not None and own.get_seq_length() == tokens:
+        if own is not None and own.get_seq_length() == tokens and not begins:
             held = zip(self._blocks[name], blocks[: tokens // PAGE], strict=False)
             if moved := [page for page, (before, now) in enumerate(held) if before != now]:
                 self._take(own, moved, blocks)
@@ -113,6 +113,7 @@ class Replay:
             found.crop(tokens - found.get_seq_length())
             self._take(found, range(tokens // PAGE), blocks)
             begin_sums(found, tokens)
+            decode_windows(found, tokens)
         self.cached[name] = self.cached.get(name, 0) + tokens
         self._caches[name], self._blocks[name] = found, blocks
         return found
@@ -150,11 +151,11 @@ class AttentionReplay(Replay):
             self._calls[call.index, call.num_past, len(call.q)].append(call)
         for step, wanted in zip(steps, kept, strict=True):
             names = {one[0] for one in wanted}
-            for name, first, count, blocks, *_ in step:
+            for name, first, count, blocks, _, _, *begins in step:
                 own = [self._taken(layer.geometry.index, first, count, blocks) for layer in self.plan.layers]
                 if name not in names:
                     continue
-                cache = self._cache_at(name, first, blocks)
+                cache = self._cache_at(name, first, blocks, any(begins))
                 self.errors.append(max(_error(cache, call) for call in own))
                 self._writers |= {block: cache for block in blocks[first // PAGE : (first + count) // PAGE]}
 
@@ -186,6 +187,12 @@ def begin_sums(cache: PlanCache, tokens: int) -> None:
     for part in (part for layer in cache.layers for part in getattr(layer, "parts", ())):
         part.query_sum.zero_()
         part.query_since.fill_(tokens)
+
+
+def decode_windows(cache: PlanCache, tokens: int) -> None:
+    """As a request that begins after so many cached tokens: windows are what their pages have."""
+    for part in (part for layer in cache.layers for part in getattr(layer, "parts", ())):
+        part.refill(slice(0, 1), PAGE * part.format.pages_read(tokens), tokens)
 
 
 def assert_replayed(

@@ -11,6 +11,7 @@ from typing import Any
 import attention_recorder
 
 VARIABLE, PAGE = "KVCAL_TEST_STEPS", 128
+_generations: dict[str, int] = {}  # of each request's row when it was last seen
 
 
 def register() -> None:
@@ -39,13 +40,17 @@ def _recorded(original: Any, worker: Any, batch: Any = None, *args: Any, **kwarg
 
 
 def _step(batch: Any) -> list[list[Any]]:
-    """Of each request, as ``engine_replay.Replay`` has it: its name, first token, count, pages; no drafts."""
+    """Of each request, as ``engine_replay.Replay`` has it: its name, first token, count, pages, no drafts, and whether
+    it begins with this step, in a row that it did not have."""
     if batch.forward_mode.is_decode():
         places = [(length - 1, 1) for length in batch.seq_lens_cpu.tolist()]
     else:
         places = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
     rows = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, ::PAGE].cpu() // PAGE
-    return [
-        [request.rid, first, count, row[: -(-(first + count) // PAGE)].tolist(), 0, count]
-        for request, (first, count), row in zip(batch.reqs, places, rows, strict=True)
-    ]
+    step = []
+    generations = batch.req_to_token_pool.req_generation[batch.req_pool_indices.cpu()].tolist()
+    for request, (first, count), row, generation in zip(batch.reqs, places, rows, generations, strict=True):
+        begins = _generations.get(request.rid) != generation
+        _generations[request.rid] = generation
+        step.append([request.rid, first, count, row[: -(-(first + count) // PAGE)].tolist(), 0, count, begins])
+    return step

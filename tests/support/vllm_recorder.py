@@ -28,9 +28,9 @@ def register() -> None:
 
 def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
     """Hand over every step once its tokens are known: of each request its name, first token, count, the block of each
-    page, drafts, and tokens that the engine took for right. Blocks that go to the host and come back are entries, too,
-    without a name: ``[None, 0, 0, blocks, is store, the host's blocks]``. Returns vLLM's requests by name, as they
-    come."""
+    page, drafts, tokens that the engine took for right, and whether it begins. Blocks that go to the host and come back
+    are entries, too, without a name: ``[None, 0, 0, blocks, is store, the host's blocks]``. Returns vLLM's requests by
+    name, as they come."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: dict[str, Any] = {}
@@ -47,9 +47,10 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
         starts = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         drafts = {name: len(ids) for name, ids in found.scheduled_spec_decode_tokens.items()}
         step = [
-            [_without_ending(name), starts[name], count, _pages_of(self, name), drafts.get(name, 0), count]
+            [_without_ending(name), starts[name], count, _pages_of(self, name), drafts.get(name, 0), count,
+             name in new or name in cached.resumed_req_ids]
             for name, count in found.num_scheduled_tokens.items()
-        ]
+        ]  # fmt: skip
         by_output[id(found)] = found, step, _copies_of(found.kv_connector_metadata)
         seen.update({_without_ending(name): self.requests[name] for name in found.num_scheduled_tokens})
         return found

@@ -51,10 +51,17 @@ class PlanAttentionBackend(AttentionBackend):
         self._chunks: list[tuple[slice, Chunk]] = []  # rows of the queries, and places of one request each
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Requests with more than one new token: their sizes come from the host. Sinks come into rings before."""
+        """Requests with more than one new token: their sizes come from the host. Sinks and windows of those that begin
+        come into rings before."""
         self._scratch.report_errors(logger)
         if self._sinks is not None:
             self._sinks.copy()
+            for row, num_past in self._sinks.begun:
+                ring = torch.tensor([row], dtype=torch.int32, device=self._pages.device)
+                begun = Chunk(num_past, self._pages[row, : num_past // PAGE_TOKENS] // PAGE_TOKENS, ring)
+                for step in self._steps.values():
+                    step.begin(begun, num_past)
+            self._sinks.begun.clear()
         self._chunks = []
         if forward_batch.forward_mode.is_idle() or forward_batch.forward_mode.is_decode():
             return

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvcal.engines.capacity import BEGINNINGS, sglang_rings
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
-from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
+from kvcal.engines.support import ServedModel, require_model, require_served, require_version
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES
@@ -68,8 +68,6 @@ class Serving:
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)
         require_served(plan, self.device.type == "cuda", "sglang")
-        if not args.disable_radix_cache:
-            require_no_prefixes(plan, "sglang")
         for name, value in OPTIONS.items():
             if getattr(args, name) != value:
                 option = f"--{name.replace('_', '-')}"
@@ -84,7 +82,9 @@ class Serving:
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
         formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
         num_sinks = 0 if args.disable_radix_cache else max(fmt.num_sink_tokens for fmt in formats)
-        self.sinks = SinkTable(num_sinks, BEGINNINGS * (args.max_running_requests + 1)) if num_sinks else None
+        has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
+        places = BEGINNINGS * (args.max_running_requests + 1)
+        self.sinks = SinkTable(num_sinks, places) if num_sinks or has_windows else None
         self.token_bytes = -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
         self.rings_bytes = sglang_rings(self.shard, args.max_running_requests, self.sinks is not None)
         logger.info("serving the plan %s (%s)", self.path, plan.sha256[:16])
@@ -110,17 +110,20 @@ class SinkTable:
     beginning; else the prompt is computed anew. The beginning that was used least recently leaves.
 
     Copies wait for the next step, and are made before it, in order, on its stream: who had a ring or a place before is
-    done with it then. No pages enter the tree between a hit and the request's ring."""
+    done with it then. No pages enter the tree between a hit and the request's ring. ``begun``: rings of requests that
+    begin with that step, and their tokens in the tree; plans with windows and no sinks need the table for it alone."""
 
     def __init__(self, num_tokens: int, size: int) -> None:
         self._num_tokens, self._size = num_tokens, size
         self._places: dict[tuple[Any, ...], int] = {}  # the least recent first
         self._copies: list[tuple[bool, tuple[int, int]]] = []  # whether into the table; the ring, and the place there
+        self.begun: list[tuple[int, int]] = []
         self._memory: list[tuple[Tensor, Tensor]] = []  # sinks of rings, and of the table: [..., N, sinks, D]
-        for target in WRAPPED:
+        wrapped = WRAPPED if num_tokens else WRAPPED[-1:]
+        for target in wrapped:
             HookRegistry.register(target, getattr(self, target.rpartition(".")[2]), HookType.AROUND)
         HookRegistry.apply_hooks()
-        if not HookRegistry._patched.issuperset(WRAPPED):
+        if not HookRegistry._patched.issuperset(wrapped):
             raise UnsupportedModel("this SGLang lacks functions that bring sinks along with cached pages")
 
     def bind(self, layout: BlockLayout, rings: Tensor) -> None:
@@ -164,7 +167,8 @@ class SinkTable:
         """Wraps the pool's of rows: requests that begin get their rings."""
         begun = [req for req in reqs if req.prefix_len and not req.kv.holds_kv]
         if (found := original(pool, reqs)) is not None:
-            for req in begun:
+            self.begun += [(req.kv.req_pool_idx, req.prefix_len) for req in begun]
+            for req in begun if self._num_tokens else ():
                 beginning = self._beginning(req.full_untruncated_fill_ids, req)
                 self._places[beginning] = place = self._places.pop(beginning)
                 self._copies.append((False, (req.kv.req_pool_idx, place)))

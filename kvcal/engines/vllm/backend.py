@@ -35,11 +35,11 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvcal.engines.capacity import WINDOW_BLOCKS
 from kvcal.engines.prefill import Logits
-from kvcal.engines.scratch import Chunk, Decoded, Decodes
+from kvcal.engines.scratch import Chunk, Decoded, Decodes, Tail
 from kvcal.engines.step import PagedStep
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, as_bytes
-from kvcal.engines.vllm.serving import Serving, logger
+from kvcal.engines.vllm.serving import Begun, Serving, logger
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 
@@ -54,6 +54,7 @@ class PlanLayer:
         self._first = serving.pool.pages.at[self.index][1]
         self._ring_block, self._first_of_ring = serving.pool.rings.at[self.index]
         serving.make_rings(attention, config)
+        serving.layers.append(self)
         self._bound: tuple[Tensor, Tensor] | None = None
 
     def spec(self, spec: Any) -> Any:
@@ -81,6 +82,21 @@ class PlanLayer:
         if self.serving.sinks:
             layer = self.serving.sinks[self.serving.pool.sinks.at[self.index][0]]
             _metadata(layer).copy(layer.copies[self.index], rings)
+
+    def begin(self) -> None:
+        """Windows of the requests that begin with this step, after sinks are in their rings."""
+        self.bind()
+        for one in self.serving.begun:
+            self.step.begin(Chunk(one.num_past, one.table, self._ring_of(one)), one.total)
+
+    def tail(self, chunk: Chunk, tail: Tail) -> Tail:
+        """The ``tail`` of a chunk; where a request begins with it, of pages that another may have filled just now."""
+        for one in (one for one in self.serving.begun if one.num_past == chunk.num_past):
+            tail = self.step.begun_tail(chunk, tail, chunk.ring == self._ring_of(one))
+        return tail
+
+    def _ring_of(self, one: Begun) -> Tensor:
+        return one.rings[self._ring_block : self._ring_block + 1]
 
 
 def _metadata(layer: RingLayer) -> Any:
@@ -254,9 +270,11 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
             stored.append((tokens, chunk, step.store(query[tokens], key[tokens], value[tokens], chunk)))
         if stored:
             plan.share_sinks(rings)
+            plan.begin()
         if count:
             decoded.to_rows(step.attend(queries, decodes, self.logits), output)
-        for tokens, chunk, tail in stored:
+        for tokens, chunk, held in stored:
+            tail = plan.tail(chunk, held)
             output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, self.logits)
         return output
 

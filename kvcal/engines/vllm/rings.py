@@ -13,7 +13,7 @@ in a step that also computes parts of prompts: a request may begin after a page 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -127,13 +127,14 @@ class SinkManager(RingManager):
 
 class RingLayer(nn.Module, AttentionLayerBase):
     """Rings of all layers, ``placed`` in blocks. ``kv_cache``: vLLM's memory of blocks, once allocated, uint8
-    [blocks, ..., bytes]."""
+    [blocks, ..., bytes]. ``begin``: of the last one, brings windows to the rings of requests that begin."""
 
     kind: ClassVar[type[RingSpec]] = RingSpec
 
     def __init__(self, name: str, placed: Placed, config: VllmConfig) -> None:
         super().__init__()
         self.name, self.placed = name, placed
+        self.begin: Callable[[], None] | None = None
         self.kv_cache = torch.tensor([])
         config.compilation_config.static_forward_context[self.name] = self
         register_managers()
@@ -228,6 +229,8 @@ class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
     ) -> RingMetadata:
         rings = rings_of(common_attn_metadata, self._rings)
         self.latest[self._layer.name] = common_attn_metadata.seq_lens, rings
+        if self._layer.begin is not None:
+            self._layer.begin()
         return RingMetadata(rings)
 
 
@@ -257,6 +260,8 @@ class SinkMetadataBuilder(RingMetadataBuilder):
             assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
             for index, copies in self._layer.copies.items():
                 found.copy(copies, rings[self._layer.ring.placed.at[index][0]])
+            if self._layer.begin is not None:
+                self._layer.begin()
         return found
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SinkMetadata:

@@ -6,9 +6,10 @@ that has not been tried with it, and ranks with unequal plans are refused, with 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from kvcal.engines.capacity import VllmPool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
-from kvcal.engines.support import ServedModel, require_model, require_no_prefixes, require_served, require_version
+from kvcal.engines.support import NO_PREFIXES, ServedModel, loses_sinks, require_model, require_served, require_version
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import UnsupportedModel, UsageError
@@ -60,8 +61,11 @@ class Serving:
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         has_prefixes = config.cache_config.enable_prefix_caching
-        if has_prefixes:
-            require_no_prefixes(plan, "vllm", lookahead)
+        if has_prefixes and loses_sinks(plan, lookahead):
+            raise UnsupportedModel(
+                f"the plan keeps sinks, which requests with drafts lack after a cached prefix; expected {NO_PREFIXES}",
+                hint="or a plan without sinks: kvcal plan … --for-engine vllm --drafts N",
+            )
         if config.cache_config.block_size != PAGE_TOKENS:
             raise UsageError(
                 f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
@@ -77,6 +81,10 @@ class Serving:
         self.first: Any = None
         self.ring: Any = None
         self.sinks: list[SinkLayer] = []
+        self.layers: list[Any] = []  # PlanLayer
+        self.begun: list[Begun] = []  # while the step runs with which they begin
+        if has_prefixes and any(fmt.max_window for layer in plan.layers for fmt in (*layer.k, *layer.v)):
+            note_beginnings()
         transfer = config.kv_transfer_config
         if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
             raise UnsupportedModel(
@@ -103,6 +111,29 @@ class Serving:
             self.ring = RingLayer(f"{name}.kvcal_rings", self.pool.rings, config)
             numbers = range(self.pool.sinks.num_blocks if self.pool.sinks.block_bytes else 0)
             self.sinks = [SinkLayer(name, number, self.pool, config, self.ring) for number in numbers]
+            [self.ring, *self.sinks][-1].begin = self.begin
+
+    def note(self, groups: list[Any], step: Any) -> None:
+        """Requests that begin with a step of vLLM's scheduler, after blocks of others. ``groups``: of layers, in the
+        order in which a request has its blocks."""
+        places = {name: place for place, group in enumerate(groups) for name in group.layer_names}
+        pages, rings = places[self.first.layer_name], places[self.ring.name]
+        known = step.scheduled_cached_reqs
+        begun = [(one.req_id, one.num_computed_tokens, one.block_ids) for one in step.scheduled_new_reqs]
+        again = zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)
+        begun += [one for one in again if one[0] in known.resumed_req_ids]
+        self.begun = [
+            Begun(past, past + step.num_scheduled_tokens[name], *(
+                torch.tensor(blocks[group], dtype=torch.int32).to(self.device, non_blocking=True)
+                for group in (pages, rings)
+            ))
+            for name, past, blocks in begun if past
+        ]  # fmt: skip
+
+    def begin(self) -> None:
+        """Bring windows to the rings of requests that begin."""
+        for layer in self.layers if self.begun else ():
+            layer.begin()
 
     def bound(self, index: int, blocks: Tensor) -> None:
         """Note the memory of a layer; with the last of them, log what was predicted and allocated."""
@@ -117,6 +148,37 @@ class Serving:
             )  # fmt: skip
             if self._allocated > WASTEFUL * predicted:
                 logger.warning("a ring is larger than the pages of a block, and vLLM gives every block its bytes")
+
+
+class Begun(NamedTuple):
+    """A request that begins after ``num_past`` tokens in blocks of others, and will have ``total``. ``table`` int32
+    [pages]: its pages; ``rings`` int32 [blocks]: of its rings."""
+
+    num_past: int
+    total: int
+    table: Tensor
+    rings: Tensor
+
+
+@functools.cache
+def note_beginnings() -> None:
+    """Wrap, once a process, the method with which a worker runs a step: the step says which requests begin."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    original = Worker.execute_model
+
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        layers, serving = self.vllm_config.compilation_config.static_forward_context, _latest
+        if serving is None or layers.get(serving.ring.name) is not serving.ring:
+            return original(self, scheduler_output)
+        serving.note(self.model_runner.kv_cache_config.kv_cache_groups, scheduler_output)
+        try:
+            return original(self, scheduler_output)
+        finally:
+            serving.begun = []
+
+    Worker.execute_model = execute_model
 
 
 _latest: Serving | None = None
