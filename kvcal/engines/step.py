@@ -132,10 +132,10 @@ class PagedStep:
         """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them, decoded."""
         for side in SIDES:
             memory, fmt = self._held.memory(side), self.layout.layer.format(side)
-            first = PAGE_TOKENS * fmt.pages_read(chunk.num_past)
-            tokens = self._tail(side, first, chunk, self.dtype, is_begun=True).transpose(0, 1)
-            kept = max(first, min(chunk.num_past, PAGE_TOKENS * fmt.pages_read(total)))
-            Chunk(kept, chunk.table, chunk.ring).keep(memory, tokens[kept - first :], kept)
+            first = PAGE_TOKENS * fmt.pages_read(total)
+            if first < chunk.num_past:
+                tokens = self._tail(side, first, chunk, self.dtype, is_begun=True).transpose(0, 1)
+                Chunk(first, chunk.table, chunk.ring).keep(memory, tokens, first)
 
     def begun_tail(self, chunk: Chunk, tail: Tail, is_begun: Tensor) -> Tail:
         """The ``tail`` of a chunk, or what pages have of it where ``is_begun``, bool [1]: with it a sequence begins."""
