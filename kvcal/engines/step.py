@@ -206,8 +206,11 @@ class PagedStep:
         layer = self.layout.layer
         shape = layer.attention.num_kv_heads, chunk.num_past - first, layer.head_dim(side)
         out = torch.empty(shape, dtype=dtype, device=self.scratch.device)
-        read = chunk.num_past if is_begun else PAGE_TOKENS * layer.format(side).pages_read(chunk.num_past)
-        paged = read - first
+        paged = max(0, PAGE_TOKENS * layer.format(side).pages_read(chunk.num_past) - first)
+        if is_begun:
+            self._unpack(side, chunk, first, out)
+            out[:, paged:] = out[:, paged:].to(self.dtype)  # as the ring has them afterwards
+            return out
         out[:, paged:] = chunk.newest(self._held.memory(side), first + paged)
         self._unpack(side, chunk, first, out[:, :paged])
         return out

@@ -206,11 +206,11 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
         memory.free_rings.append(both.sequence.ring)
 
 
-@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ"])
+@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ", "windows, bf16"])
 def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: str) -> None:
     """One of a chunk, one of a single token; both are stored before the one that fills the blocks. Then their windows
     are decoded from these."""
-    plan = (PLANS | BESIDE)[name]
+    plan = (PLANS | BESIDE | {"windows, bf16": plan_for("windows", cache_dtype="bfloat16")})[name]
     memory = Memory(HeadShard(plan))
     first = Both(memory, plan, 0)
     first.extend(50)
