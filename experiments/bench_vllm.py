@@ -37,7 +37,8 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 512, "torch_dtype": "float32",
 }  # fmt: skip
-WARM_STEPS, FIRST_TOKENS = 10, 3  # steps after a pause, which are not timed
+WARM_STEPS = 10  # of each pass, after the pause; they are not timed
+FIRST_TOKENS = 3
 BATCHED = 8192  # tokens of a step
 BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4, "turboquant_3bit_nc": 3}  # scales aside
 LINE = "BENCH "

@@ -266,7 +266,7 @@ class BudgetOptions(WorkloadOptions):
         Literal["vllm", "sglang"] | None,
         typer.Option(
             "--for-engine",
-            help="For this serving engine with prefix caching: without what a cached prefix lacks; bytes as it counts.",
+            help="For this serving engine with prefix caching: bytes as it counts them; with --drafts without sinks.",
         ),
     ] = None
     drafts: Annotated[

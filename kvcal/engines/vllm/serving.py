@@ -116,12 +116,14 @@ class Serving:
     def note(self, groups: list[Any], step: Any) -> None:
         """Requests that begin with a step of vLLM's scheduler, after blocks of others. ``groups``: of layers, in the
         order in which a request has its blocks."""
-        places = {name: place for place, group in enumerate(groups) for name in group.layer_names}
-        pages, rings = places[self.first.layer_name], places[self.ring.name]
         known = step.scheduled_cached_reqs
         begun = [(one.req_id, one.num_computed_tokens, one.block_ids) for one in step.scheduled_new_reqs]
         again = zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)
         begun += [one for one in again if one[0] in known.resumed_req_ids]
+        if not begun:
+            return
+        places = {name: place for place, group in enumerate(groups) for name in group.layer_names}
+        pages, rings = places[self.first.layer_name], places[self.ring.name]
         self.begun = [
             Begun(past, past + step.num_scheduled_tokens[name], *(
                 torch.tensor(blocks[group], dtype=torch.int32).to(self.device, non_blocking=True)
