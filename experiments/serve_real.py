@@ -20,7 +20,7 @@ same losses. Two comparisons (tests/support/engine_replay.py):
     answers    by the whole model: each token is the most likely one, or tied with it, and has ``PlanCache``'s
                log-probability. Single codes come out one step apart where products round otherwise, and all later
                layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of themselves,
-               too ("rounding"): an engine may be twice as far from ``PlanCache`` as these are
+               too ("rounding"), of 2^-9 for a model in bf16: an engine may be twice as far from ``PlanCache`` as these
 
 Tokens of cold prompts are compared with ``generate``, too. Exit code 1 where anything differs.
 """
@@ -61,7 +61,8 @@ from kvcal.plan.plan import load_plan
 
 LENGTHS, TOKENS, CONTEXT, REQUESTS = (20, 150, 300, 560), 16, 2048, 4
 CHUNK = 256
-ROUNDING, DRAWS = 2.0**-22, 2  # relative change of weights, as other orders of sums change products; how often drawn
+# Relative change of weights, as other orders of sums (or products in bf16) change what comes out; how often drawn.
+ROUNDING, DRAWS = {"float32": 2.0**-22, "bfloat16": 2.0**-9}, 2
 ATTENTION = 8.0  # roundings of a score, as AttentionReplay counts them: the root of 64 channels
 ENGINES = [f"{engine}-{version}" for engine, versions in TESTED.items() for version in versions]
 CHECKS = ("cold", "prefixes", "chunks", "shortage")
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=ENGINES, help="vllm, sglang, or one with its version")
     parser.add_argument("--checks", nargs="*", default=CHECKS, choices=CHECKS, help="prefixes: after cold")
     parser.add_argument("--python", type=Path, help="interpreter of an environment with kvcal and the engine")
+    parser.add_argument("--dtype", default="float32", choices=ROUNDING, help="of the model with --python")
     parser.add_argument("--bits", default="3", help="all-in bits per cached value of the plan")
     parser.add_argument("--plan", type=Path, help="a plan that is there, in place of a new one")
     parser.add_argument("--out", type=Path, default=Path("artifacts/serve-real"), help="plans, logs, and the table")
@@ -89,7 +91,8 @@ def main() -> None:
     for name in given.engines:
         engine, _, version = name.partition("-")
         path = given.plan or plan_for(engine, folder, given.bits, given.out, is_cpu=given.python is None)
-        checker = Checker(loaded, load_plan(path), path, engine, version or TESTED[engine][-1], given.out, given.python)
+        name = engine, version or TESTED[engine][-1]
+        checker = Checker(loaded, load_plan(path), path, *name, given.out, given.python, given.dtype)
         found, failed = checker.run(given.checks)
         rows += found
         failures += failed
@@ -136,14 +139,16 @@ class Checker:
     """One version of an engine with a plan."""
 
     def __init__(
-        self, loaded: LoadedModel, plan: Plan, path: Path, engine: str, version: str, out: Path, python: Path | None
-    ) -> None:
+        self, loaded: LoadedModel, plan: Plan, path: Path, engine: str, version: str, out: Path, python: Path | None,
+        dtype: str,
+    ) -> None:  # fmt: skip
         self.loaded, self.plan, self.path, self.engine = loaded, plan, path, engine
         self.name = f"{engine} {version}"
         self.folder = out / f"{engine}-{version}"
         self.folder.mkdir(exist_ok=True)
         self.is_exact = python is None  # attention is recorded, in fp32
-        self.options = [] if python else ON_CPU[engine]
+        self.rounding = ROUNDING[dtype]
+        self.options = ["--dtype", dtype] if python else ON_CPU[engine]
         self.python = python or (python_with_vllm if engine == "vllm" else python_with_sglang)(version)
         variables = variables_in if engine == "vllm" else variables_in_sglang
         own = {"SGLANG_CPU_OMP_THREADS_BIND": "0", VARIABLE: str(self.folder / "attention")}
@@ -163,7 +168,7 @@ class Checker:
             if not parts:
                 continue
             with serving(self.words(options), str(self.model), self.folder, self.python, self.variables) as server:
-                served = Served(server, self.loaded, self.plan, self.is_exact)
+                served = Served(server, self.loaded, self.plan, self.is_exact, self.rounding)
                 for check, prompts, together in parts:
                     try:
                         rows.append((self.name, check, *served.check(check, prompts, together)))
@@ -210,8 +215,8 @@ class Served:
     """Checks of one server, whose steps are computed again as they come: once as they are, and as often with changed
     weights as ``DRAWS`` says."""
 
-    def __init__(self, server: Server, loaded: LoadedModel, plan: Plan, is_exact: bool) -> None:
-        self.server, self.model, self.plan = server, loaded.model, plan
+    def __init__(self, server: Server, loaded: LoadedModel, plan: Plan, is_exact: bool, rounding: float) -> None:
+        self.server, self.model, self.plan, self.rounding = server, loaded.model, plan, rounding
         self.replays = [Replay(loaded.model, plan) for _ in range(1 + DRAWS)]
         self.attention = AttentionReplay(loaded.model, plan) if is_exact else None
         self.steps = self.attended = 0  # so many steps, and bytes of recorded attention, are computed again
@@ -258,7 +263,7 @@ class Served:
         return f"{error:.2g}"
 
     def answered(self, replay: Replay, found: dict[str, Any], draw: int) -> dict[str, list[torch.Tensor]]:
-        with attached_for(self.model, self.plan), changed_weights(self.model, draw):
+        with attached_for(self.model, self.plan), changed_weights(self.model, draw, self.rounding):
             return replay.run(found)
 
     @torch.no_grad()
@@ -278,13 +283,13 @@ class Served:
 
 
 @contextmanager
-def changed_weights(model: Any, draw: int) -> Iterator[None]:
-    """Weights that differ by ``ROUNDING`` of themselves, others for each draw; as they are for draw 0."""
+def changed_weights(model: Any, draw: int, rounding: float) -> Iterator[None]:
+    """Weights that differ by ``rounding`` of themselves, others for each draw; as they are for draw 0."""
     kept = [weight.clone() for weight in model.parameters()] if draw else []
     torch.manual_seed(draw)
     with torch.no_grad():
         for weight in model.parameters() if draw else ():
-            weight.mul_(1 + ROUNDING * torch.randn_like(weight))
+            weight.mul_(1 + rounding * torch.randn_like(weight))
         yield
         for weight, before in zip(model.parameters(), kept, strict=False):
             weight.copy_(before)
