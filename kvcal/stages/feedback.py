@@ -47,13 +47,13 @@ from kvcal.recipe import FeedbackSpec
 from kvcal.records import record_of
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.hessians import (
+    key_costs,
     mean_and_covariance,
     moments,
     output_products,
     over_context,
     query_products,
     rotated,
-    weighted_queries,
 )
 from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
@@ -285,7 +285,7 @@ class _Calibration:
         if (index, "k") in self.based:
             fmt, scale = layer.format("k"), getattr(self._modules[index], "scaling", q_HTD.shape[-1] ** -0.5)
             costs, limits = self._output_costs(index), (fmt.num_sink_tokens, fmt.max_window)
-            sums, weight_NT = weighted_queries(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
+            sums, weight_NT = key_costs(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
             found[f"queries.{index}"] = sums
             found[f"moments.{index}.k"] = moments(of_sides["k"], weight_NT)
         elif (index, "k") in self.places:

@@ -36,13 +36,13 @@ from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import feedback, pipeline
 from kvcal.stages.formats import fix_folder
 from kvcal.stages.hessians import (
+    key_costs,
     mean_and_covariance,
     moments,
     output_products,
     over_context,
     query_products,
     rotated,
-    weighted_queries,
 )
 
 K, V = Format(2, "channel", 128, 2), Format(2, "token", 128, 2)
@@ -254,7 +254,7 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
     for layer in layers:
         index, cost = layer.geometry.index, weights[layer.geometry.index].transpose(0, 1)
         seen = [(c[index].q_post_BHTD[0], c[index].k_post_BNTD[0], c[index].v_BNTD[0]) for c in captured]
-        weighted = [weighted_queries(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen]
+        weighted = [key_costs(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen]
         queries = sum(found for found, _ in weighted)
         keys = sum(moments(k, weight) for (_, k, _), (_, weight) in zip(seen, weighted, strict=True))
         values = sum(moments(v[:, 2:]) for _, _, v in seen)

@@ -14,11 +14,11 @@ from kvcal.pages.rescale_and_rope import rotate
 from kvcal.stages import hessians as module
 from kvcal.stages.hessians import (
     DISTANCES,
+    key_costs,
     mean_and_covariance,
     moments,
     over_context,
     query_products,
-    weighted_queries,
 )
 
 TOKENS, DIM = 23, 6
@@ -35,7 +35,7 @@ def test_weights_are_what_an_error_does_to_the_output(group: int, sinks: int, wi
     monkeypatch.setattr(module, "SCORES_AT_ONCE", 5 * TOKENS)
     q, k, v = qkv(group)
     projection = torch.randn(2 * group, 9, DIM, generator=torch.Generator().manual_seed(0))
-    found, weight = weighted_queries(q, k, v, projection.mT @ projection, 0.4, sinks, window)
+    found, weight = key_costs(q, k, v, projection.mT @ projection, 0.4, sinks, window)
     expected, cost = torch.zeros(2, DIM, DIM, dtype=torch.float64), torch.zeros(2, TOKENS, dtype=torch.float64)
     for head in range(2 * group):
         n = head // group

@@ -40,12 +40,12 @@ class PlanAttentionBackend(AttentionBackend):
         self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
         shard = pool.serving.shard
         self._steps = {index: PagedStep(shard, index, self._scratch) for index in shard.blocks}
-        self._sinks = pool.serving.sinks
+        self._beginnings = pool.serving.beginnings
         for index, step in self._steps.items():
             rings = torch.zeros(len(rows), shard.ring_bytes(index), dtype=torch.uint8, device=pool.device)
             step.bind(pool.blocks[index], rings)
-            if self._sinks is not None:
-                self._sinks.bind(step.layout, rings)
+            if self._beginnings is not None:
+                self._beginnings.bind(step.layout, rings)
         self._checked: set[int] = set()
         self._decodes: Decodes | None = None
         self._chunks: list[tuple[slice, Chunk]] = []  # rows of the queries, and places of one request each
@@ -54,14 +54,14 @@ class PlanAttentionBackend(AttentionBackend):
         """Requests with more than one new token: their sizes come from the host. Sinks and windows of those that begin
         come into rings before."""
         self._scratch.report_errors(logger)
-        if self._sinks is not None:
-            self._sinks.copy()
-            for row, num_past in self._sinks.begun:
+        if self._beginnings is not None:
+            self._beginnings.copy()
+            for row, num_past in self._beginnings.begun:
                 ring = torch.tensor([row], dtype=torch.int32, device=self._pages.device)
                 begun = Chunk(num_past, self._pages[row, : num_past // PAGE_TOKENS] // PAGE_TOKENS, ring)
                 for step in self._steps.values():
                     step.begin(begun, num_past)
-            self._sinks.begun.clear()
+            self._beginnings.begun.clear()
         self._chunks = []
         if forward_batch.forward_mode.is_idle() or forward_batch.forward_mode.is_decode():
             return

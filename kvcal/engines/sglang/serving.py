@@ -48,7 +48,7 @@ REASONS = {
 }
 
 
-# Functions that methods of ``SinkTable`` wrap: of the radix tree, and of the rows, which number the rings.
+# Functions that methods of ``Beginnings`` wrap: of the radix tree, and of the rows, which number the rings.
 TREE, ROWS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "sglang.srt.mem_cache.memory_pool"
 WRAPPED = f"{TREE}.match_prefix", f"{TREE}.checkpoint", f"{TREE}.reset", f"{ROWS}.ReqToTokenPool.alloc"
 
@@ -84,9 +84,9 @@ class Serving:
         num_sinks = 0 if args.disable_radix_cache else max(fmt.num_sink_tokens for fmt in formats)
         has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
         places = BEGINNINGS * (args.max_running_requests + 1)
-        self.sinks = SinkTable(num_sinks, places) if num_sinks or has_windows else None
+        self.beginnings = Beginnings(num_sinks, places) if num_sinks or has_windows else None
         self.token_bytes = -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
-        self.rings_bytes = sglang_rings(self.shard, args.max_running_requests, self.sinks is not None)
+        self.rings_bytes = sglang_rings(self.shard, args.max_running_requests, self.beginnings is not None)
         logger.info("serving the plan %s (%s)", self.path, plan.sha256[:16])
 
 
@@ -101,8 +101,9 @@ def serving_of(kvc: Any) -> Serving:
     return _latest[1]
 
 
-class SinkTable:
-    """Sinks of cached prompts. The radix tree shares pages alone: a request's sinks lie in its ring.
+class Beginnings:
+    """What requests that begin after cached pages lack: the radix tree shares pages alone, and sinks and windows lie in
+    a request's ring.
 
     A prompt's first ``num_tokens`` tokens alone decide its sinks. So these lie in a table of ``size`` places, by the
     tokens and what else names a branch of the tree (LoRA, salt). A request's sinks enter the table with its pages in
