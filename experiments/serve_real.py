@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=ENGINES, help="vllm, sglang, or one with its version")
     parser.add_argument("--checks", nargs="*", default=CHECKS, choices=CHECKS, help="prefixes: after cold")
     parser.add_argument("--python", type=Path, help="interpreter of an environment with kvcal and the engine")
-    parser.add_argument("--dtype", default="float32", choices=ROUNDING, help="of the model with --python")
+    parser.add_argument("--dtype", default="float32", choices=ROUNDING, help="of the model in the engine")
     parser.add_argument("--bits", default="3", help="all-in bits per cached value of the plan")
     parser.add_argument("--plan", type=Path, help="a plan that is there, in place of a new one")
     parser.add_argument("--out", type=Path, default=Path("artifacts/serve-real"), help="plans, logs, and the table")
@@ -146,9 +146,9 @@ class Checker:
         self.name = f"{engine} {version}"
         self.folder = out / f"{engine}-{version}"
         self.folder.mkdir(exist_ok=True)
-        self.is_exact = python is None  # attention is recorded, in fp32
+        self.is_exact = python is None and dtype == "float32"  # attention is recorded
         self.rounding = ROUNDING[dtype]
-        self.options = ["--dtype", dtype] if python else ON_CPU[engine]
+        self.options = [*([] if python else ON_CPU[engine]), "--dtype", dtype]
         self.python = python or (python_with_vllm if engine == "vllm" else python_with_sglang)(version)
         variables = variables_in if engine == "vllm" else variables_in_sglang
         own = {"SGLANG_CPU_OMP_THREADS_BIND": "0", VARIABLE: str(self.folder / "attention")}
