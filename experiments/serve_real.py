@@ -20,7 +20,7 @@ same losses. Two comparisons (tests/support/engine_replay.py):
     answers    by the whole model: each token is the most likely one, or tied with it, and has ``PlanCache``'s
                log-probability. Single codes come out one step apart where products round otherwise, and all later
                layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of themselves,
-               too ("rounding"), of 2^-9 for a model in bf16: an engine may be twice as far from ``PlanCache`` as these
+               too ("rounding"; bf16: by 2^-9): an engine may be twice as far from ``PlanCache`` as these are
 
 Tokens of cold prompts are compared with ``generate``, too. Exit code 1 where anything differs.
 """
@@ -78,7 +78,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=ENGINES, help="vllm, sglang, or one with its version")
     parser.add_argument("--checks", nargs="*", default=CHECKS, choices=CHECKS, help="prefixes: after cold")
     parser.add_argument("--python", type=Path, help="interpreter of an environment with kvcal and the engine")
-    parser.add_argument("--dtype", default="float32", choices=ROUNDING, help="of the model in the engine")
+    parser.add_argument(
+        "--dtype", default="float32", choices=ROUNDING, help="of the model in the engine; vLLM on a CPU: float32 alone"
+    )
     parser.add_argument("--bits", default="3", help="all-in bits per cached value of the plan")
     parser.add_argument("--plan", type=Path, help="a plan that is there, in place of a new one")
     parser.add_argument("--out", type=Path, default=Path("artifacts/serve-real"), help="plans, logs, and the table")
@@ -90,9 +92,9 @@ def main() -> None:
     rows, failures = [], []
     for name in given.engines:
         engine, _, version = name.partition("-")
+        version = version or TESTED[engine][-1]
         path = given.plan or plan_for(engine, folder, given.bits, given.out, is_cpu=given.python is None)
-        name = engine, version or TESTED[engine][-1]
-        checker = Checker(loaded, load_plan(path), path, *name, given.out, given.python, given.dtype)
+        checker = Checker(loaded, load_plan(path), path, engine, version, given.out, given.python, given.dtype)
         found, failed = checker.run(given.checks)
         rows += found
         failures += failed

@@ -33,7 +33,7 @@ MAX_PLACES = 128  # of a text in the context
 def key_costs(
     q_post_HTD: Tensor, k_post_NTD: Tensor, v_NTD: Tensor, cost_HDD: Tensor, scale: float, sinks: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """What errors of keys cost: the sum of w q q' over the queries of a sequence and of each KV head's group, fp64
+    """Costs of errors of keys: the sum of w q q' over the queries of a sequence and of each KV head's group, fp64
     [N, D, D]; and the weight of each key, with a mean of 1 over the sequence, fp64 [N, T].
 
     ``cost_HDD`` is W_o' W_o of each query head. Tokens are packed from ``sinks`` on, once ``window`` tokens have come

@@ -102,8 +102,8 @@ def serving_of(kvc: Any) -> Serving:
 
 
 class Beginnings:
-    """What requests that begin after cached pages lack: the radix tree shares pages alone, and sinks and windows lie in
-    a request's ring.
+    """Sinks of cached prompts, and the requests that begin after cached pages. The radix tree shares pages alone: sinks
+    and windows lie in a request's ring.
 
     A prompt's first ``num_tokens`` tokens alone decide its sinks. So these lie in a table of ``size`` places, by the
     tokens and what else names a branch of the tree (LoRA, salt). A request's sinks enter the table with its pages in
