@@ -20,7 +20,8 @@ same losses. Two comparisons (tests/support/engine_replay.py):
     answers    by the whole model: each token is the most likely one, or tied with it, and has ``PlanCache``'s
                log-probability. Single codes come out one step apart where products round otherwise, and all later
                layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of themselves,
-               too ("rounding"; bf16: by 2^-9): an engine may be twice as far from ``PlanCache`` as these are
+               too ("rounding"; in bf16 by 2^-9, and logits are rounded to bf16, as engines have them): an engine
+               may be twice as far from ``PlanCache`` as these are
 
 Tokens of cold prompts are compared with ``generate``, too. Exit code 1 where anything differs.
 """
@@ -149,7 +150,7 @@ class Checker:
         self.folder = out / f"{engine}-{version}"
         self.folder.mkdir(exist_ok=True)
         self.is_exact = python is None and dtype == "float32"  # attention is recorded
-        self.rounding = ROUNDING[dtype]
+        self.dtype = dtype
         self.options = [*([] if python else ON_CPU[engine]), "--dtype", dtype]
         self.python = python or (python_with_vllm if engine == "vllm" else python_with_sglang)(version)
         variables = variables_in if engine == "vllm" else variables_in_sglang
@@ -170,7 +171,7 @@ class Checker:
             if not parts:
                 continue
             with serving(self.words(options), str(self.model), self.folder, self.python, self.variables) as server:
-                served = Served(server, self.loaded, self.plan, self.is_exact, self.rounding)
+                served = Served(server, self.loaded, self.plan, self.is_exact, self.dtype)
                 for check, prompts, together in parts:
                     try:
                         rows.append((self.name, check, *served.check(check, prompts, together)))
@@ -217,9 +218,10 @@ class Served:
     """Checks of one server, whose steps are computed again as they come: once as they are, and as often with changed
     weights as ``DRAWS`` says."""
 
-    def __init__(self, server: Server, loaded: LoadedModel, plan: Plan, is_exact: bool, rounding: float) -> None:
-        self.server, self.model, self.plan, self.rounding = server, loaded.model, plan, rounding
-        self.replays = [Replay(loaded.model, plan) for _ in range(1 + DRAWS)]
+    def __init__(self, server: Server, loaded: LoadedModel, plan: Plan, is_exact: bool, dtype: str) -> None:
+        self.server, self.model, self.plan, self.rounding = server, loaded.model, plan, ROUNDING[dtype]
+        drawn = [Replay(loaded.model, plan, logits=getattr(torch, dtype)) for _ in range(DRAWS)]
+        self.replays = [Replay(loaded.model, plan), *drawn]
         self.attention = AttentionReplay(loaded.model, plan) if is_exact else None
         self.steps = self.attended = 0  # so many steps, and bytes of recorded attention, are computed again
 

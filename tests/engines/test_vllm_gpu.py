@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_replay import assert_replayed
 from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
 from vllm_environment import answer_of, installed_checkout
@@ -124,3 +125,14 @@ def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
         assert runs[1]["outputs"][name] == [tokens, pytest.approx(chances, abs=1e-4)]
     replay = assert_replayed(runs[0], gemma.model, gemma.plan, False)
     assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 0, 128, 256]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
+def test_two_ranks_hold_a_head_each(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """With sinks and windows, cold and after cached prefixes."""
+    plan = served.with_copies()
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+    given = {"additional_config": {"kvcal_plan": served.write("ranks.safetensors", plan)}, **ranks, **graphs}
+    replay = assert_replayed(serve(tmp_path, served, twice(130, 300), **given), served.model, plan, is_greedy=False)
+    assert sorted(replay.cached.values()) == [0, 0, 128, 256]

@@ -122,6 +122,24 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     assert json.loads((out / "real.json").read_text())["measured"] == first["measured"]
 
 
+def test_long_answers_are_written_and_measured(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    sizes = "--tables 2 --rows 3 --texts 1 --tokens 512 --new-tokens 130 --plans kivi-2,uniform-4 --quick --device cpu"
+    given = ["long_generation", *sizes.split(), "--model", str(small_model), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    runpy.run_path(str(EXPERIMENTS / "long_generation.py"), run_name="__main__")
+    found, printed = json.loads((tmp_path / "long.json").read_text()), capsys.readouterr().out
+    assert list(found["own"]) == list(found["rows"]) == ["16-bit", "kivi-2", "uniform-4"]
+    assert all(len(rows) in (2, 3) for tables in found["rows"].values() for rows in tables)
+    along = {name: torch.tensor(found["own"][name]["16-bit"]["kl"]) for name in ("kivi-2", "uniform-4")}
+    assert (along["kivi-2"] > along["uniform-4"]).all() and (along["uniform-4"] > 0).all()
+    likely = [torch.tensor(found["own"][name]["16-bit"]["nll"]) for name in along]
+    torch.testing.assert_close(*likely)  # of the same text, by the same model
+    assert "| uniform-4 | 4." in printed and found["own"]["uniform-4"]["own"]["kl"]
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> str:
     """The GGUF file of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""

@@ -33,14 +33,15 @@ PAGE = 128
 
 class Replay:
     """``steps``, ``requests``: as vllm_host records them. ``alone``: new tokens of a request, at most, that the engine
-    serves as it serves a token and its drafts. ``cached``: tokens of every request that came from blocks of others;
-    ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens;
-    ``ties``: of tokens that are not the most likely ones, by request and place: how much less likely they are;
-    ``loaded``: pages that came from the host; ``moved``: that a running request has in another block than before;
-    ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft that was rejected."""
+    serves as it serves a token and its drafts; ``logits``: what they are rounded to. ``cached``: tokens of every
+    request that came from blocks of others; ``restarts``: how often a request was computed again; ``distances``: of
+    log-probabilities, of all tokens; ``ties``: of tokens that are not the most likely ones, by request and place: how
+    much less likely they are; ``loaded``: pages that came from the host; ``moved``: that a running request has in
+    another block than before; ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft
+    that was rejected."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1) -> None:
-        self.model, self.plan, self.alone = model, plan, alone
+    def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1, logits: torch.dtype = torch.float32) -> None:
+        self.model, self.plan, self.alone, self.logits = model, plan, alone, logits
         self._writers: dict[int, PlanCache] = {}  # by block: the cache that filled it last
         self._caches: dict[str, PlanCache] = {}
         self._blocks: dict[str, list[int]] = {}  # of each request, at its last step
@@ -75,7 +76,7 @@ class Replay:
                     logits = self.model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1]
                     answered = cache.get_seq_length() - len(found["requests"][name][0])
                     if answered == len(results[name]):
-                        results[name].append(logits.log_softmax(-1))
+                        results[name].append(logits.to(self.logits).float().log_softmax(-1))
                 self._writers |= {block: cache for block in blocks[first // PAGE : (first + right) // PAGE]}
         return results
 
