@@ -34,6 +34,7 @@ from kvcal import Plan, PlanCache, Workload, load_model
 from kvcal.artifact import write_text_atomic
 from kvcal.cache.attached import attached_for
 from kvcal.console import TerminalReporter
+from kvcal.data.pools import TokenDataset, require_unseen
 from kvcal.data.reading import LINES, PEOPLE, Reading
 from kvcal.folder import tokenizer_of
 from kvcal.models.attention import with_cache
@@ -61,11 +62,14 @@ def main() -> None:
     with reporter.running():
         groups = texts_of(loaded, given) if given.texts else []
         texts = [text for _, group in groups for text in group if text.kind]
+        sequences, masks = tuple(text.tokens_T for text in texts), tuple(text.loss_mask_T for text in texts)
+        known = TokenDataset(sequences, masks, "", "the measured texts", purpose="report")
         raw, written_BT = unquantized_plan(loaded.identity, loaded.geometry), None
         for name in (RAW, *maker.names):
             plan = raw if name == RAW else maker.plan(name, Workload(given.batch, given.tokens + given.new_tokens))
             if plan is None:
                 continue
+            require_unseen(plan.provenance, known)
             started = time.monotonic()
             if name not in found["rows"] and given.tables:
                 found["rows"][name] = right_rows(loaded, plan, given)
@@ -90,7 +94,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="plans from few texts, for a CPU")
     parser.add_argument("--tables", type=int, default=64, help="0 for none")
     parser.add_argument("--rows", type=int, default=60, help="of a table")
-    parser.add_argument("--texts", type=int, default=4, help="of each kind that are gone on with; 0 for none")
+    parser.add_argument(
+        "--texts", type=int, default=4, help="of each kind whose beginnings are gone on with; 0 for none"
+    )
     parser.add_argument("--batch", type=int, default=8, help="tables read at once")
     parser.add_argument("--tokens", type=int, default=1024, help="of a text's beginning, 512 at least")
     parser.add_argument("--new-tokens", type=int, default=2048, help="that are written after it")
@@ -145,9 +151,7 @@ def written(loaded: LoadedModel, plan: Plan, tokens_BT: Tensor, count: int) -> T
     """Tokens [B, T + count]: beginnings, and what is drawn after them, which does not end."""
     torch.manual_seed(0)
     model: Any = loaded.model  # transformers declares no type for generate
-    cache = PlanCache(
-        plan, model.config, keep_decoded=model.device.type == "cpu"
-    )  # a copy of it, where reading is slow
+    cache = PlanCache(plan, model.config, keep_decoded=model.device.type == "cpu")
     config = generation_config(model, tokenizer_of(loaded))
     config.update(do_sample=True, top_k=0, max_new_tokens=count, min_new_tokens=count)
     tokens_BT = tokens_BT.to(model.device)
