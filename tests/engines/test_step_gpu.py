@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import random
 import warnings
@@ -138,16 +137,18 @@ def test_decodes_may_be_captured_in_a_graph() -> None:
         assert torch.equal(out[:1], eager.step.decode(*given, place, Logits(0.1))[:1]), token
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", [48, 200, 560, 700])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_flash_attention_and_products_agree(is_causal: bool, count: int, group: int) -> None:
+def test_flash_attention_and_products_agree(is_causal: bool, count: int, group: int, dim: int) -> None:
     """torch's, and, where vLLM is installed, the one that it serves with: within two roundings to bf16 on average."""
     flashes = [torch_flash]
     if importlib.util.find_spec("vllm"):
         with warnings.catch_warnings(action="ignore"):
-            flashes.append(importlib.import_module("kvcal.engines.vllm.serving").flash_attention())
-    q, k, v = (t.transpose(0, 1).cuda() for t in tokens(count, 64, 1))
+            from kvcal.engines.vllm.serving import flash_attention
+        flashes.append(flash_attention())
+    q, k, v = (t.transpose(0, 1).cuda() for t in tokens(count, dim, 1))
     q = q.repeat(4, 1, 1)[: group * KV_HEADS]
     exact = attend_part(q.float(), k.float(), v.float(), is_causal, Logits(0.1))
     for flash in flashes:
