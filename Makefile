@@ -15,9 +15,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Of forward passes that are compared: caches, attention, statistics, what is measured, what the tutorial prints.
 MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   $(addprefix tests/models/test_,models_contract.py models_load.py models_projections.py rotary.py) \
-  $(addprefix tests/run/test_recipes.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq]) \
+  $(addprefix tests/run/test_recipes.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq] [sensitivity]) \
   $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py reparam*.py \
-  *predict*.py feedback*.py) $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
+  *predict*.py basis*.py) $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   the_plan_that_ships_is_the_plan_that_was_measured)
 
 .DEFAULT_GOAL := help
@@ -55,7 +55,7 @@ $(READY): requirements.lock pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvcal run recipes/default.toml --out $(DEMO)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvcal run recipes/default.toml --set allocate.same_bytes_as=kivi-2 --set allocate.context=4096 --out $(DEMO)
 
 check: lint types once
 

@@ -37,7 +37,7 @@ from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Workload
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import feedback
+from kvcal.stages import basis
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room, kl_texts
@@ -162,10 +162,10 @@ class Bench:
 
     def hessians(self) -> None:
         layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
-        places = feedback.feedback_places(layers, SIDES)
+        places = basis.feedback_places(layers, SIDES)
         by_index = {layer.geometry.index: layer for layer in layers}
         spec = FeedbackSpec()
-        calibration = feedback._Calibration(self.loaded, by_index, {}, places, [], spec, spec.position_scale)
+        calibration = basis._Calibration(self.loaded, by_index, {}, places, [], spec, spec.position_scale)
         for count in self.given.batches:
             batch = Batch.of(self.data, [number % self.given.samples for number in range(count)])
             best = min(timed(lambda: calibration.batch_means(batch)) for _ in range(2))  # noqa: B023

@@ -51,11 +51,14 @@ from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
 
 PRICED = Workload(8, 32768)
 RAW, RIVAL = "16-bit", "kivi-2"
-FIXED = ("kivi-4", "uniform-4", "uniform-3", "kivi-2", "kitty-pro", "kitty", "uniform-2")
+FIXED = (
+    "kivi-4", "kivi-4-sinks", "uniform-4", "uniform-3", "kivi-2", "kivi-2-sinks", "kitty-pro", "kitty", "uniform-2",
+    "k4v2", "k3v3", "k3v2", "k2v2",
+)  # fmt: skip
 SYSTEMS = ("mixkvq-capped", "kvmix", "aqua-kv", "pm-kvq", "pm-kvq-2")
-BUDGETS = ("basis@4", "basis@3", "basis@2.5", "basis@2.25", "default@3", "default@2.5")
+BUDGETS = ("default@4", "default@3", "default@2.5", "default@2.25", "sensitivity@3", "sensitivity@2.5")
 SEARCHES = ("best@2.5",)
-QUICK = ("kivi-4", "uniform-3", "kivi-2", "kitty", "uniform-2", "basis@3", "basis@2.5", "default@3")
+QUICK = ("kivi-4", "kivi-4-sinks", "uniform-3", "kivi-2", "kivi-2-sinks", "kitty", "k3v2", "default@3", "default@2.5")
 # Kinds of text, and where they lie in --data; below, what stands for them without it.
 TEXTS = {"wikipedia": "wikitext2/wiki.test.raw", "books": "gutenberg", "mathematics": "latex"}
 INSTEAD = {"documentation": "python:docs", "word problems": "tasks"}

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from kvcal import load_model, load_recipe
 from kvcal.artifact import write_text_atomic
 from kvcal.console import TerminalReporter
-from kvcal.folder import feedback_spec, sequences
+from kvcal.folder import calibration_spec, sequences
 from kvcal.models.attention import base_attention, layer_index, replaced_attention
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
@@ -171,8 +171,8 @@ Bases = dict[tuple[int, Side], tuple[Tensor, Tensor]]
 @torch.inference_mode()
 def calibrated(loaded: LoadedModel) -> tuple[Bases, Bases]:
     """The transforms of oscar and of wush, and back: of rows, fp32 [N or 1, D, D] on the device."""
-    recipe = load_recipe("basis")
-    spec = feedback_spec(recipe, loaded)
+    recipe = load_recipe("default")
+    spec = calibration_spec(recipe, loaded)
     data = sequences(replace(recipe.data, num_samples=spec.num_samples, seq_len=spec.seq_len), loaded)
     sums: dict[tuple[int, str], Tensor] = {}
 

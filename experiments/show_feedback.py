@@ -33,8 +33,8 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import FeedbackSpec
+from kvcal.stages.basis import run_basis
 from kvcal.stages.divergence import deviations, unquantized_plan
-from kvcal.stages.feedback import run_feedback
 from kvcal.stages.hessians import output_products, query_products
 
 DAMPINGS = (0.003, 0.01, 0.1)
@@ -97,7 +97,7 @@ def plan_of(loaded: LoadedModel, case: Case, fit: TokenDataset) -> Plan:
         spec = FeedbackSpec(case.sides, damping=case.damping, position_scale=case.position_scale)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "feedback.safetensors"
-            record = run_feedback(loaded, layers, tensors, fit, spec, {}, path, Silent())
+            record = run_basis(loaded, layers, tensors, fit, spec, {}, path, Silent())
         layers, tensors = record.apply(layers), tensors | record.tensors()
     return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(8, 32768), {}, tensors)
 

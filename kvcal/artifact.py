@@ -72,6 +72,7 @@ COMMANDS = {
     "search": "kvcal search",
     "reparam": "kvcal reparam",
     "predictors": "kvcal fit-predictors",
+    "basis": "kvcal plan",
     "feedback": "kvcal feedback",
     "kv-quantization-plan": "kvcal compile",
     "prefix": "kvcal pack-prefix",

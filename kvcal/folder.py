@@ -231,11 +231,11 @@ def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:
     return replace(spec, kl_samples=samples, kl_tokens=tokens)
 
 
-def feedback_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
-    """The recipe's [feedback], on a CPU with fewer and shorter texts for a basis, unless --thorough."""
-    spec = recipe.feedback
+def calibration_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
+    """The recipe's [basis] or [feedback], on a CPU with fewer and shorter texts for a basis, unless --thorough."""
+    spec = recipe.calibration
     assert spec is not None
-    if not recipe.chooses_in_a_basis:
+    if recipe.basis is None:
         return spec
     sizes = spec.num_samples, min(spec.seq_len, loaded.max_context or spec.seq_len)
     samples, tokens = map(min, CPU_BASIS, sizes) if _is_cut(recipe, loaded) else sizes

@@ -9,7 +9,7 @@ A recipe either fixes the formats ([formats]: the baselines) or lets a stage cho
 from __future__ import annotations
 
 from itertools import product
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -196,7 +196,7 @@ class ImportanceSpec:
             raise ValueError(f"expected min_window = {self.min_window} <= max_window = {self.max_window}")
 
 
-SYSTEMS = ("basis", "default", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "kivi-2", "higgs-2", "aqua-kv")
+SYSTEMS = ("default", "sensitivity", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "kivi-2", "higgs-2", "aqua-kv")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -258,11 +258,10 @@ class PredictorSpec:
 @dataclass(frozen=True, config=STRICT)
 class FeedbackSpec:
     """[feedback], GPTQ's and LDLQ's error feedback: codes of a token are chosen one after the other, each making up for
-    the errors before it. Pages and their decoder stay."""
+    the errors before it. Pages and their decoder stay. ``stage``: its name, and its artifact's kind."""
 
+    stage: ClassVar[str] = "feedback"
     sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
-    basis: bool = knob(False, "Store rotated pages in the basis that queries and output weights ask for.")
-    exponent: Annotated[float, Field(ge=0, le=0.5)] = knob(0.4375, "Of the basis: how far it evens out energies.")
     damping: Annotated[float, Field(ge=1e-4, le=10)] = knob(0.03, "Added to the Hessian, times its mean diagonal.")
     position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
     num_samples: Size = knob(16, "Calibration sequences.")
@@ -270,6 +269,16 @@ class FeedbackSpec:
 
     def __post_init__(self) -> None:
         require_sides(self.sides)
+
+
+@dataclass(frozen=True, config=STRICT)
+class BasisSpec(FeedbackSpec):
+    """[basis], in which rotated pages are stored: the one that queries and output weights ask for. Codes are chosen
+    with error feedback in it."""
+
+    stage: ClassVar[str] = "basis"
+    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(1.0, "Stretches positions: short text for long.")
+    exponent: Annotated[float, Field(ge=0, le=0.5)] = knob(0.4375, "How far the basis evens out energies.")
 
 
 def require_sides(sides: tuple[Side, ...]) -> None:
@@ -281,8 +290,8 @@ def require_sides(sides: tuple[Side, ...]) -> None:
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
     """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of ``allocate``) chooses
-    the formats; ``progressive``, ``reparam``, ``predictors`` and ``feedback`` then work on what was chosen. ``tune``
-    searches the thresholds of ``formats`` alone."""
+    the formats; ``progressive``, ``reparam``, ``predictors``, ``basis`` and ``feedback`` then work on what was
+    chosen. ``tune`` searches the thresholds of ``formats`` alone."""
 
     name: str = Field(description="The file's name unless given.")
     description: str = knob("", "One line for people.")
@@ -297,26 +306,28 @@ class Recipe:
     progressive: ProgressiveSpec | None = None
     reparam: ReparamSpec | None = None
     predictors: PredictorSpec | None = None
+    basis: Annotated[BasisSpec | None, Field(exclude_if=lambda spec: spec is None)] = None
     feedback: Annotated[FeedbackSpec | None, Field(exclude_if=lambda spec: spec is None)] = None
     tune: TuneSpec | None = None
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def __post_init__(self) -> None:
-        parts = ("formats", "importance", "allocate", "progressive", "reparam", "predictors", "feedback")
+        parts = ("formats", "importance", "allocate", "progressive", "reparam", "predictors", "basis", "feedback")
         given = [name for name in parts if getattr(self, name) is not None]
         chosen = [name for name in given if name in parts[:3]]
-        allocate, basis, quantizers = self.allocate, self.chooses_in_a_basis, list(self.profile.quantizers)
+        allocate, quantizers = self.allocate, list(self.profile.quantizers)
         shrinks, only = self.progressive is not None, "expected one of [formats], [importance], [allocate]"
         systems = "expected [allocate], whose budget it takes, and nothing else: each system has its own formats"
         wrong: dict[str, object] = {
             f"[search] and {[x for x in given if x != 'allocate']}: {systems}": self.search and given != ["allocate"],
             f"{' and '.join(chosen) or 'nothing'} given; {only}": len(chosen) != 1,
-            "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and [feedback]": self.tune
-            and not self.is_formats_alone,
+            "[tune] needs [formats], and no stage that works on its formats": self.tune and not self.is_formats_alone,
             "[progressive] and [predictors]: predictions would shrink, too": shrinks and self.predictors,
-            "[progressive] and [feedback]: shrinking rounds codes again": shrinks and self.feedback,
-            f"[feedback] basis is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']": basis
-            and quantizers != ["rotated"],
+            "[progressive] and [feedback] or [basis]: shrinking rounds codes again": shrinks and self.calibration,
+            "[basis] and [feedback]: a basis has error feedback of its own": self.basis and self.feedback,
+            f"[basis] is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']": (
+                self.chooses_in_a_basis and quantizers != ["rotated"]
+            ),
         }
         if allocate is not None:
             others = [name for name in ("search", "progressive", "predictors") if getattr(self, name) is not None]
@@ -350,14 +361,19 @@ class Recipe:
             )
 
     @property
+    def calibration(self) -> FeedbackSpec | None:
+        """Settings of the stage that fits bases and error feedback, if it has one."""
+        return self.basis or self.feedback
+
+    @property
     def chooses_in_a_basis(self) -> bool:
         """Whether bits are chosen for pages in a basis, which is fitted first."""
-        return bool(self.feedback and self.feedback.basis and self.allocate and not self.search)
+        return bool(self.basis and self.allocate and not self.search)
 
     @property
     def is_formats_alone(self) -> bool:
         """Whether its formats are fixed and no stage but [tune] works on them."""
-        others = (self.progressive, self.reparam, self.predictors, self.feedback)
+        others = (self.progressive, self.reparam, self.predictors, self.calibration)
         return self.formats is not None and all(other is None for other in others)
 
     @property
@@ -368,7 +384,7 @@ class Recipe:
     @property
     def calibrates(self) -> bool:
         """Whether a stage of `kvcal run` reads [data]."""
-        stages = (self.allocate, self.importance, self.reparam, self.predictors, self.feedback)
+        stages = (self.allocate, self.importance, self.reparam, self.predictors, self.calibration)
         return any(stage is not None for stage in stages)
 
     @property

@@ -178,7 +178,7 @@ class RecipeOptions(ModelOptions):
     ) -> recipe_keys.Recipe:
         """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
         given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
-        calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback]."""
+        calibration and evaluation alike, --seq-len also for longer texts of [reparam], [basis] and [feedback]."""
         settings = recipe_files.read_settings(self.sets or ())
         given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
         given |= {name: value for name, value in (others or {}).items() if value is not None}
@@ -192,10 +192,19 @@ class RecipeOptions(ModelOptions):
             if self.data:
                 source = self.data[0] if len(self.data) == 1 else self.data
                 given |= {f"{place}.source": source, f"{place}.min_len": None}
-        for place, shorter in (("reparam", recipe.reparam), ("feedback", recipe.feedback)):
+        for place, shorter in (("reparam", recipe.reparam), ("basis", recipe.basis), ("feedback", recipe.feedback)):
             if self.seq_len is not None and shorter is not None:
                 given[f"{place}.seq_len"] = min(shorter.seq_len, self.seq_len)
         return recipe_files.with_knobs(recipe, given | settings)
+
+    def for_model(
+        self, recipe: recipe_keys.Recipe, loaded: model_load.LoadedModel, others: Mapping[str, Any], reporter: Reporter
+    ) -> recipe_keys.Recipe:
+        """The recipe, but `sensitivity`, changed as by ``others``, in place of `default` for latent attention."""
+        if recipe.name != "default" or not loaded.geometry.has_latents:
+            return recipe
+        reporter.say("latent attention takes no basis: recipe sensitivity in place of default")
+        return self.change(recipe_files.load_recipe("sensitivity"), others)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def plan(
         str | None,
         typer.Option(
             "--recipe",
-            help="A recipe with [allocate]; default: basis (default for latent attention), with --search: best.",
+            help="A recipe with [allocate]; default: default (sensitivity for latent attention), with --search: best.",
             autocompletion=options.complete_recipe,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def plan(
 
     Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
-    base = recipe_files.load_recipe(recipe or ("best" if search else "basis"))
+    base = recipe_files.load_recipe(recipe or ("best" if search else "default"))
     if base.allocate is None or (search and base.search is None):
         lacking = "allocate" if base.allocate is None else "search"
         raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
@@ -84,9 +84,7 @@ def plan(
         artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)
-        if recipe is None and not search and loaded.geometry.has_latents:
-            reporter.say("plan: latent attention takes no basis: recipe default")
-            chosen = given.change(recipe_files.load_recipe("default"), budgets.whole_plan())
+        chosen = given.for_model(chosen, loaded, budgets.whole_plan(), reporter)
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
@@ -172,11 +170,13 @@ def run(
             hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
         )
     measured = options.users_evaluation(recipe, model or base.model)
-    chosen = given.change(base, measured if is_fixed else measured | budgets.whole_plan())
+    others = measured if is_fixed else measured | budgets.whole_plan()
+    chosen = given.change(base, others)
     workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
+        chosen = given.for_model(chosen, loaded, others, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
         damage = damage_stage.damage_of_row(result.plan, loaded, result.evaluation.rows[-1], folder.plan, reporter)
         report_page.write_report(folder)

@@ -22,8 +22,8 @@ with lazy_imports():
     from kvcal import recipe as recipe_keys
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
+    from kvcal.stages import basis as basis_stage
     from kvcal.stages import check_damage as damage_stage
-    from kvcal.stages import feedback as feedback_stage
     from kvcal.stages import formats, pipeline, transform
     from kvcal.stages import reparam as reparam_stage
     from kvcal.stages import verify as verify_stage
@@ -46,6 +46,9 @@ def profile(
     folder = artifacts.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
+        base = given.for_model(base, loaded, {}, reporter)
+        if base.chooses_in_a_basis:
+            transform.basis_folder(artifacts.Job(base, loaded, folder, reporter))
         result = formats.profile_folder(loaded, folder, base, reporter)
     given.show(tables.profile_json(result), tables.profile_table(result))
     reporter.say(f"profile: {folder.profile}")
@@ -183,9 +186,9 @@ def feedback(
     Example: `kvcal feedback artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 16`
     """
     with _job(folder, model, given, _with_own_sizes(given, recipe, "feedback")) as job:
-        record = transform.feedback_folder(job)
+        record = transform.basis_folder(job)
     value = {"sides": [strict.dump(side) for side in record.sides], "path": str(job.folder.feedback)}
-    given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *feedback_stage.table_rows(record)))
+    given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *basis_stage.table_rows(record)))
     job.reporter.say(f"feedback: {job.folder.feedback}")
 
 

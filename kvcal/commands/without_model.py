@@ -162,6 +162,7 @@ def chooses_by(recipe: recipe_keys.Recipe) -> str:
         "progressive": recipe.progressive,
         "λ": recipe.reparam,
         "predictors": recipe.predictors,
+        "basis": recipe.basis,
         "feedback": recipe.feedback,
     }
     names = [name for name, spec in others.items() if spec is not None]

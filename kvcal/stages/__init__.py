@@ -3,13 +3,13 @@
 ``pipeline`` runs them in order: ``formats`` has those that choose formats, ``transform`` those after the choice.
 The stage of a package is its ``stage``, what it writes its ``record``:
 
-    feedback                   first, where formats are chosen in a basis: the basis
+    basis                      first, where formats are chosen in a basis
     profile                    what every format costs in every layer
     search, tune, allocate     the formats: by measured KL, by tasks, or by the profile within a budget
     reparam                    λ of keys (lambda_candidates)
     centre                     the mean of keys
     predictors                 keys and values from earlier layers
-    feedback                   what codes make good of their own errors (hessians)
+    basis, for feedback        what codes make good of their own errors (hessians)
     allocate.budget            compiles the plan
     evaluate, compare          texts and tasks through the plan's cache, next to bytes, of one plan or of all recipes
 

@@ -36,7 +36,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages import feedback as feedback_stage
+from kvcal.stages import basis as basis_stage
 from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
@@ -72,7 +72,7 @@ def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: 
     is_counted = spec.budget is not None and spec.workspace == "auto"
     workload = Workload(spec.batch, spec.context) if is_counted else None
     return allocation_budget.reserved_bytes(
-        geometry, cache, recipe.reparam, recipe.predictors, workload, recipe.feedback
+        geometry, cache, recipe.reparam, recipe.predictors, workload, recipe.calibration
     )
 
 
@@ -91,7 +91,7 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         **data_inputs(data),
         **compute_dtype(loaded),
     }
-    basis = feedback_stage.load(folder.basis) if recipe.chooses_in_a_basis else None
+    basis = basis_stage.load(folder.basis) if recipe.chooses_in_a_basis else None
     inputs |= {} if basis is None else {"basis.sha256": sha256_file(folder.basis)}
     make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache, basis=basis)
     made_on = data.description
@@ -105,8 +105,8 @@ def allocate_folder(
     folder: Folder, spec: AllocateSpec, reporter: Reporter = SILENT, recipe: Recipe | None = None, reserved: int = 0
 ) -> Allocation:
     """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive],
-    [reparam], [predictors] and [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes
-    are, by default those of the folder's basis.
+    [reparam], [predictors], [basis] and [feedback] follow, so that what they take is kept free; without one,
+    ``reserved`` bytes are, by default those of the folder's basis.
 
     Raises:
         InfeasibleBudget: nothing fits; the message states the smallest budget that would.
@@ -120,8 +120,10 @@ def allocate_folder(
     if recipe is not None:
         reserved = reserved_for(recipe, spec, profile.setup.geometry, profile.setup.cache)
     elif not reserved and folder.basis.exists():
-        basis = feedback_stage.load(folder.basis).subject.spec
-        reserved = allocation_budget.reserved_bytes(profile.setup.geometry, profile.setup.cache, None, feedback=basis)
+        basis = basis_stage.load(folder.basis).subject.spec
+        reserved = allocation_budget.reserved_bytes(
+            profile.setup.geometry, profile.setup.cache, None, calibration=basis
+        )
     inputs = {
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.setup.cache, progressive=progressive),
@@ -219,7 +221,7 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
         recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
     )
     layers = allocation.layers
-    if not any(map(takes_mean, layers)):
+    if recipe.basis is not None or not any(map(takes_mean, layers)):  # a basis has a center
         return compile_plan(allocation, layers, lattice_tensors(layers))
     found = centring(loaded, layers, sequences(DATA, loaded).sequences, SILENT)
     return compile_plan(allocation, found.apply(layers), lattice_tensors(layers) | found.tensors())

@@ -1,4 +1,4 @@
-"""The pipeline: profile -> choice of formats -> reparam -> predictors -> feedback -> compile -> evaluate.
+"""The pipeline: basis -> profile -> choice of formats -> reparam -> predictors -> feedback -> compile -> evaluate.
 
 Each stage works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact was made
 from the same inputs is skipped; when they differ, the first differing field is named and the stage runs again. A folder
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcal import distributed
-from kvcal.artifact import sha256_file, sha256_json
+from kvcal.artifact import read_inputs, sha256_file, sha256_json
 from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, shared_sources, with_calibration
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.folder import Folder, Job, compute_dtype, current_or, job_sequences, model_inputs, search_spec, sequences
@@ -31,6 +31,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import BUDGET_KINDS, Recipe
 from kvcal.recipe_files import load_recipe
+from kvcal.stages import basis as basis_stage
 from kvcal.stages import formats
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
@@ -39,7 +40,7 @@ from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, 
 from kvcal.stages.divergence import kl_texts
 from kvcal.stages.evaluate import stage as evaluate_stage
 from kvcal.stages.search import SearchRecord, choose_plan, not_for_decoding
-from kvcal.stages.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
+from kvcal.stages.transform import Transforms, basis_folder, centre_folder, fit_predictors_folder, reparam_folder
 from kvcal.strict import dump, flat_records
 
 
@@ -139,7 +140,8 @@ def evaluate_plan(
     recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter
 ) -> evaluate_stage.Evaluation:
     """The evaluate stage: the plan next to the recipe's baselines, as JSON."""
-    plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
+    baselines = [load_recipe(name) for name in recipe.evaluate.against]
+    plans = [(one.name, baseline_plan(one, loaded, plan.workload, folder)) for one in baselines]
     plans.append((recipe.name, plan))
     spec = evaluate_stage.scheduled_batch(recipe.evaluate, plans, reporter)
     data = sequences(spec.data, loaded, "report", folder)
@@ -151,8 +153,13 @@ def evaluate_plan(
     return evaluate_stage.evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
 
 
-def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
-    """The plan of a recipe that is [formats] alone, without a folder. UsageError for one that needs stages."""
+def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload, folder: Folder | None = None) -> Plan:
+    """The plan of a recipe that is [formats] alone, or in the basis that ``folder`` has. UsageError for one that needs
+    stages."""
+    if recipe.basis is not None and folder is not None and folder.basis.exists():
+        plan = basis_stage.load(folder.basis).changed(formats.formats_plan(recipe, loaded, workload))
+        fitted_on = calibration("basis", read_inputs(folder.basis))
+        return replace(plan, provenance=with_calibration(plan.provenance, fitted_on))
     if not recipe.is_baseline:
         raise UsageError(
             f"recipe {recipe.name!r} in evaluate.against needs stages of its own, expected [formats] alone",
@@ -297,7 +304,7 @@ def _budgeted(job: Job, layers: tuple[LayerPlan, ...]) -> Allocation:
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
 # takes every system through its own stages.
 STAGES = (
-    Stage("basis", lambda r: r.chooses_in_a_basis, feedback_folder),
+    Stage("basis", lambda r: r.chooses_in_a_basis, basis_folder),
     Stage(
         "profile",
         lambda r: bool(r.importance or (r.allocate and not r.search)),
@@ -310,5 +317,5 @@ STAGES = (
     Stage("reparam", lambda r: bool(r.reparam), reparam_folder),
     Stage("centre", lambda r: not (r.predictors or r.search), centre_folder),
     Stage("predictors", lambda r: bool(r.predictors), fit_predictors_folder),
-    Stage("feedback", lambda r: bool(r.feedback) and not r.chooses_in_a_basis, feedback_folder),
+    Stage("feedback", lambda r: bool(r.calibration) and not r.chooses_in_a_basis, basis_folder),
 )

@@ -1,4 +1,4 @@
-"""The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback.
+"""The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback, bases.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their sha256: λ and
 predictors of another allocation are never mixed into a plan.
@@ -17,21 +17,30 @@ from torch import Tensor
 from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import calibration, data_inputs
 from kvcal.data.sequences import TokenDataset
-from kvcal.folder import Folder, Job, compute_dtype, current_or, feedback_spec, job_sequences, model_inputs, sequences
+from kvcal.folder import (
+    Folder,
+    Job,
+    calibration_spec,
+    compute_dtype,
+    current_or,
+    job_sequences,
+    model_inputs,
+    sequences,
+)
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import LayerPlan
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
+from kvcal.stages import basis as basis_stage
 from kvcal.stages import centre as centre_stage
-from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layers_in
+from kvcal.stages.basis import BasisRecord
 from kvcal.stages.centre import Centring, takes_mean
-from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors.record import PredictorRecord
 from kvcal.stages.predictors.stage import run_fit_predictors
@@ -39,7 +48,7 @@ from kvcal.stages.reparam import Reparam
 from kvcal.strict import dump, flat_records
 
 Layers = tuple[LayerPlan, ...]
-Record = Reparam | Centring | PredictorRecord | FeedbackRecord
+Record = Reparam | Centring | PredictorRecord | BasisRecord
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ class Transforms:
             "reparam": recipe.reparam is not None,
             "centre": folder.centre.exists(),
             "predictors": recipe.predictors is not None,
-            "feedback": recipe.feedback is not None and not recipe.chooses_in_a_basis,
-            "basis": recipe.chooses_in_a_basis,
+            "feedback": recipe.feedback is not None,
+            "basis": recipe.basis is not None,
         }
         for stage, load in LOADS.items():
             if stage == before:
@@ -79,8 +88,8 @@ class Transforms:
                 continue
             record = load(path)
             applied = found.apply(layers)[0]
-            if isinstance(record, FeedbackRecord):
-                applied = feedback_stage.fitted_layers(applied, record.subject.spec)
+            if isinstance(record, BasisRecord):
+                applied = basis_stage.fitted_layers(applied, record.subject.spec)
             if read_inputs(path).get("layers") == _layers_sha256(applied):
                 found = found._with(stage, folder, record)
             else:
@@ -104,8 +113,8 @@ LOADS: dict[str, Callable[[Path], Record]] = {
     "reparam": reparam_stage.load,
     "centre": centre_stage.load,
     "predictors": predictor_record.load,
-    "feedback": feedback_stage.load,
-    "basis": feedback_stage.load,
+    "feedback": partial(basis_stage.load, kind="feedback"),
+    "basis": basis_stage.load,
 }
 
 
@@ -130,7 +139,7 @@ def centre_folder(job: Job) -> Centring | None:
     allocation = allocation_record.load(folder.allocation)[0]
     layers, _ = Transforms.of(folder, recipe, before="centre").apply(allocation.layers)
     # Keys with λ keep their mean; a basis has a center.
-    is_moved = recipe.reparam is not None or (recipe.feedback is not None and recipe.feedback.basis)
+    is_moved = recipe.reparam is not None or recipe.basis is not None
     wanted = tuple(replace(x, k_offset=True, k_pages="pre") if takes_mean(x) and not is_moved else x for x in layers)
     left = bytes_left(allocation, wanted, needed_nbytes(wanted, allocation.cache_dtype))
     if left is not None and left < 0 and wanted != layers:
@@ -138,7 +147,7 @@ def centre_folder(job: Job) -> Centring | None:
     if wanted == layers or (left is not None and left < 0):
         folder.centre.unlink(missing_ok=True)
         return None
-    reads = recipe.allocate or recipe.predictors or recipe.feedback
+    reads = recipe.allocate or recipe.predictors or recipe.calibration
     data = job_sequences(job, recipe.data, "fit") if reads else sequences(centre_stage.DATA, loaded)
     inputs = {**model_inputs(loaded), "layers": _layers_sha256(layers), **data_inputs(data), **compute_dtype(loaded)}
     make = partial(centre_stage.run_centre, loaded, layers, data.sequences)
@@ -162,24 +171,24 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     return found
 
 
-def feedback_folder(job: Job) -> FeedbackRecord:
-    """The feedback stage, on the layers as the stages before left them; a basis comes before the profile, if there is
-    one, for layers whose bits are not chosen yet."""
+def basis_folder(job: Job) -> BasisRecord:
+    """The stage of [basis] or [feedback], on the layers as the stages before left them; a basis comes before the
+    profile, if there is one, for layers whose bits are not chosen yet."""
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
-    spec = feedback_spec(recipe, loaded)
+    spec = calibration_spec(recipe, loaded)
     if recipe.chooses_in_a_basis:
         k, v = (recipe.cache.format(side, 2, "token", recipe.profile.kl_group, "rotated") for side in SIDES)
         layers = layers_in(loaded.geometry, k, v)
         tensors = lattice_tensors(layers)
     else:
         allocation = allocation_record.load(folder.allocation)[0]
-        layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
-    layers = feedback_stage.fitted_layers(layers, spec)
+        layers, tensors = Transforms.of(folder, recipe, before=spec.stage).apply(allocation.layers)
+    layers = basis_stage.fitted_layers(layers, spec)
     data = short_data(job, spec)
-    inputs = _transform_inputs("feedback", spec, layers, tensors, data, loaded)
-    make = partial(feedback_stage.run_feedback, loaded, layers, tensors, data, spec)
-    path = folder.basis if recipe.chooses_in_a_basis else folder.feedback
-    return current_or(path.stem, path, feedback_stage.load, inputs, make, reporter, data.description)
+    inputs = _transform_inputs(spec.stage, spec, layers, tensors, data, loaded)
+    make = partial(basis_stage.run_basis, loaded, layers, tensors, data, spec)
+    path, load = getattr(folder, spec.stage), LOADS[spec.stage]
+    return current_or(spec.stage, path, load, inputs, make, reporter, data.description)
 
 
 def _tell_beyond_budget(

@@ -47,7 +47,7 @@ def test_help_has_an_example(command: str) -> None:
 
 
 def test_options_change_what_was_given_and_nothing_else() -> None:
-    base = load_recipe("default")
+    base = load_recipe("sensitivity")
     assert RecipeOptions().change(base) == base
     given = RecipeOptions(data=["a.jsonl,columns=q+a"], samples=3, seq_len=64, sets=["data.seed=7"])
     changed = given.change(base)
@@ -56,14 +56,14 @@ def test_options_change_what_was_given_and_nothing_else() -> None:
     assert changed.evaluate.data == DataSpec("a.jsonl,columns=q+a", evaluate.num_samples, 64, evaluate.seed)
     assert RecipeOptions(data=["a.jsonl"]).change(base).evaluate.data.min_len == 0 < evaluate.min_len
     assert RecipeOptions(seq_len=64).change(base).evaluate.data.min_len == 64
-    basis = load_recipe("basis")  # whose Hessians have 2,048 tokens
-    assert RecipeOptions(seq_len=1500).change(basis).feedback.seq_len == 1500
-    assert RecipeOptions(seq_len=1500, sets=["feedback.seq_len=1800"]).change(basis).feedback.seq_len == 1800
+    basis = load_recipe("default")  # whose Hessians have 2,048 tokens
+    assert RecipeOptions(seq_len=1500).change(basis).basis.seq_len == 1500
+    assert RecipeOptions(seq_len=1500, sets=["basis.seq_len=1800"]).change(basis).basis.seq_len == 1800
     assert replace(given, sets=["evaluate.data.source=b.txt"]).change(base).evaluate.data.source == "b.txt"
 
 
 def test_data_may_be_given_several_times() -> None:
-    base = load_recipe("default")
+    base = load_recipe("sensitivity")
     both = ["python:code", "a.jsonl,columns=q"]
     changed = RecipeOptions(data=both).change(base)
     assert changed.data.source == changed.evaluate.data.source == tuple(both)
@@ -90,7 +90,7 @@ def test_a_model_of_the_users_is_calibrated_on_installed_text(folder: Path, tmp_
 
 def test_recipes_of_kvcals_measure_a_model_of_the_users_on_installed_text() -> None:
     """On the embedded model's ledgers and tasks no longer; --data and --set count more."""
-    base, knobs = load_recipe("default"), users_evaluation("default", "folder")
+    base, knobs = load_recipe("sensitivity"), users_evaluation("default", "folder")
     found = RecipeOptions().change(base, knobs).evaluate
     assert (found.data.source, found.data.min_len, found.tasks) == ("auto", 0, ())
     set_ = RecipeOptions(data=["a.txt"], sets=["evaluate.tasks=['ledger']"]).change(base, knobs).evaluate
@@ -99,7 +99,7 @@ def test_recipes_of_kvcals_measure_a_model_of_the_users_on_installed_text() -> N
 
 
 def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
-    base = load_recipe("default")
+    base = load_recipe("sensitivity")
     sets = ["allocate.bits=2.5", "evaluate.tasks=[]", "profile.k_axes=['token']", "reparam.num_steps=9", "model=a b"]
     changed = RecipeOptions(sets=sets).change(base)
     assert changed.allocate is not None and (changed.allocate.bits, changed.allocate.same_bytes_as) == (2.5, None)

@@ -118,7 +118,7 @@ def run_script(folder: Path, **variables: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_script_makes_a_plan_and_ends_as_its_gates_do(code: int, tmp_path: Path) -> None:
-    variables = {"MODEL": "a/model", "BUDGET": "--bits 4 --batch 8", "OUT": "out", "PLAN_OPTIONS": "--recipe basis",
+    variables = {"MODEL": "a/model", "BUDGET": "--bits 4 --batch 8", "OUT": "out", "PLAN_OPTIONS": "--recipe default",
                  "EVAL_OPTIONS": "--samples 2", "GATES": "--max-kl 1 --max-bytes 60MB", "CODE": str(code)}  # fmt: skip
     done = run_script(tmp_path, **variables)
     assert done.returncode == code, done.stderr
@@ -126,7 +126,7 @@ def test_the_script_makes_a_plan_and_ends_as_its_gates_do(code: int, tmp_path: P
     assert [words[0] for words in calls] == ["doctor", "size", "plan", "eval", "inspect", "eval"]
     for words in calls:
         require_parses(words)
-    assert {"--bits", "basis", "out/plan.safetensors"} <= set(calls[2]) and {"--max-kl", "--json"} <= set(calls[3])
+    assert {"--bits", "default", "out/plan.safetensors"} <= set(calls[2]) and {"--max-kl", "--json"} <= set(calls[3])
     files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert files == {
         "size.json": "output of size\n", "plan.json": "output of plan\n", "evaluation.json": "output of eval\n",

@@ -158,9 +158,9 @@ def test_a_pretrained_model_at_three_bits_keeps_its_text_and_answers(smollm2: st
     """What ``kvcal plan --bits 3`` does, with few and short texts; its KL is .013."""
     loaded = load_model(smollm2, device="cpu")
     short: dict[str, Any] = {"data.num_samples": 2, "data.seq_len": 256, "data.min_len": 256, "allocate.bits": 3.0}
-    short |= {"feedback.num_samples": 2, "feedback.seq_len": 256, "profile.kl_samples": 1, "profile.kl_tokens": 176}
+    short |= {"basis.num_samples": 2, "basis.seq_len": 256, "profile.kl_samples": 1, "profile.kl_tokens": 176}
     short |= {"cache.k_recent_window": 32, "cache.v_recent_window": 32}
-    plan = build_plan(loaded, Folder.create(tmp_path), with_knobs(load_recipe("basis"), short), Workload(8, 8192))
+    plan = build_plan(loaded, Folder.create(tmp_path), with_knobs(load_recipe("default"), short), Workload(8, 8192))
     assert 2.9 < plan.bits_per_value() <= 3
     damage = measure_damage(plan, loaded, (), SILENT)
     assert damage is not None and 1e-3 < damage.kl < 0.05 and damage.top1 > 0.85

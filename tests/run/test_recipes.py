@@ -112,6 +112,8 @@ def shortened(recipe: Recipe) -> Recipe:
     )  # fmt: skip
     if recipe.reparam is not None:
         found = replace(found, reparam=replace(recipe.reparam, num_samples=2, seq_len=320, num_steps=2))
+    if recipe.basis is not None:
+        found = replace(found, basis=replace(recipe.basis, num_samples=2, seq_len=320))
     if recipe.feedback is not None:
         found = replace(found, feedback=replace(recipe.feedback, num_samples=2, seq_len=320))
     if recipe.search is not None:
@@ -124,7 +126,9 @@ def shortened(recipe: Recipe) -> Recipe:
 
 
 # Others differ from one of these in a number or a switch: their plans are made, and not evaluated.
-EVALUATED = ("aqua-kv", "basis", "best", "default", "higgs-2", "kitty-feedback", "kivi-2", "kvmix", "mixkvq", "pm-kvq")
+EVALUATED = (
+    "aqua-kv", "best", "default", "higgs-2", "kitty-feedback", "kivi-2", "kvmix", "mixkvq", "pm-kvq", "sensitivity",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVALUATED)

@@ -9,7 +9,7 @@ from cli_cases import ran_well, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, feedback_spec, profile_spec
+from kvcal.folder import Folder, calibration_spec, profile_spec
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.rotated import DISTORTION, SCALE_DTYPE, RotatedLayout
 from kvcal.plan.page_format import SIDES
@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 def short(bits: float, **knobs: object) -> Recipe:
     texts = {"data.num_samples": 4, "data.seq_len": 400, "data.min_len": 0}
     texts |= {"profile.kl_samples": 2, "profile.kl_tokens": 400}
-    texts |= {"feedback.num_samples": 2, "feedback.seq_len": 400, "allocate.bits": bits, **knobs}
-    return with_knobs(load_recipe("basis"), texts)
+    texts |= {"basis.num_samples": 2, "basis.seq_len": 400, "allocate.bits": bits, **knobs}
+    return with_knobs(load_recipe("default"), texts)
 
 
 def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp_path: Path) -> None:
@@ -77,20 +77,18 @@ def test_recipes_that_contradict_themselves_are_refused() -> None:
 
 
 def test_a_cpu_reads_less_text_unless_asked(model: LoadedModel) -> None:
-    recipe = load_recipe("basis")
+    recipe = load_recipe("default")
     assert profile_spec(recipe.profile, model).kl_samples == 2 < recipe.profile.kl_samples
-    assert feedback_spec(recipe, model).num_samples == 6
+    assert calibration_spec(recipe, model).num_samples == 6
     thorough = replace(recipe, profile=replace(recipe.profile, kl_measured="all"))
     assert profile_spec(thorough.profile, model) == thorough.profile
-    fitted = feedback_spec(thorough, model)  # no longer than the model's context
+    fitted = calibration_spec(thorough, model)  # no longer than the model's context
     assert (fitted.num_samples, fitted.seq_len) == (16, 1024)
 
 
 def test_a_plan_in_one_command_and_another_budget_by_hand(model: LoadedModel, tmp_path: Path) -> None:
     """The default of `kvcal plan`, with report and options; `allocate` takes the objective that was measured."""
-    short_texts = [
-        f"--set={name}" for name in ("profile.kl_samples=1", "profile.kl_tokens=320", "feedback.num_samples=2")
-    ]
+    short_texts = [f"--set={name}" for name in ("profile.kl_samples=1", "profile.kl_tokens=320", "basis.num_samples=2")]
     out, sizes = tmp_path / "out", ("--bits", "3", "--batch", "8", "--context", "8192")
     ran_well("plan", model.source, *sizes, "--out", out, "--name", "three", "--data", "tasks", *short_texts)
     why = ran_well("inspect", out / "three" / "plan.safetensors", "--why", 0, "--json").json

@@ -120,8 +120,8 @@ def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
     for sides in (("k",), ("k", "v")):
         fed = [replace(layer, k_feedback=True, v_feedback="v" in sides) for layer in quantized(alike)]
         factors = needed_nbytes(fed, "bfloat16")
-        assert reserved_bytes(model, cache, None, feedback=FeedbackSpec(sides)) == factors > 0
-        assert reserved_bytes(model, cache, ReparamSpec(), feedback=FeedbackSpec(sides)) == factors + LAMBDAS
+        assert reserved_bytes(model, cache, None, calibration=FeedbackSpec(sides)) == factors > 0
+        assert reserved_bytes(model, cache, ReparamSpec(), calibration=FeedbackSpec(sides)) == factors + LAMBDAS
 
 
 def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:

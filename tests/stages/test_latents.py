@@ -23,7 +23,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
 from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import feedback
+from kvcal.stages import basis
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
@@ -137,7 +137,7 @@ def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None
     data, listener = data_of(200), Listener()
     found = reparam_stage.run_reparam(loaded, layers, data, ReparamSpec(), {}, tmp_path / "r", listener)
     assert found.layers == () and found.apply(layers) == layers
-    fed = feedback.run_feedback(loaded, layers, {}, data, FeedbackSpec(), {}, tmp_path / "f", listener)
+    fed = basis.run_basis(loaded, layers, {}, data, FeedbackSpec(), {}, tmp_path / "f", listener)
     assert fed.sides == () and fed.apply(layers) == layers
     for stage in ("reparam", "feedback"):
         assert f"{stage}: latents take no λ, offsets, predictors or error feedback" in "\n".join(listener.said)

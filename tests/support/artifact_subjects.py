@@ -24,8 +24,8 @@ from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec
 from kvcal.records import write_json
+from kvcal.stages import basis as basis_stage
 from kvcal.stages import compare as compare_stage
-from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
@@ -213,20 +213,20 @@ def open_reparam(path: Path) -> None:
 
 
 @functools.cache
-def feedback_result() -> feedback_stage.FeedbackRecord:
+def feedback_result() -> basis_stage.BasisRecord:
     loaded = loaded_llama()
-    subject = feedback_stage.Subject(loaded.identity, loaded.geometry, 4.0, "f", "text", 900, FeedbackSpec())
+    subject = basis_stage.Subject(loaded.identity, loaded.geometry, 4.0, "f", "text", 900, FeedbackSpec())
     places = [(index, side) for index in range(3) for side in SIDES if (index, side) != (1, "v")]
     generator, shape = torch.Generator().manual_seed(0), factor_spec(2, 8).extents
     factors = {place: torch.randn(shape, generator=generator).half() for place in places}
-    sides = tuple(feedback_stage.SideFeedback(*place, 0.5) for place in places)
-    return feedback_stage.FeedbackRecord(subject, sides, factors, {})
+    sides = tuple(basis_stage.SideFeedback(*place, 0.5) for place in places)
+    return basis_stage.BasisRecord(subject, sides, factors, {})
 
 
 def open_feedback(path: Path) -> None:
-    found = feedback_stage.load(path)
-    same_again(path, lambda again: feedback_stage.save(found, {}, again))
-    feedback_stage.table_rows(found)
+    found = basis_stage.load(path, "feedback")
+    same_again(path, lambda again: basis_stage.save(found, {}, again))
+    basis_stage.table_rows(found)
     plan = llama_plan(*KIVI_2, num_layers=3)
     use_plan(replace(plan, layers=found.apply(plan.layers), tensors=found.tensors()))
 
@@ -274,7 +274,7 @@ def subjects() -> list[Subject]:
         Subject("search", "", _saved(search_record.save, search_result()), open_search),
         Subject("predictors", "", _saved(predictor_record.save, fitted), open_predictors),
         Subject("reparam", "", _saved(reparam_stage.save, reparam_result()), open_reparam),
-        Subject("feedback", "", _saved(feedback_stage.save, feedback_result()), open_feedback),
+        Subject("feedback", "", _saved(basis_stage.save, feedback_result()), open_feedback),
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
     ]

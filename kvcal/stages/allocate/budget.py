@@ -25,7 +25,7 @@ from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec
+from kvcal.recipe import AllocateSpec, BasisSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.records import refusing
 from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, layers_in, num_values
@@ -91,7 +91,7 @@ def reserved_bytes(
     reparam: ReparamSpec | None,
     predictors: PredictorSpec | None = None,
     device_workload: Workload | None = None,
-    feedback: FeedbackSpec | None = None,
+    calibration: FeedbackSpec | None = None,
 ) -> int:
     """Upper bound of the bytes that the transforms of a recipe take: λ of every layer, all predictors that can
     be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback with
@@ -101,10 +101,10 @@ def reserved_bytes(
     lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.takes_transforms)
     total = 0 if reparam is None else FLOAT_BYTES * lambdas
     for layer in layers:
-        for side in () if feedback is None or not layer.takes_transforms else feedback.sides:
+        for side in () if calibration is None or not layer.takes_transforms else calibration.sides:
             shape = layer.attention.num_kv_heads, layer.head_dim(side)
             total += factor_spec(*shape).nbytes
-            if feedback is not None and feedback.basis:
+            if isinstance(calibration, BasisSpec):
                 total += sum(spec.nbytes for spec in basis_specs(side, *shape).values()) + layer.head_dim(side)  # signs
                 total += gain_spec(*shape).nbytes if side == "v" else 0
     if predictors is None:

@@ -27,6 +27,7 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages import divergence
+from kvcal.stages.basis import BasisRecord
 from kvcal.stages.checkpoint import (
     Batch,
     Checkpoint,
@@ -38,7 +39,6 @@ from kvcal.stages.checkpoint import (
     parameter_bytes,
     summed,
 )
-from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
 
@@ -62,7 +62,7 @@ def run_profile(
     inputs: dict[str, Any],
     path: Path,
     reporter: Reporter,
-    basis: FeedbackRecord | None = None,
+    basis: BasisRecord | None = None,
 ) -> Profile:
     """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
     ``basis``: of the pages whose KL is measured."""
@@ -146,7 +146,7 @@ def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[di
 
 
 def divergence_means(
-    loaded: LoadedModel, setup: ProfileSetup, step: Step, room: divergence.Room, basis: FeedbackRecord | None = None
+    loaded: LoadedModel, setup: ProfileSetup, step: Step, room: divergence.Room, basis: BasisRecord | None = None
 ) -> dict[str, Mean]:
     places, texts = step
     reference = divergence.unquantized_plan(loaded.identity, loaded.geometry)

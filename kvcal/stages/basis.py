@@ -1,16 +1,16 @@
-"""The feedback stage: Hessians of what attention makes of errors in keys and values, the bases that they ask for, and
-the factors of error feedback.
+"""The stages basis and feedback: Hessians of what attention makes of errors in keys and values, the bases that they
+ask for, and the factors of error feedback.
 
 For keys the Hessian of a KV head is the mean of q q' over the queries after RoPE of its query heads; for values the sum
 of W_o' W_o over its query heads, without data. Both are taken to the space of the pages: times λ or turned before RoPE
 for keys, rotated where pages are. A key before RoPE is read at any distance; so each query is turned back by
 ``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are stretched as for λ.
 
-With ``basis``, rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries and keys weighted by
+With [basis], rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries and keys weighted by
 what attention makes of an error, with each text at all places of the model's context, and feedback works in it. The
 center of keys stays 0 where attention has logits without a key, or soft caps: softmax then sees a constant.
 
-The stage comes last, when layers have all their transforms, or first, where formats are chosen in a basis. It keeps
+The stage comes last, when layers have all their transforms, or first, where formats are chosen in the basis. It keeps
 sums alone: memory does not grow with sequences, and an interrupted run goes on. Left out: Hessians of the loss.
 """
 
@@ -43,7 +43,7 @@ from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
-from kvcal.recipe import FeedbackSpec
+from kvcal.recipe import BasisSpec, FeedbackSpec
 from kvcal.records import record_of
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.hessians import (
@@ -58,8 +58,7 @@ from kvcal.stages.hessians import (
 from kvcal.stages.lambda_candidates import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
 
-KIND = "feedback"
-SCHEMA = 5
+SCHEMA = 6
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -82,7 +81,7 @@ class SideFeedback:
 class Subject(CalibrationSubject):
     """The model, data and settings of a calibration."""
 
-    spec: FeedbackSpec
+    spec: FeedbackSpec | BasisSpec  # in this order: the first that has all keys
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -92,7 +91,7 @@ class _Body:
 
 
 @dataclass(frozen=True, eq=False)
-class FeedbackRecord:
+class BasisRecord:
     """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.error_feedback); ``bases``:
     of those that have one; ``gains``: of the values among these, fp16 [N, D] by layer, for codes of 2 bits."""
 
@@ -105,9 +104,10 @@ class FeedbackRecord:
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers with feedback. Raises ArtifactError: they are another model's."""
         if tuple(layer.geometry for layer in layers) != self.subject.geometry.layers:
+            stage = self.subject.spec.stage
             raise ArtifactError(
-                f"error feedback was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
-                hint="run feedback again for this model",
+                f"{stage} was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
+                hint=f"run {stage} again for this model",
             )
         fed = self.factors.keys() & feedback_places(layers, SIDES)
         based = self.bases.keys() & basis_places(layers, SIDES)
@@ -135,7 +135,7 @@ class FeedbackRecord:
 def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[LayerPlan, ...]:
     """The layers that feedback is calibrated for. A basis does not depend on bits, so that these are chosen after it:
     all layers have rotated pages of 2 bits, of the sinks and windows of those that are rotated."""
-    if not spec.basis:
+    if not isinstance(spec, BasisSpec):
         return layers
     found: dict[Side, Format] = {}
     for side in spec.sides:
@@ -171,7 +171,7 @@ def basis_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list
     return found
 
 
-def run_feedback(
+def run_basis(
     loaded: LoadedModel,
     layers: tuple[LayerPlan, ...],
     tensors: Mapping[str, Tensor],
@@ -180,29 +180,27 @@ def run_feedback(
     inputs: dict[str, Any],
     path: Path,
     reporter: Reporter,
-) -> FeedbackRecord:
+) -> BasisRecord:
     """Calibrate, and write the record to ``path``; an earlier run of the same ``inputs`` that was interrupted is
     continued. ``layers`` and ``tensors``: the plan's, with all transforms."""
-    places = feedback_places(layers, spec.sides)
+    kind, places = spec.stage, feedback_places(layers, spec.sides)
     if loaded.geometry.has_latents:
-        reporter.say(f"feedback: {LATENTS}")
+        reporter.say(f"{kind}: {LATENTS}")
     elif not places:
-        reporter.say("feedback: no layer has codes that could be chosen, nothing to calibrate")
-    scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, "feedback")
-    based = basis_places(layers, spec.sides) if spec.basis else []
+        reporter.say(f"{kind}: no layer has codes that could be chosen, nothing to calibrate")
+    scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, kind)
+    based = basis_places(layers, spec.sides) if isinstance(spec, BasisSpec) else []
     by_index = {layer.geometry.index: layer for layer in layers}
     longest = max(map(len, data.sequences))
     rotary = _rotary(loaded, based, longest, reporter)
     calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale, rotary, longest)
     start = calibration.start()
-    with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
+    with Checkpoint(path, kind, inputs, start, reporter) as checkpoint:
         if start.means:
             check_taps(loaded.model, loaded.geometry)
             most_tokens = BATCH_TOKENS[loaded.model.device.type]
             measure = calibration.batch_means
-            for_each_batch(
-                data, most_tokens, lambda batches: list(map(measure, batches)), SAMPLES, checkpoint, "feedback"
-            )
+            for_each_batch(data, most_tokens, lambda batches: list(map(measure, batches)), SAMPLES, checkpoint, kind)
         factors, sides, bases, gains = {}, [], {}, {}
         for place in places:
             try:
@@ -211,7 +209,7 @@ def run_feedback(
             except torch.linalg.LinAlgError as error:
                 raise UsageError(
                     f"the Hessian of layer {place[0]}'s {place[1]} is not positive definite",
-                    hint="raise [feedback] damping",
+                    hint=f"raise [{kind}] damping",
                 ) from error
             sides.append(SideFeedback(*place, min(1.0, float(share_N.mean())), basis is not None))
             if basis is not None:
@@ -221,7 +219,7 @@ def run_feedback(
                     gains[place[0]] = value_gains(cost_ND + spec.damping * cost_ND.mean(1, keepdim=True))
         about_data = (data.fingerprint, data.description, data.num_tokens)
         subject = Subject(loaded.identity, loaded.geometry, scale, *about_data, spec)
-        record = FeedbackRecord(subject, tuple(sides), factors, bases, gains)
+        record = BasisRecord(subject, tuple(sides), factors, bases, gains)
         save(record, inputs, path)
     return record
 
@@ -254,7 +252,7 @@ class _Calibration:
         return State(means, {SAMPLES: 0})
 
     def batch_means(self, batch: Batch) -> dict[str, Mean]:
-        """The sums over the tokens of a batch. NonFiniteActivations: as ``run_feedback``."""
+        """The sums over the tokens of a batch. NonFiniteActivations: as ``run_basis``."""
         position_T = calibration_positions(batch.tokens_BT.shape[1], self.position_scale)
         sums: dict[str, Tensor] = {}
         finite: dict[int, Tensor] = {}
@@ -307,7 +305,7 @@ class _Calibration:
                 hessian = lambda_ND.unsqueeze(2) * hessian * lambda_ND.unsqueeze(1)
         else:
             hessian = output_products(self._output_weights[index], layer.attention.num_kv_heads)
-        if place in self.based:
+        if place in self.based and isinstance(self.spec, BasisSpec):
             sums = means[f"moments.{index}.{side}"].total
             sums = self._over_context(sums, index) if side == "k" else sums
             center, covariance = mean_and_covariance(sums, side == "k" and self._is_blind(index))
@@ -352,26 +350,26 @@ def _rotary(loaded: LoadedModel, based: list[Place], longest: int, reporter: Rep
     try:
         return rotary_maps(loaded.model, loaded.geometry, indices) if indices else {}
     except UnsupportedModel as unknown:
-        reporter.say(f"feedback: bases are fitted to the first {longest} positions alone: {unknown.message}")
+        reporter.say(f"basis: bases are fitted to the first {longest} positions alone: {unknown.message}")
         return {}
 
 
-def save(record: FeedbackRecord, inputs: dict[str, Any], path: Path) -> None:
+def save(record: BasisRecord, inputs: dict[str, Any], path: Path) -> None:
     body = _Body(record.subject, record.sides)
-    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(body), record.tensors()))
+    artifact.write(path, artifact.Artifact(record.subject.spec.stage, SCHEMA, inputs, dump(body), record.tensors()))
 
 
-def load(path: Path) -> FeedbackRecord:
-    stored = artifact.read(path, KIND, SCHEMA)
+def load(path: Path, kind: str = "basis") -> BasisRecord:
+    stored = artifact.read(path, kind, SCHEMA)
     body = record_of(_Body, stored.body, path)
     factors = {(s.index, s.side): stored.tensors[f"layers.{s.index}.{s.side}_feedback"] for s in body.sides}
     found = {(s.index, s.side): Basis.of(stored.tensors, f"layers.{s.index}.{s.side}") for s in body.sides}
     bases = {place: basis for place, basis in found.items() if basis is not None}
     gains = {index: stored.tensors[f"layers.{index}.v_gain"] for index, side in bases if side == "v"}
-    return FeedbackRecord(body.subject, body.sides, factors, bases, gains)
+    return BasisRecord(body.subject, body.sides, factors, bases, gains)
 
 
-def table_rows(record: FeedbackRecord) -> tuple[list[str], list[list[str]]]:
+def table_rows(record: BasisRecord) -> tuple[list[str], list[list[str]]]:
     """(headers, rows) for people: one row a layer; the share of the weighted error that is left."""
     shares = {(found.index, found.side): f"{found.share:.0%}" for found in record.sides}
     layers = sorted({index for index, _ in shares})

@@ -1,6 +1,6 @@
 """The feedback stage: Hessians against loops, the record, and what its factors do in a cache and in a folder."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -30,10 +30,11 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
-from kvcal.recipe import FeedbackSpec
+from kvcal.recipe import BasisSpec, FeedbackSpec
 from kvcal.recipe_files import load_recipe
+from kvcal.stages import basis as basis_stage
 from kvcal.stages import checkpoint as checkpoint_module
-from kvcal.stages import feedback, pipeline
+from kvcal.stages import pipeline
 from kvcal.stages.formats import fix_folder
 from kvcal.stages.hessians import (
     key_costs,
@@ -60,7 +61,7 @@ def run(folder: Path, loaded: LoadedModel, layers=None, tensors=None, spec=SPEC,
     folder.mkdir(exist_ok=True)
     layers = layers_of(loaded) if layers is None else layers
     path = folder / "feedback.safetensors"
-    return feedback.run_feedback(loaded, layers, tensors or {}, data, spec, {}, path, reporter or Silent())
+    return basis_stage.run_basis(loaded, layers, tensors or {}, data, spec, {}, path, reporter or Silent())
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +99,10 @@ def test_factors_are_those_of_the_hessians(tmp_path: Path, llama: LoadedModel) -
         by_head = weights[layer].double().unflatten(1, (2, 2))
         hessian = torch.einsum("cngd,cnge->nde", by_head, by_head)
         torch.testing.assert_close(record.factors[layer, "v"], feedback_factor(hessian, 0.01)[0], rtol=2e-3, atol=1e-4)
-    again = feedback.load(tmp_path / "feedback.safetensors")
+    again = basis_stage.load(tmp_path / "feedback.safetensors", "feedback")
     assert again.subject == record.subject and again.sides == record.sides
     assert all(torch.equal(again.factors[place], factor) for place, factor in record.factors.items())
-    headers, rows = feedback.table_rows(record)
+    headers, rows = basis_stage.table_rows(record)
     assert len(rows) == 2 and all(len(row) == len(headers) and row[1].endswith("%") for row in rows)
 
 
@@ -147,7 +148,7 @@ def test_keys_before_rope_are_measured_before_rope(tmp_path: Path, llama: Loaded
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, llama: LoadedModel, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_module, "SAVE_SECONDS", 0.0)
-    monkeypatch.setitem(feedback.BATCH_TOKENS, "cpu", 200)
+    monkeypatch.setitem(basis_stage.BATCH_TOKENS, "cpu", 200)
     run(tmp_path / "whole", llama)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", llama, reporter=Listener(2))
@@ -168,7 +169,7 @@ def test_queries_that_are_not_finite_are_named(tmp_path: Path) -> None:
 
 
 def test_a_hessian_that_is_not_positive_definite_asks_for_more_damping(tmp_path, llama, monkeypatch) -> None:
-    monkeypatch.setattr(feedback._Calibration, "hessian", lambda *_: (2 * torch.eye(16).double()[None] - 1, None))
+    monkeypatch.setattr(basis_stage._Calibration, "hessian", lambda *_: (2 * torch.eye(16).double()[None] - 1, None))
     with pytest.raises(UsageError, match="Hessian of layer 0's k is not positive definite") as error:
         run(tmp_path, llama)
     assert "damping" in str(error.value.hint)
@@ -243,7 +244,7 @@ def test_what_takes_no_feedback_is_refused() -> None:
 
 
 ROTATED = Format(2, "token", 128, 2, 16, quantizer="rotated")
-WITH_BASIS = replace(SPEC, basis=True)
+WITH_BASIS = BasisSpec(**asdict(SPEC))
 
 
 def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: Path, llama: LoadedModel) -> None:
@@ -263,8 +264,8 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
         center, covariance = mean_and_covariance(keys, True)
         outputs = output_products(weights[index], 2)
         expected = {
-            "k": (queries, fitted_basis(queries, covariance, SPEC.exponent, center)),
-            "v": (outputs, fitted_basis(outputs, mean_and_covariance(values, False)[1], SPEC.exponent)),
+            "k": (queries, fitted_basis(queries, covariance, WITH_BASIS.exponent, center)),
+            "v": (outputs, fitted_basis(outputs, mean_and_covariance(values, False)[1], WITH_BASIS.exponent)),
         }
         for side, (hessian, basis) in expected.items():
             found = record.bases[index, side]
@@ -276,7 +277,7 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
             costs = rotated(moved_hessian(hessian, found), signs)
             factor, _ = feedback_factor(costs, SPEC.damping)
             torch.testing.assert_close(record.factors[index, side].float(), factor.float(), atol=5e-3, rtol=2e-2)
-    read = feedback.load(tmp_path / "feedback.safetensors")
+    read = basis_stage.load(tmp_path / "feedback.safetensors")
     assert read.sides == record.sides and all(side.basis for side in read.sides)
     assert {n: t.tolist() for n, t in read.tensors().items()} == {n: t.tolist() for n, t in record.tensors().items()}
 
@@ -285,7 +286,7 @@ def test_only_rotated_pages_without_transforms_get_a_basis(tmp_path: Path, llama
     record = run(tmp_path, llama, layers_of(llama, K, ROTATED), spec=WITH_BASIS)
     assert {side for _, side in record.bases} == {"v"} and {side for _, side in record.factors} == {"k", "v"}
     layers = layers_of(llama, ROTATED, ROTATED, k_offset=True)
-    assert not feedback.basis_places(layers, ("k",)) and feedback.basis_places(layers, ("v",))
+    assert not basis_stage.basis_places(layers, ("k",)) and basis_stage.basis_places(layers, ("v",))
     layer = layers_of(llama, ROTATED, V)[0]
     with pytest.raises(ValueError, match="has v_basis, which is for rotated pages"):
         replace(layer, v_basis=True)
