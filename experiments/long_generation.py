@@ -1,6 +1,6 @@
 """Long answers of a pretrained model with plans: tables of many rows, and text that goes on by itself.
 
-    python experiments/long_generation.py --model path/to/model.gguf --data texts --plans basis@2.5,basis@3,kivi-2
+    python experiments/long_generation.py --model path/to/model.gguf --data texts --plans default@2.5,default@3,kivi-2
 
 rows       records, a line of JSON each, and the same as the rows of a table, as in LongProc (arXiv 2501.05414): rows
            that the model gets right, letter for letter, each after the true rows before it; and how many come before
@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from dialogues import JOBS, PLACES
-from real import RAW, Maker, cell, find_model, machine, texts_of
+from real import PRICED, RAW, Maker, Text, cell, find_model, machine, texts_of
+from rivals import all_rivals, measure_rivals
 from shared import mean_and_error, print_table, ratio_and_error
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -66,6 +67,8 @@ def main() -> None:
         known = TokenDataset(sequences, masks, "", "the measured texts", purpose="report")
         raw, written_BT = unquantized_plan(loaded.identity, loaded.geometry), torch.empty(0)
         names = RAW, *maker.names
+        if given.rivals and given.tables:
+            rival_rows(loaded, given, found)
         missing = set(names) - set(found["own"])
         for name in names:
             plan = raw if name == RAW else maker.plan(name, Workload(given.batch, given.tokens + given.new_tokens))
@@ -74,7 +77,7 @@ def main() -> None:
             require_unseen(plan.provenance, known)
             started = time.monotonic()
             if name not in found["rows"] and given.tables:
-                found["rows"][name] = right_rows(loaded, plan, given)
+                found["rows"][name] = read_answers(loaded, plan, tables_of(loaded, given), given.batch)
                 reporter.say(f"{name}: rows in {time.monotonic() - started:.1f} s")
             if texts and missing and name in missing | {RAW}:  # what 16 bits write is the same each time
                 own_BT = written(loaded, plan, torch.stack(sequences), given.new_tokens)
@@ -91,7 +94,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument("--out", type=Path, help="folder of results; default: artifacts/long-NAME")
     parser.add_argument("--data", type=Path, help="folder of texts, as for real.py")
-    parser.add_argument("--plans", default="basis@3,basis@2.5,kivi-2", help="comma-separated, as for real.py")
+    parser.add_argument("--plans", default="default@3,default@2.5,kivi-2", help="comma-separated, as for real.py")
+    parser.add_argument("--rivals", help="formats of rivals.py whose rows are measured, too, such as fp8")
     parser.add_argument("--calibrate", action="append", help="source of calibration; default: the recipes' own")
     parser.add_argument("--quick", action="store_true", help="plans from few texts, for a CPU")
     parser.add_argument("--tables", type=int, default=64, help="0 for none")
@@ -138,14 +142,23 @@ def table(rng: random.Random, count: int, tokenizer: Any) -> Reading:
     return Reading(torch.tensor(encoded["input_ids"]), answers)
 
 
-def right_rows(loaded: LoadedModel, plan: Plan, given: argparse.Namespace) -> list[list[bool]]:
-    """Of every table, which of its first rows are right: as many as lie within the tokens of the shortest one."""
+def tables_of(loaded: LoadedModel, given: argparse.Namespace) -> tuple[Reading, ...]:
+    """Tables of one length, with as many of their first rows as lie within the tokens of the shortest one."""
     rng, tokenizer = random.Random("rows"), tokenizer_of(loaded)
     tables = [table(rng, given.rows, tokenizer) for _ in range(given.tables)]
     length = min(len(one.tokens_T) for one in tables)
     count = min(sum(stop <= length for _, stop in one.answers) for one in tables)
-    cut = [Reading(one.tokens_T[:length], one.answers[:count]) for one in tables]
-    return read_answers(loaded, plan, tuple(cut), given.batch)
+    return tuple(Reading(one.tokens_T[:length], one.answers[:count]) for one in tables)
+
+
+def rival_rows(loaded: LoadedModel, given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Notes which rows other systems' formats get right, simulated as in rivals.py."""
+    tables, shape = tables_of(loaded, given), (len(loaded.geometry.layers), loaded.geometry.layers[0].k_head_dim)
+    none_T = torch.zeros(len(tables[0].tokens_T), dtype=torch.bool)
+    texts = [Text(one.tokens_T, none_T, "", "rows", one.answers) for one in tables]
+    for name, rival in all_rivals(loaded, given.rivals.split(",")).items():
+        found["plans"][name] = {"bits": rival.bits(PRICED.context, *shape)}
+        found["rows"][name] = [text["answers"] for text in measure_rivals(loaded, texts, {name: rival})[name]]
 
 
 @torch.inference_mode()

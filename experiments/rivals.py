@@ -1,6 +1,6 @@
 """The KV caches of other systems on a real model, next to kvcal's plans, on the same texts.
 
-    python experiments/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,basis@2.5
+    python experiments/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,default@2.5
 
 Options are those of real.py, ``--rivals``, and ``--long`` for texts longer than --tokens. What OUT/real.json has of the
 same settings is not measured again; results go to OUT/rivals.json. All is written from descriptions. No codes are
@@ -47,7 +47,7 @@ from kvcal.plan.page_format import Side
 from kvcal.stages.divergence import kl_divergence
 from kvcal.stages.hessians import output_products, over_context, query_products
 
-PLANS = "kivi-4,kivi-2,basis@4,basis@3,basis@2.5,basis@2.25"
+PLANS = "kivi-4,kivi-2,default@4,default@3,default@2.5,default@2.25"
 AT_ONCE = 8192  # tokens of a forward: its logits are held twice
 GAUSSIAN_STEP = {2: 0.9957, 3: 0.5860}  # of the uniform quantizer of least squared error, unit variance
 CLIPPED = {"k": 0.96, "v": 0.92}  # quantile of magnitudes that OSCAR clips at
