@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +20,13 @@ from kvcal.pages.basis import fitted_basis, moved_hessian
 from kvcal.pages.error_feedback import feedback_factor
 from kvcal.pages.rotated import GAINED_BITS, value_gains
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
-from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors
+from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.recipe import FeedbackSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.hessians import rotated
 
 RECIPE = "basis"
-KEYS_OVER_VALUES = 3.0  # of the mean damage, as random plans have it
+DAMAGE = {"k": 3.0, "v": 1.0}  # of 2 bits, in the median: keys do more
 
 Pair = tuple[float, float]
 Place = tuple[int, Side]  # the layer's cache index first
@@ -60,31 +61,31 @@ def default_plan(
     """
     recipe, generator = load_recipe(RECIPE), torch.Generator().manual_seed(0)
     assert recipe.allocate is not None and recipe.feedback is not None
-    workload = workload or Workload(recipe.allocate.batch, recipe.allocate.context)
-    importance: dict[Place, float] = {}
-    for layer in bare_layers(geometry):
-        if layer.takes_transforms:
-            for side, mean in zip(SIDES, (KEYS_OVER_VALUES, 1.0), strict=True):
-                importance[layer.geometry.index, side] = mean * float(torch.randn((), generator=generator).exp())
-    chosen, widths = dict.fromkeys(importance, 2), recipe.profile.num_bits
-    steps = [(place, fewer, more) for place in importance for fewer, more in zip(widths, widths[1:], strict=False)]
-    # What is gained by each further bit falls from step to step of a place, so that its steps come in order.
-    steps.sort(key=lambda step: -importance[step[0]] * (4.0 ** -step[1] - 4.0 ** -step[2]) / (step[2] - step[1]))
-    layers = _layers_of(geometry, chosen, recipe)
-    if (least := _bits_per_value(geometry, layers, workload)) > bits:
-        raise ValueError(f"{bits} bits a value: batch {workload.batch} x {workload.context} takes {least:.3f} at least")
-    for place, _, more in steps:
-        chosen[place] = more
-        richer = _layers_of(geometry, chosen, recipe)
-        if _bits_per_value(geometry, richer, workload) > bits:
-            break
-        layers = richer
-    tensors = lattice_tensors(layers)
+    paged = [layer.geometry.index for layer in bare_layers(geometry) if layer.takes_transforms]
+    damage = {place: DAMAGE[place[1]] * float(torch.randn((), generator=generator).exp())
+              for place in itertools.product(paged, SIDES)}  # fmt: skip
+    chosen, widths = dict.fromkeys(damage, 2), recipe.profile.num_bits
+    layers, tensors = _layers_of(geometry, chosen, recipe), dict[str, Tensor]()
     for layer in layers:
-        tensors |= _random_transforms(layer, recipe.feedback, tensors, generator) if layer.takes_transforms else {}
+        tensors |= _random_transforms(layer, recipe.feedback, generator) if layer.takes_transforms else {}
     identity = identity or ModelIdentity("random", geometry.model_type, "0" * 64, "0" * 64, "0" * 64)
-    needed = {name: tensors[name] for name in needed_tensors(layers, geometry.cache_dtype)}
-    return Plan(identity, geometry.cache_dtype, layers, workload, {}, needed)
+    workload = workload or Workload(recipe.allocate.batch, recipe.allocate.context)
+    plan = Plan(identity, geometry.cache_dtype, layers, workload, {}, tensors)
+    spare = (bits - plan.bits_per_value()) * len(chosen)
+    if spare < 0:
+        raise ValueError(f"{bits} bits a value of {workload}: at least {plan.bits_per_value():.3f} are taken")
+    # What a bit more takes off the damage falls from width to width, so that the steps of a place come in order.
+    steps = [(place, fewer, more) for place in damage for fewer, more in itertools.pairwise(widths)]
+    for place, fewer, more in sorted(
+        steps, key=lambda step: -damage[step[0]] * (4.0 ** -step[1] - 4.0 ** -step[2]) / (step[2] - step[1])
+    ):
+        spare -= more - fewer
+        if spare < 0:
+            break
+        chosen[place] = more
+    layers = _layers_of(geometry, chosen, recipe)
+    needed = needed_tensors(layers, geometry.cache_dtype)
+    return replace(plan, layers=layers, tensors={name: tensors[name] for name in needed})
 
 
 def _layers_of(geometry: Geometry, bits: Mapping[Place, int], recipe: Recipe) -> tuple[LayerPlan, ...]:
@@ -94,26 +95,15 @@ def _layers_of(geometry: Geometry, bits: Mapping[Place, int], recipe: Recipe) ->
         if layer.takes_transforms:
             index, cache = layer.geometry.index, recipe.cache
             k, v = (cache.format(side, bits[index, side], "token", 128, "rotated") for side in SIDES)
-            fed = LayerPlan(layer.geometry, (k,), (v,), k_feedback=True, v_feedback=True)
-            layer = replace(fed, k_basis=True, v_basis=True, v_gain=v.num_bits == GAINED_BITS)
+            has = dict.fromkeys(("k_feedback", "v_feedback", "k_basis", "v_basis"), True)
+            layer = LayerPlan(layer.geometry, (k,), (v,), **has, v_gain=v.num_bits == GAINED_BITS)
         found.append(layer)
     return tuple(found)
 
 
-def _bits_per_value(geometry: Geometry, layers: Sequence[LayerPlan], workload: Workload) -> float:
-    """As a plan of these layers has them."""
-    paged = [layer for layer in layers if layer.is_paged]
-    values = sum(layer.attention.values_per_token for layer in paged) * sum(workload.lengths)
-    sizes = geometry.cache_dtype, workload.lengths, workload.context
-    nbytes = sum(layer.nbytes(*sizes) - layer.state_nbytes(workload.batch) for layer in paged)
-    return 8 * (nbytes + needed_nbytes(paged, geometry.cache_dtype)) / values
-
-
-def _random_transforms(
-    layer: LayerPlan, spec: FeedbackSpec, signs: Mapping[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Bases, factors and gains that the calibration makes of random costs and covariances."""
-    heads, found = layer.attention.num_kv_heads, dict[str, Tensor]()
+def _random_transforms(layer: LayerPlan, spec: FeedbackSpec, generator: torch.Generator) -> dict[str, Tensor]:
+    """Bases, factors and gains that the calibration makes of random costs and covariances; and signs."""
+    heads, found = layer.attention.num_kv_heads, lattice_tensors((layer,))
     for side in SIDES:
         dim, prefix = layer.head_dim(side), f"layers.{layer.geometry.index}.{side}"
         energies = torch.logspace(-3, 3, dim, 2, dtype=torch.float64)
@@ -123,7 +113,7 @@ def _random_transforms(
         basis = fitted_basis(costs, covariance, spec.exponent, center)
         costs = moved_hessian(costs, basis)
         gains = {f"{prefix}_gain": value_gains(torch.linalg.eigvalsh(costs))} if side == "v" else {}
-        factor, _ = feedback_factor(rotated(costs, signs[f"{prefix}_signs"]), spec.damping)
+        factor, _ = feedback_factor(rotated(costs, found[f"{prefix}_signs"]), spec.damping)
         found |= basis.tensors(prefix) | gains | {f"{prefix}_feedback": factor}
     return found
 
