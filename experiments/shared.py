@@ -21,11 +21,11 @@ from kvcal.pages.error_feedback import feedback_factor
 from kvcal.pages.rotated import GAINED_BITS, value_gains
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
-from kvcal.recipe import FeedbackSpec, Recipe
+from kvcal.recipe import BasisSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.hessians import rotated
 
-RECIPE = "basis"
+RECIPE = "default"
 DAMAGE = {"k": 3.0, "v": 1.0}  # of 2 bits, in the median: keys do more
 
 Pair = tuple[float, float]
@@ -60,14 +60,14 @@ def default_plan(
     ValueError: the formats take more than ``bits`` at their least.
     """
     recipe, generator = load_recipe(RECIPE), torch.Generator().manual_seed(0)
-    assert recipe.allocate is not None and recipe.feedback is not None
+    assert recipe.allocate is not None and recipe.basis is not None
     paged = [layer.geometry.index for layer in bare_layers(geometry) if layer.takes_transforms]
     damage = {place: DAMAGE[place[1]] * float(torch.randn((), generator=generator).exp())
               for place in itertools.product(paged, SIDES)}  # fmt: skip
     chosen, widths = dict.fromkeys(damage, 2), recipe.profile.num_bits
     layers, tensors = _layers_of(geometry, chosen, recipe), dict[str, Tensor]()
     for layer in layers:
-        tensors |= _random_transforms(layer, recipe.feedback, generator) if layer.takes_transforms else {}
+        tensors |= _random_transforms(layer, recipe.basis, generator) if layer.takes_transforms else {}
     identity = identity or ModelIdentity("random", geometry.model_type, "0" * 64, "0" * 64, "0" * 64)
     workload = workload or Workload(recipe.allocate.batch, recipe.allocate.context)
     plan = Plan(identity, geometry.cache_dtype, layers, workload, {}, tensors)
@@ -101,7 +101,7 @@ def _layers_of(geometry: Geometry, bits: Mapping[Place, int], recipe: Recipe) ->
     return tuple(found)
 
 
-def _random_transforms(layer: LayerPlan, spec: FeedbackSpec, generator: torch.Generator) -> dict[str, Tensor]:
+def _random_transforms(layer: LayerPlan, spec: BasisSpec, generator: torch.Generator) -> dict[str, Tensor]:
     """Bases, factors and gains that the calibration makes of random costs and covariances; and signs."""
     heads, found = layer.attention.num_kv_heads, lattice_tensors((layer,))
     for side in SIDES:
