@@ -3,9 +3,8 @@
     python experiments/bench_product.py --out product.json
     python experiments/bench_product.py --part layers --shape 8x32768 --plan plan.safetensors --out product.json
 
-Needs a CUDA device. Plans are those of --plan, or what the default recipe makes at each of --bits (``shared``: random
-where a calibration decides); and, for reference alone, rotated pages of 2 bits without a basis. The model has random
-weights. Rows are at random phases of their pages. Parts:
+Needs a CUDA device. Plans are those of --plan, or what the default recipe makes at each of --bits (``shared``); and for
+reference alone, rotated pages of 2 bits without a basis. Weights are random, rows at random phases of pages. Parts:
 
     layers   a step of all layers' caches, for each --shape: microseconds a layer, as kvcal/bench.py has them
     prompts  milliseconds until the first token of one prompt, at once and in chunks; 16 bits in a DynamicCache
@@ -76,26 +75,25 @@ def reference_plan(like: Plan) -> Plan:
     return replace(like, layers=layers, tensors=lattice_tensors(layers))
 
 
-def measured(times: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def measured(times: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """What ``times`` says, once the caches before it are cleared, whose layers know each other; or why not."""
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        found = times(*args)
+        return times(*args)
     except torch.OutOfMemoryError:
         return {"reason": "out of memory"}
-    return found if isinstance(found, dict) else asdict(found)
 
 
 def rows_of_layers(plans: Plans, model: PreTrainedModel, given: argparse.Namespace) -> Rows:
     """A mean over the layers that keep pages."""
 
-    def times(plan: Plan | None, workload: Workload) -> Any:
+    def times(plan: Plan | None, workload: Workload) -> dict[str, Any]:
         layers = [layer for layer in (plan or plans[REFERENCE]).layers if layer.is_paged]
         if plan is None:
             us = bench.dense_us(layers[0], workload, CACHE_DTYPES[plans[REFERENCE].cache_dtype], model.device)
             return {"us": us, "mean_us": us}
-        return bench.layers_times(bench.filled_layers(plan, layers, workload, model.device), workload)
+        return asdict(bench.layers_times(bench.filled_layers(plan, layers, workload, model.device), workload))
 
     for shape, (name, plan) in itertools.product(given.shape, plans.items()):
         yield {"case": shape, "cache": name} | measured(times, plan, Workload(*map(int, shape.split("x"))))
@@ -105,9 +103,8 @@ def rows_of_prompts(plans: Plans, model: PreTrainedModel, given: argparse.Namesp
     ids = torch.randint(model.config.vocab_size, (1, given.prompt), device=model.device)
 
     def first_token_ms(plan: Plan | None, chunk: int) -> float:
-        cache = DynamicCache(config=model.config)
-        if plan is not None:
-            cache = PlanCache(plan, model.config, max_tokens=given.prompt + PAGE_TOKENS)
+        room = given.prompt + PAGE_TOKENS
+        cache = PlanCache(plan, model.config, max_tokens=room) if plan else DynamicCache(config=model.config)
         with torch.inference_mode(), nullcontext() if plan is None else attached(model):
             start = time.perf_counter()
             for part in ids.split(chunk, 1):
@@ -146,14 +143,13 @@ def whole_step(plan: Plan | None, model: PreTrainedModel, workload: Workload) ->
             ids.copy_(logits[:, -1:].argmax(-1))
 
         step()  # allocates
-        if plan is None:
-            for layer in cache.layers:
-                layer.keys.normal_()
-                layer.values.normal_()
-                layer.cumulative_length.fill_(workload.context)
-        else:
+        if plan is not None:
             bench.fill(cache, workload)
             lengths = cache.static.lengths
+        for layer in cache.layers if plan is None else ():
+            layer.keys.normal_()
+            layer.values.normal_()
+            layer.cumulative_length.fill_(workload.context)
         return bench.step_times(step, lengths, workload, rounds=1)
 
 
