@@ -21,7 +21,7 @@ MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   the_plan_that_ships_is_the_plan_that_was_measured)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test once old-cpu newest oldest ends ends-oldest ends-newest gpu engines real serve-real bench first-user docs clean
+.PHONY: help setup demo check format lint types test once old-cpu newest oldest ends ends-oldest ends-newest gpu engines real serve-real bench product first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -36,7 +36,8 @@ help:
 	@echo "make lint    format and lint, reading only"
 	@echo "make real    measure all systems on a pretrained model (MODEL=, OPTIONS=--quick on a CPU)"
 	@echo "make serve-real  serve a pretrained model in each engine, and compare its answers with generate (MODEL=, OPTIONS=)"
-	@echo "make bench   measure time and memory (experiments)"
+	@echo "make bench   measure time and memory of the stages (experiments)"
+	@echo "make product  time the plans that ship on a GPU (OPTIONS=\"--part layers\")"
 	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
 	@echo "make clean   remove caches, the demo's output and the environment"
@@ -119,8 +120,12 @@ real: $(READY)
 serve-real: $(READY)
 	$(BIN)/python experiments/serve_real.py --model $(MODEL) $(OPTIONS)
 
+# Stages on a CPU; product: the plans that ship, on a GPU, some minutes.
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s
+
+product: $(READY)
+	$(BIN)/python experiments/bench_product.py --out artifacts/product.json $(OPTIONS)
 
 # Minutes, most of them pip's; writes the page's outputs anew.
 first-user: $(READY)

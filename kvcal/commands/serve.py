@@ -37,9 +37,11 @@ RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallel
 
 @options.spread
 def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: options.OutputOptions) -> None:
-    """Time decode attention over a plan's packed pages on this GPU, against torch's fastest attention at 16 bits.
+    """Time the steps of a plan's layers on this GPU, next to torch's fastest attention at 16 bits.
 
-    Layers that differ in nothing but their index share a row. Exit code 6 without a GPU.
+    A step is all that a layer's cache does for a new token: storing it, packing pages, attention, and with a basis,
+    entering and leaving it. Rows are at random phases of their pages. Layers that differ in nothing but their index
+    share a row. Exit code 6 without a GPU.
 
     Example: `kvcal bench plan.safetensors --batch 8 --context 32768`
     """
@@ -53,17 +55,22 @@ def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: opt
             hint="run it on a machine with an NVIDIA GPU and a CUDA build of torch",
         )
     times, device = layer_times.time_layers(loaded, workload, torch.device("cuda")), torch.cuda.get_device_name()
-    value = {"device": device, "workload": asdict(workload), "layers": [asdict(time) for time in times]}
-    rows = [
-        (
-            f"{len(time.layers)} from {time.layers[0]}", time.k, time.v, format_bytes(time.nbytes),
-            "" if time.us is None else f"{time.us:.1f}", "" if time.sdpa_us is None else f"{time.sdpa_us:.1f}",
-            f"{time.sdpa_us / time.us:.2f}x" if time.us and time.sdpa_us else time.reason,
-        )
-        for time in times
-    ]  # fmt: skip
-    title = f"Decode attention of a layer on {device}, batch {workload.batch} x {workload.context} tokens"
-    given.show(value, (title, ("layers", "K", "V", "cache", "µs", "µs at 16 bits", "factor"), rows))
+    about = {"device": device, "plan_sha256": loaded.sha256, "workload": asdict(workload)}
+    rows = [_bench_row(time) for time in times]
+    title = f"A step of a layer of {plan.name}, for {loaded.model.id}, on {device}, batch {workload.batch} x "
+    head = ("layers", "K", "V", "cache", "µs", "99 %", "longest", "in phase", "packing", "µs at 16 bits", "factor")
+    value = about | {"layers": [asdict(time) for time in times]}
+    given.show(value, (f"{title}{workload.context} tokens", head, rows))
+
+
+def _bench_row(time: layer_times.LayerTime) -> tuple[str, ...]:
+    dense, step = time.dense_us, time.step
+    found = (f"{len(time.layers)} from {time.layers[0]}", time.k, time.v, format_bytes(time.nbytes))
+    at_16_bits = "" if dense is None else f"{dense:.1f}"
+    if step is None:
+        return (*found, *[""] * 5, at_16_bits, time.reason)
+    us = (f"{us:.1f}" for us in (step.us, step.us_99, step.longest_us, step.in_phase_us))
+    return (*found, *us, f"{step.packing:.1%}", at_16_bits, "" if dense is None else f"{dense / step.us:.2f}x")
 
 
 @options.spread

@@ -3,8 +3,11 @@
 import json
 import runpy
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from cache_cases import KIVI_2
 from cli_cases import ran_well, run_kvcal
 
 from kvcal import bench, save_plan
-from kvcal.geometry import AttentionGeometry, ModelIdentity
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
@@ -33,12 +36,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What calls returned; every call takes 10 µs on a device that is the CPU."""
     found: list[torch.Tensor] = []
 
-    def graph_us(calls: bench.Calls) -> float:
-        found.extend(call() for call in calls)
-        return 10.0
+    def replay_us(step: bench.Call, prepared: Sequence[bench.Call]) -> list[float]:
+        """A replay for each call before it; of a cache, the first of them alone runs."""
+        prepared[0]()
+        made = step()
+        found.extend(made if isinstance(made, list) else [])
+        return [10.0] * len(prepared)
 
     gpu = SimpleNamespace(L2_cache_size=10, total_memory=1 << 40, name="Test GPU")
-    monkeypatch.setattr(bench, "graph_us", graph_us)
+    monkeypatch.setattr(bench, "replay_us", replay_us)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu.name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -46,43 +52,87 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def test_attention_is_over_the_tokens_that_were_stored(plan: Plan) -> None:
+@pytest.mark.parametrize("workload", [WORKLOAD, Workload(2, 1500)])
+def test_a_step_attends_to_all_tokens_and_its_own(plan: Plan, workload: Workload) -> None:
     """Each call equals fp64 attention over what the layer reads back as dense keys and values."""
-    layers = bench.filled_layers(plan, plan.layers[0], WORKLOAD, 2, torch.device("cpu"))
-    torch.manual_seed(1)
-    outputs = [call() for call in bench.attention_calls(layers)]
-    torch.manual_seed(1)
-    heads, dtype = plan.layers[0].attention, layers[0].parts[0].ring.dtype
-    q = (
-        torch.randn(2, heads.num_query_heads, heads.k_head_dim, dtype=dtype)
-        .double()
-        .unflatten(1, (heads.num_kv_heads, -1))
+    layers = bench.filled_layers(plan, plan.layers, workload, torch.device("cpu"))
+    context, (first, second) = workload.context, bench.step_calls(layers)
+    outputs = [first(), second()]
+    assert isinstance(first, partial)
+    q, k_new, v_new = first.args[:3]
+    heads, layer = plan.layers[0].attention, layers[0]
+    assert layer.static is not None
+    rows, past = layer.static.rows, context - 1
+    k, v = (
+        torch.cat([layer.store.read(side, rows, past, 0, q.dtype), new.unsqueeze(2)], 2).double()
+        for side, new in (("k", k_new), ("v", v_new))
     )
-    for layer, output in zip(layers, outputs, strict=True):
-        assert layer.static is not None
-        k, v = (layer.store.read(side, layer.static.rows, 300, 0, dtype).double() for side in ("k", "v"))
-        expected = (q @ k.transpose(-1, -2) * heads.k_head_dim**-0.5).softmax(-1) @ v
-        assert (output.double() - expected.flatten(1, 2)).norm() < 0.005 * expected.norm()
+    assert bool((k.norm(dim=-1) > 0).all()), "tokens that nothing was stored for"
+    grouped = q.double().unflatten(1, (heads.num_kv_heads, -1))
+    expected = ((grouped @ k.transpose(-1, -2) * heads.k_head_dim**-0.5).softmax(-1) @ v).flatten(1, 2)
+    assert (outputs[0].double() - expected).norm() < 0.005 * expected.norm()
     assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_times_are_of_rows_at_random_phases_and_of_rows_that_pack_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 40 µs, and 8 µs for each row that fills a page; the first round is disturbed."""
+    lengths, workload, seen = torch.zeros(5, dtype=torch.int32), Workload(5, 4000), []
+
+    def replay_us(step: bench.Call, prepared: Sequence[bench.Call]) -> list[float]:
+        for prepare in prepared:
+            prepare()
+            seen.append(lengths.clone())
+        full = [float((one % 128 == 127).sum()) for one in seen]
+        return [40 + 8 * count + 99 * (n < 384) for n, count in enumerate(full)]
+
+    monkeypatch.setattr(bench, "replay_us", replay_us)
+    times = bench.step_times(lambda: None, lengths, workload, layers=4)
+    assert (times.us, times.longest_us, times.in_phase_us) == (10, 12, 20) and 10 < times.us_99 <= 12
+    mean = (40 * 128 + 8 * 5) / 128
+    assert times.packing == pytest.approx(1 - 40 / mean)
+    tokens = torch.stack(seen)
+    assert int(tokens.min()) == 4000 - 128 and int(tokens.max()) == 3999
+    assert len({tuple(row.tolist()) for row in tokens[:128]}) == 128, "each of the phases once"
 
 
 def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: list[torch.Tensor]) -> None:
     first, *others = plan.layers
-    lattice = LayerPlan(first.geometry, (Format(2, lattice_dim=2),), (Format(2),))
     rows = bench.time_layers(plan, WORKLOAD, torch.device("cpu"))
     assert [row.layers for row in rows] == [tuple(layer.geometry.index for layer in (first, *others))]
-    assert (rows[0].us, rows[0].sdpa_us, rows[0].nbytes) == (10.0, 10.0, first.nbytes("bfloat16", (300, 300), 300))
-    assert clock and all(output.isfinite().all() for output in clock)
+    assert rows[0].step is not None and rows[0].nbytes == first.nbytes("bfloat16", (300, 300), 300)
+    assert (rows[0].step.us, rows[0].step.mean_us, rows[0].dense_us) == (5.0, 5.0, 5.0)
+    assert all(output.isfinite().all() for output in clock)
+    lattice = LayerPlan(first.geometry, (Format(2, lattice_dim=2),), (Format(2),))
     with pytest.raises(bench.UnsupportedModel, match="lattice"):
-        bench.filled_layers(plan, lattice, WORKLOAD, 2, torch.device("cpu"))
+        bench.filled_layers(plan, [lattice], WORKLOAD, torch.device("cpu"))
+
+
+def test_a_step_in_a_basis_enters_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default recipe's plan: layers of other bits are other rows, and every step stores its token in the basis."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    default_plan = runpy.run_path(str(EXPERIMENTS / "shared.py"))["default_plan"]
+    made = default_plan(Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 64, 64) for n in range(3))), 3.0)
+    layers = bench.filled_layers(made, made.layers, Workload(2, 300), torch.device("cpu"))
+    (call, *_), store = bench.step_calls(layers), layers[0].store
+    assert isinstance(call, partial)
+    basis, (_, k_new, v_new) = store.step.bases[0], call.args[:3]
+    call()
+    assert basis is not None and layers[0].static is not None
+    place = 299 % store.sides["k"].ring.shape[2]
+    assert torch.equal(store.sides["k"].ring[:, :, place], basis.enter(k_new))
+    assert not torch.equal(store.sides["v"].ring[:, :, place], v_new)
 
 
 def test_the_command_prints_a_row_for_each_kind_of_layer(plan: Plan, clock: list[torch.Tensor], tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.safetensors")
     found = ran_well("bench", tmp_path / "plan.safetensors", "--batch", 2, "--context", 300, "--json").json
     assert found["device"] == "Test GPU" and found["workload"] == {"batch": 2, "context": 300}
-    assert [(layer["us"], layer["sdpa_us"]) for layer in found["layers"]] == [(10.0, 10.0)]
-    assert "1.00x" in ran_well("bench", tmp_path / "plan.safetensors").out
+    assert found["plan_sha256"] == plan.sha256
+    (layer,) = found["layers"]
+    assert layer["step"]["longest_us"] == layer["step"]["us"] and layer["step"]["packing"] == 0.0
+    shown = ran_well("bench", tmp_path / "plan.safetensors").out
+    assert "A step of a layer of plan.safetensors, for m, on Test GPU, batch 2 x 300 tokens" in " ".join(shown.split())
+    assert f"{layer['dense_us'] / layer['step']['us']:.2f}x" in shown
 
 
 def test_without_a_gpu_it_ends_with_code_6(plan: Plan, tmp_path: Path) -> None:
@@ -97,25 +147,37 @@ def test_without_a_gpu_it_ends_with_code_6(plan: Plan, tmp_path: Path) -> None:
 def test_on_a_gpu_times_are_times(plan: Plan, tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.safetensors")
     (row,) = ran_well("bench", tmp_path / "plan.safetensors", "--batch", 2, "--context", 4096, "--json").json["layers"]
-    assert row["reason"] or 1 < row["us"] < 10_000
+    step = row["step"]
+    assert 1 < step["us"] <= step["us_99"] <= step["longest_us"] < 10_000 and 1 < row["dense_us"] < 10_000
+    assert step["in_phase_us"] > step["us"] and 0 <= step["packing"] < 1
 
 
-def test_the_script_of_formats(clock: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "decode.json"
-    words = "--format 2 --format kitty --format 3-rotated --batch 1 --context 300 --heads 2 --head-dim 64 --out"
-    monkeypatch.setattr(sys, "argv", ["bench_decode", *words.split(), str(out)])
-    runpy.run_path(str(EXPERIMENTS / "bench_decode.py"), run_name="__main__")
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["format"], row["us"], row["reason"]) for row in rows] == [
-        (name, 10.0, "") for name in ("2", "kitty", "3-rotated")
-    ]
+PRODUCT = "--tiny --shape 2x300 --prompt 300 --chunk 200 --context 300 --batch 1 --memory 0.001"
+
+
+def run_product(words: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.setattr(sys, "argv", ["bench_product", *words.split(), "--out", str(out)])
+    runpy.run_path(str(EXPERIMENTS / "bench_product.py"), run_name="__main__")
+    return json.loads(out.read_text())["rows"]
+
+
+def test_the_script_of_the_product(
+    clock: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every part and cache, on a CPU: prompts are real, steps take what the clock says."""
+    rows = run_product(f"{PRODUCT} --bits 3 --device cpu", tmp_path / "product.json", monkeypatch)
+    assert [(row["part"], row["case"]) for row in rows[::3]] == [
+        ("layers", "2x300"), ("prompts", "300 tokens, 300 at once"), ("prompts", "300 tokens, 200 at once"),
+        ("model", "1 x 300"), ("model", "0.001 GB of x 300"),
+    ]  # fmt: skip
+    assert not any("reason" in row for row in rows)
+    assert {row["cache"] for row in rows} == {"16 bits", "3 bits", "2 bits, no basis (reference)"}
+    assert "layers: 3 bits of the shape of Llama-3.1-8B on Test GPU" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
-def test_the_script_of_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "end_to_end.json"
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    words = f"--tiny --format 2 --context 1024 --memory 4 --out {out}".split()
-    monkeypatch.setattr(sys, "argv", ["bench_end_to_end", *words])
-    runpy.run_path(str(EXPERIMENTS / "bench_end_to_end.py"), run_name="__main__")
-    assert {row["cache"] for row in json.loads(out.read_text())["rows"]} == {"16, transformers", "16, no mask", "2"}
+def test_the_script_of_the_product_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run_product(PRODUCT.replace("300", "1024"), tmp_path / "product.json", monkeypatch)
+    assert len(rows) == 20 and not any("reason" in row for row in rows)
+    assert all(row["of_16_bits"] > 0 for row in rows if row["cache"] != "16 bits")
