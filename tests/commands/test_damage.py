@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.errors import GateFailed, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.rope import rotary_maps
-from kvcal.plan.damage import damage_path, is_destroyed, load_damage, require_undamaged, save_damage
+from kvcal.plan.damage import is_destroyed, load_damage, require_undamaged, save_damage
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.recipe_files import load_recipe
+from kvcal.stages import check_damage
 from kvcal.stages.check_damage import first_positions, measure_damage
 from kvcal.stages.divergence import unquantized_plan
 from kvcal.stages.evaluate.stage import Gates, read_accuracies
@@ -95,7 +97,21 @@ def test_a_destroyed_plan_names_the_layer_and_side(destroyed: tuple[Path, int], 
     allowed = ran_well("verify", path, "--model", MODEL, "--allow-damage", "--json")
     assert "warning: the plan destroys the model" in allowed.err
     assert [check["name"] for check in allowed.json] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
-    assert f"layer {index} K" in allowed.json[-1]["detail"] and not damage_path(path).exists()
+    assert f"layer {index} K" in allowed.json[-1]["detail"]
+
+
+def test_a_plan_is_marked_before_its_layers_are_named(
+    destroyed: tuple[Path, int], loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, path = load_plan(destroyed[0]), tmp_path / "plan.safetensors"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(check_damage, "_worst", Mock(side_effect=KeyboardInterrupt))
+        measure_damage(plan, loaded, (), SILENT, path)
+    marked = load_damage(path, plan)
+    assert marked is not None and marked.is_destroyed and marked.worst == ()
+    named = measure_damage(plan, loaded, (), SILENT, path)
+    assert named is not None and replace(named, worst=()) == marked and len(named.worst) == 1
+    assert load_damage(path, plan) == named
 
 
 def test_an_evaluation_refuses_it_after_its_table(destroyed: tuple[Path, int], tmp_path: Path) -> None:
