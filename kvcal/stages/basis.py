@@ -282,8 +282,8 @@ class _Calibration:
             return {}
         if (index, "k") in self.based:
             fmt, scale = layer.format("k"), getattr(self._modules[index], "scaling", q_HTD.shape[-1] ** -0.5)
-            costs, limits = self._output_costs(index), (fmt.num_sink_tokens, fmt.max_window)
-            sums, weight_NT = key_costs(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
+            limits = fmt.num_sink_tokens, fmt.max_window
+            sums, weight_NT = key_costs(q_HTD, of_sides["k"], of_sides["v"], self._output_costs[index], scale, *limits)
             found[f"queries.{index}"] = sums
             found[f"moments.{index}.k"] = moments(of_sides["k"], weight_NT)
         elif (index, "k") in self.places:
@@ -331,11 +331,14 @@ class _Calibration:
     def _output_weights(self) -> Mapping[int, Tensor]:
         return output_weights(self.loaded.model, self.loaded.geometry)
 
-    @functools.cache  # noqa: B019
-    def _output_costs(self, index: int) -> Tensor:
-        """W_o' W_o of each query head [H, D, D]."""
-        weight_HCD = self._output_weights[index].to(self.loaded.model.device).transpose(0, 1).float()
-        return weight_HCD.mT @ weight_HCD
+    @functools.cached_property
+    def _output_costs(self) -> dict[int, Tensor]:
+        """W_o' W_o of each query head [H, D, D], of the layers whose keys get a basis."""
+        costs = {}
+        for index in (index for index, side in self.based if side == "k"):
+            weight_HCD = self._output_weights[index].to(self.loaded.model.device).transpose(0, 1).float()
+            costs[index] = weight_HCD.mT @ weight_HCD
+        return costs
 
     def _is_blind(self, index: int) -> bool:
         """Whether softmax does not see a constant added to all logits."""
