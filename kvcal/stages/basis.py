@@ -193,6 +193,7 @@ def run_basis(
     by_index = {layer.geometry.index: layer for layer in layers}
     longest = max(map(len, data.sequences))
     rotary = _rotary(loaded, based, longest, reporter)
+    _require_packed_tokens(based, by_index, longest)
     calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale, rotary, longest)
     start = calibration.start()
     with Checkpoint(path, kind, inputs, start, reporter) as checkpoint:
@@ -348,6 +349,19 @@ class _Calibration:
 
 
 def _rotary(loaded: LoadedModel, based: list[Place], longest: int, reporter: Reporter) -> Mapping[int, RotaryMap]:
+def _require_packed_tokens(based: list[Place], layers: Mapping[int, LayerPlan], longest: int) -> None:
+    """UsageError where no token of the longest text is packed and read: a basis would be fitted to nothing."""
+    for index, side in based:
+        fmt = layers[index].format(side)
+        least = fmt.num_sink_tokens + max(fmt.max_window, 1) + 1
+        if longest < least:
+            raise UsageError(
+                f"a basis of layer {index}'s {side} is fitted to tokens after {fmt.num_sink_tokens} sinks, once they "
+                f"have left a window of {fmt.max_window}, and the longest text has {longest}; expected {least} or more",
+                hint="raise [feedback] seq_len, or give longer texts",
+            )
+
+
     """RoPE of the layers whose keys get a basis; where it is not known, the reporter is told."""
     indices = {index for index, side in based if side == "k"}
     try:
