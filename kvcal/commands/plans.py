@@ -276,9 +276,9 @@ def generate(
     loaded_plan = plan_file.load_plan(plan)
     loaded = given.load(model)
     verify_stage.require_same_model(loaded_plan, loaded)
+    result = generate_stage.complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
     if (said := damage_file.concern(damage_file.load_damage(plan, loaded_plan))) is not None:
         given.reporter().say(f"warning: {said}")
-    result = generate_stage.complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
     given.show(result, result["text"])
     if given.json:
         return

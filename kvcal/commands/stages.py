@@ -217,14 +217,14 @@ def compile_command(
     loaded = None if model is None else given.load(model)
     plan = pipeline.compiled(paths, reporter)
     damage = None
-    if loaded is None:
-        check = options.command_line("verify", path, "--model", plan.model.id)
-        reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
-    else:
+    if loaded is not None:
         verify_stage.require_same_model(plan, loaded)
         damage = damage_stage.measure_damage(plan, loaded, (), reporter, path if output is None else None)
     if damage_file.save_measured(plan, damage, path, allow_damage or output is None):
         reporter.say(f"compile: {path}")
+    if loaded is None:
+        check = options.command_line("verify", path, "--model", plan.model.id)
+        reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
     found = strict.dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})
     damage_file.require_undamaged(damage, allow_damage)

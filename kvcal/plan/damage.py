@@ -85,7 +85,7 @@ def concern(damage: Damage | None) -> str | None:
     """What the user of a plan with this record, or without one, has to be told before it is used; None for a good one.
     ``concern(load_damage(file, plan))`` is that of a file."""
     if damage is None:
-        return "the plan is unchecked: no measurement of its damage lies next to it; `kvcal verify` makes one"
+        return "the plan is unchecked: `kvcal verify` measures what it does to the model"
     return f"the plan destroys the model: {damage}" if damage.is_destroyed else None
 
 
