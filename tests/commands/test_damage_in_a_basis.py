@@ -15,7 +15,7 @@ from kvcal.plan.damage import concern, damage_path, load_damage
 from kvcal.plan.plan import load_plan
 
 SIZES = ("--bits", 3, "--batch", 8, "--context", 32768, "--samples", 2, "--seq-len", 512)
-SHORT = ("feedback.num_samples=2", "feedback.seq_len=512", "data.min_len=128", "profile.kl_samples=1",
+SHORT = ("basis.num_samples=2", "basis.seq_len=512", "data.min_len=128", "profile.kl_samples=1",
          "profile.kl_tokens=320")  # fmt: skip
 SETS = [f"--set={knob}" for knob in SHORT]
 
@@ -93,8 +93,8 @@ def test_every_command_that_measures_refuses_it(model: Path, plan: Path, tmp_pat
     assert named(run_kvcal("eval", plan, "--model", model, "--out", tmp_path / "eval", *short))
     out = ("--model", model, "--out", tmp_path / "out", *SIZES)
     knobs = ("tasks=[]", "against=[]", "data.num_samples=1", "data.seq_len=1024")
-    assert named(run_kvcal("run", "basis", *out, *SETS, *(f"--set=evaluate.{knob}" for knob in knobs)))
-    assert named(run_kvcal("search", "best", *out, '--set=search.systems=["basis"]', "--set=data.min_len=128"))
+    assert named(run_kvcal("run", "default", *out, *SETS, *(f"--set=evaluate.{knob}" for knob in knobs)))
+    assert named(run_kvcal("search", "best", *out, '--set=search.systems=["default"]', "--set=data.min_len=128"))
 
 
 def test_compile_writes_no_output_either(model: Path, refused: Outcome, tmp_path: Path) -> None:
