@@ -89,7 +89,7 @@ def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int)
     is_alone = ~torch.isin(torch.arange(len(eye)), rotary.pairs.flatten())
     paired = torch.cat([eye[a] + 1j * eye[b], eye[is_alone]])  # z of x
     frequency = torch.nn.functional.pad(rotary.frequency.double(), (0, int(is_alone.sum())))
-    first = torch.linspace(0, max(0, context - tokens), places, dtype=torch.float64)
+    first = torch.linspace(0, context - tokens, places, dtype=torch.float64)  # 0 alone, if the text is longer
     phase = torch.exp(1j * first[:, None] * frequency)
     left = paired @ sums_NEE.to(torch.complex128)
     same = left @ paired.mH * (phase.mT @ phase.conj())

@@ -71,6 +71,14 @@ def test_a_good_plan_passes_and_is_measured_once(loaded: LoadedModel, tmp_path: 
     require_undamaged(damage, is_allowed=False)
 
 
+def test_tokens_count_once_they_read_a_packed_page_of_every_layer(loaded: LoadedModel) -> None:
+    wide = with_keys(loaded, 0, Format(4, "token", 64, 0, 60))
+    texts = check_damage._texts(wide, loaded, (), SILENT)
+    assert texts is not None and texts.mask_BT.any(1).all()
+    first = texts.mask_BT.any(0).nonzero()[0].item()
+    assert 128 + 60 <= first < 2 * 128 and texts.tokens_BT.shape[1] >= first + 64
+
+
 def test_texts_stand_at_both_ends_of_the_context(loaded: LoadedModel) -> None:
     positions: set[int] = set()
     plan = formats_plan(load_recipe("kivi-4"), loaded, Workload(2, 2048))

@@ -95,7 +95,7 @@ def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
 
 
 @pytest.mark.parametrize("dim", [16, 64])
-def test_sums_over_the_context_are_those_of_texts_at_its_places(dim: int) -> None:
+def test_sums_over_the_context_are_those_of_texts_at_its_places(dim: int, monkeypatch) -> None:
     """All channels of 16 turn; of 64 the first 16, as in Pythia."""
     generator, context = torch.Generator().manual_seed(5), 1000
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -121,3 +121,6 @@ def test_sums_over_the_context_are_those_of_texts_at_its_places(dim: int) -> Non
                 expected[head] += torch.outer(one, one) / len(firsts)
     sums = moments(rotate(k_pre_NTD, table, torch.arange(60)))
     torch.testing.assert_close(over_context(sums, rotary, 60, context), expected, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(over_context(sums, rotary, 60, 30), sums)  # a text beyond the context, at 0
+    monkeypatch.setattr(module, "MAX_PLACES", 1)
+    torch.testing.assert_close(over_context(sums, rotary, 60, context), sums)
