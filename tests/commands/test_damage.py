@@ -24,7 +24,7 @@ from kvcal.progress import SILENT
 from kvcal.recipe_files import load_recipe
 from kvcal.stages import check_damage
 from kvcal.stages.check_damage import first_positions, measure_damage
-from kvcal.stages.divergence import unquantized_plan
+from kvcal.stages.divergence import Deviations, unquantized_plan
 from kvcal.stages.evaluate.stage import Gates, read_accuracies
 from kvcal.stages.formats import formats_plan
 
@@ -68,6 +68,8 @@ def test_a_good_plan_passes_and_is_measured_once(loaded: LoadedModel, tmp_path: 
     kept = replace(damage, kl=0.25)  # the file is what is taken the next time
     save_damage(kept, path)
     assert measure_damage(plan, loaded, (), SILENT, path) == kept
+    save_damage(replace(kept, inputs={**kept.inputs, "num_tokens": 1}), path)  # of other texts
+    assert measure_damage(plan, loaded, (), SILENT, path) == damage
     require_undamaged(damage, is_allowed=False)
 
 
@@ -77,6 +79,29 @@ def test_tokens_count_once_they_read_a_packed_page_of_every_layer(loaded: Loaded
     assert texts is not None and texts.mask_BT.any(1).all()
     first = texts.mask_BT.any(0).nonzero()[0].item()
     assert 128 + 60 <= first < 2 * 128 and texts.tokens_BT.shape[1] >= first + 64
+
+
+def test_the_error_is_that_of_texts_and_the_agreement_that_of_tokens(loaded: LoadedModel, monkeypatch) -> None:
+    found = Deviations(torch.tensor([[1.0, 1.0, 3.0, 3.0]]), torch.tensor([[True] + 3 * [False]]), torch.arange(4) // 2)
+    monkeypatch.setattr(check_damage, "deviations", lambda *_, **__: found)
+    texts = check_damage.Texts(torch.zeros(2, 4).long(), torch.ones(2, 4).bool(), None, "", "")
+    assert check_damage._against_16_bits(loaded, [Mock()], texts) == [(2.0, pytest.approx(1.0), 0.75)]
+
+
+def test_each_side_is_measured_alone_on_the_farthest_text(loaded: LoadedModel, monkeypatch) -> None:
+    """One side of five layers destroys the model; of the others, none is named before it."""
+    plan, seen = with_keys(loaded, 1, COARSE), []
+    layers = [replace(layer, v=(Format(4, "token", 64),)) if i < 5 else layer for i, layer in enumerate(plan.layers)]
+    texts = check_damage._texts(plan, loaded, (), SILENT)
+    assert texts is not None and texts.first_B is not None
+    against = check_damage._against_16_bits
+    monkeypatch.setattr(check_damage, "_against_16_bits", lambda *given: seen.append(given) or against(*given))
+    worst = check_damage._worst(replace(plan, layers=tuple(layers)), loaded, texts, SILENT)
+    assert (worst[0].layer, worst[0].side) == (1, "k") and worst[0].kl > 0.5
+    assert 0.1 > worst[1].kl >= worst[2].kl > 0
+    assert [len(plans) for _, plans, _ in seen] == [5, 4]  # of five layers, then the sides of the worst three
+    for *_, one in seen:
+        assert torch.equal(one.tokens_BT, texts.tokens_BT[-1:]) and one.first_B.tolist() == texts.first_B[-1:].tolist()
 
 
 def test_texts_stand_at_both_ends_of_the_context(loaded: LoadedModel) -> None:
