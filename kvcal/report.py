@@ -63,7 +63,8 @@ class Series(NamedTuple):
 
 def draw_bits(layers: Sequence[LayerPlan], sensitivity: Mapping[Side, Sequence[float]], path: Path) -> None:
     """Write the code bits of every paged layer, and below them its ``sensitivity`` in the worst candidate, where that
-    was measured. Pages that shrink are shown in their final bits."""
+    was measured and is not 0 everywhere. Pages that shrink are shown in their final bits."""
+    sensitivity = {side: values for side, values in sensitivity.items() if any(values)}
     paged = [layer for layer in layers if layer.is_paged]
     figure = _figure(max(7.0, 0.22 * len(paged)), 5.5 if sensitivity else 3.2)
     axes = figure.subplots(2 if sensitivity else 1, 1, sharex=True, squeeze=False)[:, 0]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
+from kvcal.plan.damage import concern
 from kvcal.plan.plan import SIDES, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes, format_measured
 from kvcal.strict import dump
@@ -88,7 +89,7 @@ def search_table(report: SearchReport) -> View:
     return title, ("system", "bits", "select", "validate", "difference", "left out"), rows
 
 
-def plan_table(plan: Plan, workload: Workload, damage: Damage | None = None) -> View:
+def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:
     """A plan's totals, what it does to the model where that was measured, and where it came from."""
     raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
     factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
@@ -98,7 +99,7 @@ def plan_table(plan: Plan, workload: Workload, damage: Damage | None = None) -> 
         ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
-        *([] if damage is None else [("DESTROYS the model" if damage.is_destroyed else "damage", str(damage))]),
+        ("damage", concern(damage) or str(damage)),
         *(
             (key, _SHA256.sub(r"\1…", str(value)))
             for key, value in sorted(_origin(plan).items())

@@ -14,7 +14,7 @@ import typer
 
 from kvcal import console
 from kvcal.commands import options
-from kvcal.errors import UsageError
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
@@ -79,7 +79,7 @@ def inspect(
         return
     damage = damage_file.load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
-    value = tables.plan_json(loaded, workload) | {"damage": strict.dump(damage)}
+    value = tables.plan_json(loaded, workload) | {"damage": strict.dump(damage), "is_checked": damage is not None}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
     given.show(value, tables.plan_table(loaded, workload, damage), layers)
 
@@ -172,18 +172,26 @@ def verify(
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Check that a plan is sound, is this model's, that the cache allocates exactly the bytes it predicts, and that it
-    does not destroy the model: exit code 7 beyond the limits of `kvcal plan`.
+    does not destroy the model: exit code 7 beyond the limits of `kvcal plan`. What was measured is kept next to the
+    plan, for `kvcal inspect` and engines.
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
     loaded_plan = plan_file.load_plan(plan)
+    recorded = damage_file.load_damage(plan, loaded_plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
         checks = verify_stage.verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
         damage = damage_stage.measure_damage(loaded_plan, loaded, data or (), reporter)
+        if damage is not None:
+            try:
+                damage_file.save_damage(damage, plan)
+            except ArtifactError as refused:  # a folder that is only read
+                reporter.say(f"warning: the measurement is not kept: {refused.message}")
     damage_file.require_undamaged(damage, allow_damage)
-    if damage is not None:
-        checks.append(verify_stage.Check("damage", str(damage)))
+    if recorded is None:
+        checks.append(verify_stage.Check("unchecked", "until now no measurement of its damage lay next to the plan"))
+    checks.append(verify_stage.Check("damage", "not measured" if damage is None else str(damage)))
     passed: console.View = ("All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks])
     given.show([asdict(check) for check in checks], passed)
 
@@ -269,6 +277,8 @@ def generate(
     loaded = given.load(model)
     verify_stage.require_same_model(loaded_plan, loaded)
     result = generate_stage.complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
+    if (said := damage_file.concern(damage_file.load_damage(plan, loaded_plan))) is not None:
+        given.reporter().say(f"warning: {said}")
     given.show(result, result["text"])
     if given.json:
         return

@@ -96,10 +96,8 @@ def plan(
         gain = memory_needs.gain_of(made, allocation.split, loaded.vocab_size)
         damage = damage_stage.measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
-        if output is not None and (allow_damage or damage is None or not damage.is_destroyed):
-            plan_file.save_plan(made, path := output)
-            if damage is not None:
-                damage_file.save_damage(damage, path)
+        if output is not None and damage_file.save_measured(made, damage, output, allow_damage):
+            path = output
         report_page.write_report(folder)
     value = {
         "plan": str(path),

@@ -205,7 +205,7 @@ def compile_command(
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for it. With
-    --model, one that destroys the model ends in exit code 7.
+    --model, one that destroys the model ends in exit code 7, and is not written to --output.
 
     Example: `kvcal compile artifacts/llama -o plan.safetensors`
     """
@@ -215,14 +215,16 @@ def compile_command(
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
     loaded = None if model is None else given.load(model)
-    plan = pipeline.compile_folder(paths, path, reporter)
+    plan = pipeline.compiled(paths, reporter)
     damage = None
+    if loaded is not None:
+        verify_stage.require_same_model(plan, loaded)
+        damage = damage_stage.measure_damage(plan, loaded, (), reporter, path if output is None else None)
+    if damage_file.save_measured(plan, damage, path, allow_damage or output is None):
+        reporter.say(f"compile: {path}")
     if loaded is None:
         check = options.command_line("verify", path, "--model", plan.model.id)
         reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
-    else:
-        verify_stage.require_same_model(plan, loaded)
-        damage = damage_stage.measure_damage(plan, loaded, (), reporter, path)
     found = strict.dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})
     damage_file.require_undamaged(damage, allow_damage)

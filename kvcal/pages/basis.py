@@ -103,8 +103,15 @@ def fitted_basis(
     matrix = scale_ND.unsqueeze(2) * (vectors.mT @ lower.mT)
     variance_N = torch.einsum("nij,njk,nik->n", matrix, covariance, matrix)
     matrix = matrix * (matrix.shape[1] / variance_N).sqrt()[:, None, None]
+    # Of values that are all but 0, or beyond any range, T is as large, or as small, as a plan takes it.
+    matrix = matrix * (LARGEST_ENTRY / _largest(matrix)).clamp_max(1.0)
+    matrix = matrix * (_largest(torch.linalg.inv(matrix)) / LARGEST_ENTRY).clamp_min(1.0)
     center = None if center_ND is None else center_ND.float()
     return Basis(matrix.float(), torch.linalg.inv(matrix).float(), center)
+
+
+def _largest(matrix_NDD: Tensor) -> Tensor:
+    return matrix_NDD.abs().amax((1, 2), keepdim=True)
 
 
 def _ridged(matrix_NDD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.errors import GateFailed
 from kvcal.plan.page_format import Side
-from kvcal.plan.plan import Plan
+from kvcal.plan.plan import Plan, save_plan
 from kvcal.records import read_json, write_json
 from kvcal.strict import STRICT, Amount, Count, Share
 
@@ -81,10 +81,29 @@ def load_damage(file: Path, plan: Plan) -> Damage | None:
     return damage if damage.plan_sha256 == plan.sha256 else None
 
 
+def concern(damage: Damage | None) -> str | None:
+    """What the user of a plan with this record, or without one, has to be told before it is used; None for a good one.
+    ``concern(load_damage(file, plan))`` is that of a file."""
+    if damage is None:
+        return "the plan is unchecked: `kvcal verify` measures what it does to the model"
+    return f"the plan destroys the model: {damage}" if damage.is_destroyed else None
+
+
+def save_measured(plan: Plan, damage: Damage | None, path: Path, is_allowed: bool) -> bool:
+    """Write a plan after its measurement, so that it never lies there unmarked; not one that destroys the model, unless
+    that ``is_allowed``. Whether it was written; ArtifactError when a file cannot be."""
+    is_written = is_allowed or damage is None or not damage.is_destroyed
+    if is_written:
+        if damage is not None:
+            save_damage(damage, path)
+        save_plan(plan, path)
+    return is_written
+
+
 def require_undamaged(damage: Damage | None, is_allowed: bool) -> None:
     """GateFailed for a plan that destroys the model, unless that ``is_allowed``."""
     if damage is not None and damage.is_destroyed and not is_allowed:
         raise GateFailed(
-            f"the plan destroys the model: {damage}; {LIMITS}",
+            f"{concern(damage)}; {LIMITS}",
             hint="a larger budget, or other formats for these layers; --allow-damage takes the plan as it is",
         )

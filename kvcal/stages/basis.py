@@ -34,17 +34,18 @@ from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
 from kvcal.models.rope import RotaryMap, rotary_maps
+from kvcal.models.supported_layers import attention_layers
 from kvcal.models.taps import Captured, check_taps, tap
-from kvcal.pages.basis import Basis, fitted_basis, moved_hessian
-from kvcal.pages.error_feedback import feedback_factor
-from kvcal.pages.rotated import GAINED_BITS, value_gains
+from kvcal.pages.basis import Basis, basis_specs, fitted_basis, moved_hessian
+from kvcal.pages.error_feedback import factor_spec, feedback_factor
+from kvcal.pages.rotated import GAINED_BITS, gain_spec, value_gains
 from kvcal.plan.layer import LATENTS, LayerPlan, Present
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import BasisSpec, FeedbackSpec
-from kvcal.records import record_of
+from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.stages.hessians import (
     key_costs,
@@ -192,6 +193,7 @@ def run_basis(
     based = basis_places(layers, spec.sides) if isinstance(spec, BasisSpec) else []
     by_index = {layer.geometry.index: layer for layer in layers}
     longest = max(map(len, data.sequences))
+    _require_packed_tokens(based, by_index, longest)
     rotary = _rotary(loaded, based, longest, reporter)
     calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale, rotary, longest)
     start = calibration.start()
@@ -282,8 +284,8 @@ class _Calibration:
             return {}
         if (index, "k") in self.based:
             fmt, scale = layer.format("k"), getattr(self._modules[index], "scaling", q_HTD.shape[-1] ** -0.5)
-            costs, limits = self._output_costs(index), (fmt.num_sink_tokens, fmt.max_window)
-            sums, weight_NT = key_costs(q_HTD, of_sides["k"], of_sides["v"], costs, scale, *limits)
+            limits = fmt.num_sink_tokens, fmt.max_window
+            sums, weight_NT = key_costs(q_HTD, of_sides["k"], of_sides["v"], self._output_costs[index], scale, *limits)
             found[f"queries.{index}"] = sums
             found[f"moments.{index}.k"] = moments(of_sides["k"], weight_NT)
         elif (index, "k") in self.places:
@@ -331,17 +333,33 @@ class _Calibration:
     def _output_weights(self) -> Mapping[int, Tensor]:
         return output_weights(self.loaded.model, self.loaded.geometry)
 
-    @functools.cache  # noqa: B019
-    def _output_costs(self, index: int) -> Tensor:
-        """W_o' W_o of each query head [H, D, D]."""
-        weight_HCD = self._output_weights[index].to(self.loaded.model.device).transpose(0, 1).float()
-        return weight_HCD.mT @ weight_HCD
+    @functools.cached_property
+    def _output_costs(self) -> dict[int, Tensor]:
+        """W_o' W_o of each query head [H, D, D], of the layers whose keys get a basis."""
+        costs = {}
+        for index in (index for index, side in self.based if side == "k"):
+            weight_HCD = self._output_weights[index].to(self.loaded.model.device).transpose(0, 1).float()
+            costs[index] = weight_HCD.mT @ weight_HCD
+        return costs
 
     def _is_blind(self, index: int) -> bool:
         """Whether softmax does not see a constant added to all logits."""
         config = self.loaded.model.config.get_text_config(decoder=True).to_dict()
         has_sinks = "sinks" in dict(self._modules[index].named_parameters(recurse=False))
         return not has_sinks and not config.get("attn_logit_softcapping")
+
+
+def _require_packed_tokens(based: list[Place], layers: Mapping[int, LayerPlan], longest: int) -> None:
+    """UsageError where no token of the longest text is packed and read: a basis would be fitted to nothing."""
+    for index, side in based:
+        fmt = layers[index].format(side)
+        least = fmt.num_sink_tokens + max(fmt.max_window, 1) + 1
+        if longest < least:
+            raise UsageError(
+                f"a basis of layer {index}'s {side} is fitted to tokens after {fmt.num_sink_tokens} sinks, once they "
+                f"have left a window of {fmt.max_window}, and the longest text has {longest}; expected {least} or more",
+                hint="raise [basis] seq_len, or give longer texts",
+            )
 
 
 def _rotary(loaded: LoadedModel, based: list[Place], longest: int, reporter: Reporter) -> Mapping[int, RotaryMap]:
@@ -359,9 +377,27 @@ def save(record: BasisRecord, inputs: dict[str, Any], path: Path) -> None:
     artifact.write(path, artifact.Artifact(record.subject.spec.stage, SCHEMA, inputs, dump(body), record.tensors()))
 
 
+def _needed_tensors(body: _Body) -> dict[str, TensorSpec]:
+    """The tensors of a record by name. ValueError for a side of no layer that takes them."""
+    layers = {layer.index: layer for layer in attention_layers(body.subject.geometry)}
+    needed: dict[str, TensorSpec] = {}
+    for found in body.sides:
+        if found.index not in layers:
+            raise ValueError(f"layer {found.index} has error feedback, expected one of {list(layers)}")
+        layer, prefix = layers[found.index], f"layers.{found.index}"
+        sizes = layer.num_kv_heads, layer.k_head_dim if found.side == "k" else layer.v_head_dim
+        needed[f"{prefix}.{found.side}_feedback"] = factor_spec(*sizes)
+        if found.basis:
+            needed |= {f"{prefix}.{name}": spec for name, spec in basis_specs(found.side, *sizes).items()}
+            needed |= {f"{prefix}.v_gain": gain_spec(*sizes)} if found.side == "v" else {}
+    return needed
+
+
 def load(path: Path, kind: str = "basis") -> BasisRecord:
     stored = artifact.read(path, kind, SCHEMA)
     body = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, _needed_tensors(body))
     factors = {(s.index, s.side): stored.tensors[f"layers.{s.index}.{s.side}_feedback"] for s in body.sides}
     found = {(s.index, s.side): Basis.of(stored.tensors, f"layers.{s.index}.{s.side}") for s in body.sides}
     bases = {place: basis for place, basis in found.items() if basis is not None}

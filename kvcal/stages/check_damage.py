@@ -25,7 +25,7 @@ from kvcal.folder import compute_dtype, model_inputs, sequences
 from kvcal.models.files import embedded_models
 from kvcal.models.load import LoadedModel
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.plan.damage import Damage, SideDamage, load_damage, save_damage
+from kvcal.plan.damage import Damage, SideDamage, concern, load_damage, save_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan
@@ -64,12 +64,17 @@ def measure_damage(
     if damage is None or damage.inputs != inputs:
         kl, error, top1 = _against_16_bits(loaded, [plan], texts)[0]
         tokens = int(texts.mask_BT.sum())
-        damage = Damage(plan.sha256, kl, error, top1, tokens, texts.description, (), inputs)
-        if damage.is_destroyed:
-            damage = replace(damage, worst=_worst(plan, loaded, texts, reporter))
-        if path is not None:
-            save_damage(damage, path)
+        damage = _kept(Damage(plan.sha256, kl, error, top1, tokens, texts.description, (), inputs), path)
+    if damage.is_destroyed and not damage.worst:
+        damage = _kept(replace(damage, worst=_worst(plan, loaded, texts, reporter)), path)
     _say(damage, reporter)
+    return damage
+
+
+def _kept(damage: Damage, path: Path | None) -> Damage:
+    """``damage``, written next to the plan at once: what comes after it may be interrupted."""
+    if path is not None:
+        save_damage(damage, path)
     return damage
 
 
@@ -77,18 +82,19 @@ def damage_of_row(plan: Plan, loaded: LoadedModel, row: Row, path: Path, reporte
     """The same of a plan that an evaluation has measured already, on its texts."""
     text, inputs = row.text, {"evaluation": True}
     kl, tokens = max(text.kl, 0.0), text.num_loss_tokens
-    damage = Damage(row.plan_sha256, kl, text.kl_se, text.top1_agreement, tokens, "the evaluation's", (), inputs)
+    found = Damage(row.plan_sha256, kl, text.kl_se, text.top1_agreement, tokens, "the evaluation's", (), inputs)
+    damage = _kept(found, path)
     if damage.is_destroyed:
         texts = _texts(plan, loaded, (), reporter)
-        damage = damage if texts is None else replace(damage, worst=_worst(plan, loaded, texts, reporter))
+        if texts is not None:
+            damage = _kept(replace(damage, worst=_worst(plan, loaded, texts, reporter)), path)
         _say(damage, reporter)
-    save_damage(damage, path)
     return damage
 
 
 def _say(damage: Damage, reporter: Reporter) -> None:
-    start = "warning: the plan destroys the model: " if damage.is_destroyed else "damage: "
-    reporter.say(f"{start}{damage}")
+    said = concern(damage)
+    reporter.say(f"damage: {damage}" if said is None else f"warning: {said}")
 
 
 def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter) -> Texts | None:
@@ -176,6 +182,8 @@ def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
     if "v" not in sides:
         layer = replace(layer, v=(RAW,), v_predictor=None, v_feedback=False, v_basis=False, v_gain=False)
     if "k" not in sides:
-        layer = replace(layer, k=(RAW,), k_pages="post", k_rescale=False, k_offset=False, k_predictor=None)
-        layer = replace(layer, k_feedback=False, k_basis=False)
+        layer = replace(
+            layer, k=(RAW,), k_pages="post", k_rescale=False, k_offset=False, k_predictor=None, k_feedback=False,
+            k_basis=False,
+        )  # fmt: skip
     return layer

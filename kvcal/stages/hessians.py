@@ -86,10 +86,10 @@ def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int)
     places = min(MAX_PLACES, max(1, -(-context // tokens)))
     a, b = rotary.pairs.unbind(1)
     eye = torch.eye(sums_NEE.shape[-1], dtype=torch.complex128)
-    is_alone = ~torch.isin(torch.arange(len(eye)), rotary.pairs)
+    is_alone = ~torch.isin(torch.arange(len(eye)), rotary.pairs.flatten())
     paired = torch.cat([eye[a] + 1j * eye[b], eye[is_alone]])  # z of x
     frequency = torch.nn.functional.pad(rotary.frequency.double(), (0, int(is_alone.sum())))
-    first = torch.linspace(0, max(0, context - tokens), places, dtype=torch.float64)
+    first = torch.linspace(0, context - tokens, places, dtype=torch.float64)  # 0 alone, if the text is longer
     phase = torch.exp(1j * first[:, None] * frequency)
     left = paired @ sums_NEE.to(torch.complex128)
     same = left @ paired.mH * (phase.mT @ phase.conj())

@@ -95,18 +95,9 @@ def run_stages(job: Job) -> None:
             stage.make(job)
 
 
-def compile_folder(
-    folder: Folder, path: Path | None = None, reporter: Reporter = SILENT, recipe: Recipe | None = None
-) -> Plan:
-    """The compile stage, with the transforms of the recipe's stages (without a recipe: with those that the folder holds
-    for its allocation), and always with the tensors of a search: writes the plan to ``path`` (default: into the
-    folder) unless the same one lies there.
-
-    Raises:
-        InfeasibleBudget: with them, it takes more than its allocation's budget.
-        ArtifactError: no allocation, a corrupt artifact, or a plan that cannot be written.
-    """
-    path = folder.plan if path is None else path
+def compiled(folder: Folder, reporter: Reporter = SILENT, recipe: Recipe | None = None) -> Plan:
+    """The plan of a folder's allocation, with the transforms of the recipe's stages (without a recipe: with those that
+    the folder holds for it), and always with the tensors of a search. Raises as ``compile_folder``."""
     allocation, made_from = allocation_record.load(folder.allocation)
     if "search.sha256" in made_from:
         searched = search_record.load(folder.search)
@@ -127,6 +118,21 @@ def compile_folder(
             f"compile: transforms take {taken} of the {reserved} bytes that were reserved for them; "
             f"`kvcal allocate` with --reserve {taken} spends the others on formats"
         )
+    return plan
+
+
+def compile_folder(
+    folder: Folder, path: Path | None = None, reporter: Reporter = SILENT, recipe: Recipe | None = None
+) -> Plan:
+    """The compile stage: writes the plan of ``compiled`` to ``path`` (default: into the folder) unless the same one
+    lies there.
+
+    Raises:
+        InfeasibleBudget: with its transforms, it takes more than its allocation's budget.
+        ArtifactError: no allocation, a corrupt artifact, or a plan that cannot be written.
+    """
+    path = folder.plan if path is None else path
+    plan = compiled(folder, reporter, recipe)
     is_current = path.is_file() and path.read_bytes() == plan_bytes(plan)
     distributed.gather(None)  # until all ranks have looked
     if not is_current:

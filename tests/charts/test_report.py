@@ -204,6 +204,8 @@ def test_points_lie_where_their_values_are(tmp_path: Path, monkeypatch: pytest.M
     bits, sensitivity = drawn[1].axes
     assert [patch.get_height() for patch in bits.patches] == [16, 3, 8, 2]
     assert sensitivity.lines[1].get_ydata().tolist() == [0.2, 0.3] and sensitivity.get_yscale() == "log"
+    draw_bits(MIXED.layers, {"k": [0.0, 0.0], "v": [0.0, 0.0]}, tmp_path / "c.png")
+    assert len(drawn[2].axes) == 1  # nothing is lost anywhere: no logarithm to draw
 
 
 def test_full_disk_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.errors import GateFailed, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.rope import rotary_maps
-from kvcal.plan.damage import damage_path, is_destroyed, load_damage, require_undamaged, save_damage
+from kvcal.plan.damage import is_destroyed, load_damage, require_undamaged, save_damage
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.recipe_files import load_recipe
+from kvcal.stages import check_damage
 from kvcal.stages.check_damage import first_positions, measure_damage
-from kvcal.stages.divergence import unquantized_plan
+from kvcal.stages.divergence import Deviations, unquantized_plan
 from kvcal.stages.evaluate.stage import Gates, read_accuracies
 from kvcal.stages.formats import formats_plan
 
@@ -66,7 +68,40 @@ def test_a_good_plan_passes_and_is_measured_once(loaded: LoadedModel, tmp_path: 
     kept = replace(damage, kl=0.25)  # the file is what is taken the next time
     save_damage(kept, path)
     assert measure_damage(plan, loaded, (), SILENT, path) == kept
+    save_damage(replace(kept, inputs={**kept.inputs, "num_tokens": 1}), path)  # of other texts
+    assert measure_damage(plan, loaded, (), SILENT, path) == damage
     require_undamaged(damage, is_allowed=False)
+
+
+def test_tokens_count_once_they_read_a_packed_page_of_every_layer(loaded: LoadedModel) -> None:
+    wide = with_keys(loaded, 0, Format(4, "token", 64, 0, 60))
+    texts = check_damage._texts(wide, loaded, (), SILENT)
+    assert texts is not None and texts.mask_BT.any(1).all()
+    first = texts.mask_BT.any(0).nonzero()[0].item()
+    assert 128 + 60 <= first < 2 * 128 and texts.tokens_BT.shape[1] >= first + 64
+
+
+def test_the_error_is_that_of_texts_and_the_agreement_that_of_tokens(loaded: LoadedModel, monkeypatch) -> None:
+    found = Deviations(torch.tensor([[1.0, 1.0, 3.0, 3.0]]), torch.tensor([[True] + 3 * [False]]), torch.arange(4) // 2)
+    monkeypatch.setattr(check_damage, "deviations", lambda *_, **__: found)
+    texts = check_damage.Texts(torch.zeros(2, 4).long(), torch.ones(2, 4).bool(), None, "", "")
+    assert check_damage._against_16_bits(loaded, [Mock()], texts) == [(2.0, pytest.approx(1.0), 0.75)]
+
+
+def test_each_side_is_measured_alone_on_the_farthest_text(loaded: LoadedModel, monkeypatch) -> None:
+    """One side of five layers destroys the model; of the others, none is named before it."""
+    plan, seen = with_keys(loaded, 1, COARSE), []
+    layers = [replace(layer, v=(Format(4, "token", 64),)) if i < 5 else layer for i, layer in enumerate(plan.layers)]
+    texts = check_damage._texts(plan, loaded, (), SILENT)
+    assert texts is not None and texts.first_B is not None
+    against = check_damage._against_16_bits
+    monkeypatch.setattr(check_damage, "_against_16_bits", lambda *given: seen.append(given) or against(*given))
+    worst = check_damage._worst(replace(plan, layers=tuple(layers)), loaded, texts, SILENT)
+    assert (worst[0].layer, worst[0].side) == (1, "k") and worst[0].kl > 0.5
+    assert 0.1 > worst[1].kl >= worst[2].kl > 0
+    assert [len(plans) for _, plans, _ in seen] == [5, 4]  # of five layers, then the sides of the worst three
+    for *_, one in seen:
+        assert torch.equal(one.tokens_BT, texts.tokens_BT[-1:]) and one.first_B.tolist() == texts.first_B[-1:].tolist()
 
 
 def test_texts_stand_at_both_ends_of_the_context(loaded: LoadedModel) -> None:
@@ -95,7 +130,21 @@ def test_a_destroyed_plan_names_the_layer_and_side(destroyed: tuple[Path, int], 
     allowed = ran_well("verify", path, "--model", MODEL, "--allow-damage", "--json")
     assert "warning: the plan destroys the model" in allowed.err
     assert [check["name"] for check in allowed.json] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
-    assert f"layer {index} K" in allowed.json[-1]["detail"] and not damage_path(path).exists()
+    assert f"layer {index} K" in allowed.json[-1]["detail"]
+
+
+def test_a_plan_is_marked_before_its_layers_are_named(
+    destroyed: tuple[Path, int], loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, path = load_plan(destroyed[0]), tmp_path / "plan.safetensors"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(check_damage, "_worst", Mock(side_effect=KeyboardInterrupt))
+        measure_damage(plan, loaded, (), SILENT, path)
+    marked = load_damage(path, plan)
+    assert marked is not None and marked.is_destroyed and marked.worst == ()
+    named = measure_damage(plan, loaded, (), SILENT, path)
+    assert named is not None and replace(named, worst=()) == marked and len(named.worst) == 1
+    assert load_damage(path, plan) == named
 
 
 def test_an_evaluation_refuses_it_after_its_table(destroyed: tuple[Path, int], tmp_path: Path) -> None:

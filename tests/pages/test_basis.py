@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.pages.basis import RIDGE, Basis, basis_specs, fitted_basis, moved_hessian
+from kvcal.pages.basis import LARGEST_ENTRY, RIDGE, Basis, basis_specs, fitted_basis, moved_hessian
 
 
 def random_of(*shape: int, seed: int) -> Tensor:
@@ -64,6 +64,17 @@ def test_heads_without_queries_or_keys_have_a_basis() -> None:
     for hessian, covariance in ((nothing, positive(1, 8, 1)), (positive(1, 8, 1), nothing), (nothing, nothing)):
         basis = fitted_basis(hessian, covariance, 0.375)
         torch.testing.assert_close(basis.matrix @ basis.inverse, torch.eye(8)[None], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1e-14, 1e-150, 1e14])
+def test_values_of_any_size_have_a_basis_within_the_plans_limits(size: float) -> None:
+    basis = fitted_basis(positive(2, 8, 0), size**2 * positive(2, 8, 1), 0.375)
+    usual = some_basis(2, 8, False)
+    for matrix, other in ((basis.matrix, usual.matrix), (basis.inverse, usual.inverse)):
+        assert float(matrix.abs().max()) <= LARGEST_ENTRY
+        torch.testing.assert_close(matrix / matrix.norm(dim=(1, 2), keepdim=True),
+                                   other / other.norm(dim=(1, 2), keepdim=True))  # fmt: skip
+    torch.testing.assert_close(basis.matrix @ basis.inverse, torch.eye(8).expand(2, 8, 8), atol=1e-4, rtol=0)
 
 
 def test_a_plan_has_its_tensors() -> None:

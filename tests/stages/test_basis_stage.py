@@ -1,10 +1,13 @@
 """The feedback stage: Hessians against loops, the record, and what its factors do in a cache and in a folder."""
 
+import gc
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from cache_cases import random_ids
 from cli_cases import ran_well, save_llama
 from form_cases import rotary_table
@@ -15,7 +18,7 @@ from tiny_models import built, captured_by
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvcal import PlanCache, attached
+from kvcal import PlanCache, artifact, attached
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.folder import Folder, Job
 from kvcal.models.load import LoadedModel, load
@@ -247,7 +250,10 @@ ROTATED = Format(2, "token", 128, 2, 16, quantizer="rotated")
 WITH_BASIS = BasisSpec(**asdict(SPEC))
 
 
-def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: Path, llama: LoadedModel) -> None:
+@pytest.mark.parametrize("scaling", [16**-0.5, 0.7])
+def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path, llama, scaling, monkeypatch) -> None:
+    for decoder in llama.model.model.layers:
+        monkeypatch.setattr(decoder.self_attn, "scaling", scaling)
     layers = layers_of(llama, ROTATED, ROTATED)
     record = run(tmp_path, llama, layers, spec=WITH_BASIS)
     weights = output_weights(llama.model, llama.geometry)
@@ -255,7 +261,7 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
     for layer in layers:
         index, cost = layer.geometry.index, weights[layer.geometry.index].transpose(0, 1)
         seen = [(c[index].q_post_BHTD[0], c[index].k_post_BNTD[0], c[index].v_BNTD[0]) for c in captured]
-        weighted = [key_costs(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen]
+        weighted = [key_costs(*qkv, cost.mT @ cost, scaling, 2, 16) for qkv in seen]
         queries = sum(found for found, _ in weighted)
         keys = sum(moments(k, weight) for (_, k, _), (_, weight) in zip(seen, weighted, strict=True))
         values = sum(moments(v[:, 2:]) for _, _, v in seen)
@@ -282,11 +288,70 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: 
     assert {n: t.tolist() for n, t in read.tensors().items()} == {n: t.tolist() for n, t in record.tensors().items()}
 
 
+def test_keys_get_no_center_where_softmax_sees_a_constant(tmp_path: Path, llama: LoadedModel) -> None:
+    """Attention with sinks has a logit without a key; soft caps bend logits."""
+    capped = as_loaded(outlier_model(1, 1.0, hf.Gemma2Config, layer_types=["full_attention"]))
+    assert capped.model.config.attn_logit_softcapping
+    for name, loaded in {"sinks": as_loaded(built("gpt_oss")), "caps": capped, "neither": llama}.items():
+        record = run(tmp_path / name, loaded, layers_of(loaded, ROTATED, ROTATED), spec=WITH_BASIS)
+        centers = [basis.center for (_, side), basis in record.bases.items() if side == "k"]
+        assert centers and all(bool(center.any()) == (name == "neither") for center in centers)
+
+
+def test_only_codes_of_2_bits_have_gains(tmp_path: Path, llama: LoadedModel) -> None:
+    record = run(tmp_path, llama, layers_of(llama, ROTATED, ROTATED), spec=WITH_BASIS)
+    for bits in (1, 2, 3, 4):
+        layers = record.apply(layers_of(llama, ROTATED, replace(ROTATED, num_bits=bits)))
+        assert {layer.v_gain for layer in layers} == {bits == 2} and all(layer.v_basis for layer in layers)
+
+
+def test_a_basis_of_no_packed_token_is_refused(tmp_path: Path, llama: LoadedModel) -> None:
+    """The first token of a page's side is packed after 2 sinks, once 16 have come since."""
+    layers = layers_of(llama, ROTATED, ROTATED)
+    with pytest.raises(UsageError, match=r"after 2 sinks, .* window of 16, .* has 18; expected 19 or more") as refused:
+        run(tmp_path / "a", llama, layers, spec=WITH_BASIS, data=sequences([18, 12], 1, 128))
+    assert "seq_len" in str(refused.value.hint) and not list((tmp_path / "a").iterdir())
+    record = run(tmp_path / "b", llama, layers, spec=WITH_BASIS, data=sequences([12, 19], 1, 128))
+    eye = torch.eye(16)
+    assert all(not torch.equal(basis.matrix[0], eye) for basis in record.bases.values())
+    run(tmp_path / "c", llama, layers, data=sequences([18], 1, 128))  # feedback alone needs none
+
+
+def test_a_record_without_one_of_its_tensors_is_refused(tmp_path: Path, llama: LoadedModel) -> None:
+    run(tmp_path, llama, layers_of(llama, ROTATED, ROTATED), spec=WITH_BASIS)
+    path = tmp_path / "feedback.safetensors"
+    stored = artifact.read(path, "basis", basis_stage.SCHEMA)
+    assert len(stored.tensors) == 2 * (2 * 3 + 2)
+    for name in stored.tensors:
+        tensors = {other: tensor for other, tensor in stored.tensors.items() if other != name}
+        artifact.write(path, replace(stored, tensors=tensors))
+        with pytest.raises(ArtifactError, match=f"missing tensor '{name}'"):
+            basis_stage.load(path)
+    sides = [{**side, "index": 7} for side in stored.body["sides"]]
+    artifact.write(path, replace(stored, body={**stored.body, "sides": sides}))
+    with pytest.raises(ArtifactError, match=r"layer 7 has error feedback, expected one of \[0, 1\]"):
+        basis_stage.load(path)
+
+
+def test_a_calibration_lets_go_of_its_model(tmp_path: Path) -> None:
+    loaded = as_loaded(outlier_model())
+    model = weakref.ref(loaded.model)
+    run(tmp_path, loaded, layers_of(loaded, ROTATED, ROTATED), spec=WITH_BASIS)
+    del loaded
+    gc.collect()
+    assert model() is None
+
+
 def test_only_rotated_pages_without_transforms_get_a_basis(tmp_path: Path, llama: LoadedModel) -> None:
     record = run(tmp_path, llama, layers_of(llama, K, ROTATED), spec=WITH_BASIS)
     assert {side for _, side in record.bases} == {"v"} and {side for _, side in record.factors} == {"k", "v"}
-    layers = layers_of(llama, ROTATED, ROTATED, k_offset=True)
-    assert not basis_stage.basis_places(layers, ("k",)) and basis_stage.basis_places(layers, ("v",))
+    for moved in ({"k_offset": True}, {"k_rescale": True}, {"k_pages": "pre"}):
+        layers = layers_of(llama, ROTATED, ROTATED, **moved)
+        assert not basis_stage.basis_places(layers, ("k",)) and basis_stage.basis_places(layers, ("v",))
+    shrinking = Format(2, "token", 128, param_dtype="float32", shrink_at=(100,))
+    assert basis_stage.feedback_places(layers_of(llama, K, shrinking), ("k", "v")) == [(0, "k"), (1, "k")]
+    for layer in record.apply(layers_of(llama, K, RAW)):  # bits are chosen later: these at 16
+        assert layer.k_feedback and not (layer.v_feedback or layer.v_basis or layer.v_gain)
     layer = layers_of(llama, ROTATED, V)[0]
     with pytest.raises(ValueError, match="has v_basis, which is for rotated pages"):
         replace(layer, v_basis=True)

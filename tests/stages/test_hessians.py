@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 from form_cases import rotary_table
 from reparam_cases import outlier_model
 from torch import Tensor
@@ -93,15 +94,21 @@ def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
     assert float(error.double() @ hessian @ error.double()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_sums_over_the_context_are_those_of_texts_at_its_places() -> None:
+@pytest.mark.parametrize("dim", [16, 64])
+def test_sums_over_the_context_are_those_of_texts_at_its_places(dim: int, monkeypatch) -> None:
+    """All channels of 16 turn; of 64 the first 16, as in Pythia."""
     generator, context = torch.Generator().manual_seed(5), 1000
-    model = outlier_model(1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    shape = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 2, "rope_parameters": rope}
+    partial = hf.GPTNeoXConfig(num_hidden_layers=1, vocab_size=128, **shape)
+    model = outlier_model(1) if dim == 16 else hf.GPTNeoXForCausalLM(partial)
     rotary = rotary_maps(model, geometry_of(model))[0]
-    k_pre_NTD = torch.randn(2, 60, 16, generator=generator) + 1
+    assert rotary.pairs.numel() == 16
+    k_pre_NTD = torch.randn(2, 60, dim, generator=generator) + 1
     firsts = torch.linspace(0, context - 60, -(-context // 60), dtype=torch.float64)
     table = rotary.tensor()
     table[:, 3] = 1.0
-    expected = torch.zeros(2, 17, 17, dtype=torch.float64)
+    expected = torch.zeros(2, dim + 1, dim + 1, dtype=torch.float64)
     for first in firsts:
         for head in range(2):
             for token in range(60):
@@ -114,3 +121,6 @@ def test_sums_over_the_context_are_those_of_texts_at_its_places() -> None:
                 expected[head] += torch.outer(one, one) / len(firsts)
     sums = moments(rotate(k_pre_NTD, table, torch.arange(60)))
     torch.testing.assert_close(over_context(sums, rotary, 60, context), expected, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(over_context(sums, rotary, 60, 30), sums)  # a text beyond the context, at 0
+    monkeypatch.setattr(module, "MAX_PLACES", 1)
+    torch.testing.assert_close(over_context(sums, rotary, 60, context), sums)

@@ -78,7 +78,7 @@ def model_for(plan: Plan) -> PreTrainedModel:
 def use_plan(plan: Plan) -> None:
     """Everything that is said about it can be said; its cache takes the bytes it predicts, and finite logits come."""
     views.plan_json(plan, plan.workload)
-    views.plan_table(plan, plan.workload)
+    views.plan_table(plan, plan.workload, None)
     views.layer_table(plan.layers, plan.cache_dtype, plan.workload)
     nameless = replace(plan, model=ModelIdentity("", plan.model.model_type, "", "", ""), provenance={})
     if not plan.is_progressive:
