@@ -7,6 +7,7 @@ stretch its ranges: they are packed as copies of the first token after them.
 
 How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
 Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded.
+A cropped ring holds fewer tokens than it has room for: those that it lost to removed ones do not come back with a crop.
 Sinks, ring and pages hold tokens in the codec's basis, where it has one; what is written and read is not in it.
 Where the plan has pages shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
 """
@@ -39,6 +40,7 @@ class PagedTensor:
     query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since
     (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor says about pages, [M, n,
     128, D] fp32; None without one. ``keep`` gets every page that is decoded, before its transforms are undone.
+    ``oldest``: of every row, the first token that the ring had after the last crop (tokens to come replace it in turn).
     ``group_heads``: query heads of a KV head, over which |q| is summed. ``lookahead``: draft tokens that the ring has
     room for, so that no crop by as many needs a page.
     """
@@ -71,6 +73,7 @@ class PagedTensor:
         record = (codec.records_per_page, codec.record_bytes(self.num_bits))
         self.pool: Pool = GrowingPool(batch, record, device) if pool is None else pool
         self.keep: Keep | None = None
+        self.oldest = [0] * batch
 
     @property
     def overwritten(self) -> list[Tensor]:
@@ -178,7 +181,9 @@ class PagedTensor:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring
         has lost of those that it should hold then comes from pages, which the caller drops."""
         first = PAGE_TOKENS * self.format.pages_read(kept_tokens)
-        self.refill(rows, first, min(kept_tokens, num_tokens - self.ring.shape[2]))
+        oldest = max(self.oldest[rows.start], num_tokens - self.ring.shape[2])
+        self.refill(rows, first, min(kept_tokens, oldest))
+        self.oldest[rows] = [min(first, oldest)] * (rows.stop - rows.start)
         if self.format.needs_queries:
             self.query_since[rows] -= num_tokens - kept_tokens
 
@@ -202,6 +207,7 @@ class PagedTensor:
             with torch.inference_mode(False):
                 self.sinks, self.ring, self.query_sum = (x[indices] for x in self.overwritten)
                 self.query_since = self.query_since[indices] if self.format.needs_queries else self.query_since
+        self.oldest = [self.oldest[index] for index in indices]
         self.pool.select(indices)
 
     def observe(self, query_sum: Tensor) -> None:
@@ -210,6 +216,7 @@ class PagedTensor:
 
     def reset(self) -> None:
         """No tokens; nothing but the query statistic survives in what a row without tokens reads."""
+        self.oldest = [0] * len(self.oldest)
         self.query_sum.zero_()
         self.query_since.zero_()
 
