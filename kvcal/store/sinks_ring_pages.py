@@ -125,9 +125,9 @@ class PagedTensor:
     def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
         pool has room; returns the pages packed."""
-        total, x = num_tokens + x.shape[2], self._entered(x)
+        total = num_tokens + x.shape[2]
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
-        self.sinks[rows, :, num_tokens : num_tokens + sinks] = x[:, :, :sinks]
+        self.sinks[rows, :, num_tokens : num_tokens + sinks] = self._entered(x[:, :, :sinks])
         first, stop = num_pages(num_tokens), num_pages(total)
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
         if spans:
@@ -136,7 +136,7 @@ class PagedTensor:
                 self.query_sum[rows] = 0
                 self.query_since[rows] = total
         last = x[:, :, -self.ring.shape[2] :]
-        self.ring[rows].index_copy_(2, self.places(total - last.shape[2], total), last)
+        self.ring[rows].index_copy_(2, self.places(total - last.shape[2], total), self._entered(last))
         return spans
 
     def write_step(self, num_tokens: list[int], x: Tensor) -> bool:
@@ -165,17 +165,19 @@ class PagedTensor:
         sinks = min(self.format.num_sink_tokens, num_tokens)
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
         if self.codec.basis is not None:
-            out.copy_(self.codec.basis.leave(out.transpose(1, 2)).transpose(1, 2))
+            _by_parts(self.codec.basis.leave, out, out, VALUES_AT_ONCE)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [b, n, T, D] in the cache's dtype, as tokens that stay at 16 bits are read back, in ``dtype``."""
-        basis, held = self.codec.basis, self._entered(x).to(dtype)
-        return held if basis is None else basis.leave(held.transpose(1, 2)).transpose(1, 2)
+        basis = self.codec.basis
+        if basis is None or not x.numel():
+            return x.to(dtype)
+        return _by_parts(lambda part: basis.leave(basis.enter(part).to(dtype)), x, torch.empty_like(x, dtype=dtype))
 
     def _entered(self, x: Tensor) -> Tensor:
         """x [b, n, T, D] in the basis in which sinks, ring and pages are held."""
         basis = self.codec.basis
-        return x if basis is None else basis.enter(x.transpose(1, 2)).transpose(1, 2)
+        return x if basis is None or not x.numel() else _by_parts(basis.enter, x, torch.empty_like(x))
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring
@@ -237,11 +239,12 @@ class PagedTensor:
             statistic = QueryStatistic(self.query_sum, self.query_since)
             query_mean = statistic.mean(rows, num_tokens + new.shape[2], self.group_heads)
         slots = self.pool.slots(spans).view(len(spans), -1)
-        pages_at_once = max(1, (LAUNCHED_PAGES if self.kernels else ENCODE_PAGES) // len(spans))
+        is_launched = self.kernels is not None and self.codec.basis is None
+        pages_at_once = max(1, (LAUNCHED_PAGES if is_launched else ENCODE_PAGES) // len(spans))
         for start in range(first, stop, pages_at_once):
             pages = range(start, min(start + pages_at_once, stop))
             a, b = PAGE_TOKENS * pages.start - begin, PAGE_TOKENS * pages.stop - begin
-            tokens = new[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])]
+            tokens = self._entered(new[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
             tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
@@ -257,3 +260,15 @@ class PagedTensor:
             x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
             records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
             self.pool.records[slots[:, part].flatten()] = records
+
+
+def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values_at_once: int | None = None) -> Tensor:
+    """out, which gets ``change`` of tokens x [b, n, T, D], handed over as [b, T, n, D]; of some at a time, which bounds
+    the scratch: as many as are encoded, unless told."""
+    batch, heads, _, dim = x.shape
+    at_once = PAGE_TOKENS * max(1, ENCODE_PAGES // batch)
+    if values_at_once is not None:
+        at_once = max(1, values_at_once // (batch * heads * dim))
+    for part, place in zip(x.split(at_once, dim=2), out.split(at_once, dim=2), strict=True):
+        place.copy_(change(part.transpose(1, 2)).transpose(1, 2))
+    return out
