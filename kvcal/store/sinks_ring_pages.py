@@ -22,13 +22,14 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import QueryStatistic
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sinks
 from kvcal.plan.page_format import num_pages
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.step import KernelCodec
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
+BEYOND_FLOAT16 = "keys or values cannot be stored: NaN, infinity, or a number beyond float16 in the plan's basis"
 # Pages that one launch of the kernels takes.
 LAUNCHED_PAGES = 2**15
 
@@ -175,9 +176,16 @@ class PagedTensor:
         return _by_parts(lambda part: basis.leave(basis.enter(part).to(dtype)), x, torch.empty_like(x, dtype=dtype))
 
     def _entered(self, x: Tensor) -> Tensor:
-        """x [b, n, T, D] in the basis in which sinks, ring and pages are held."""
+        """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number that
+        float16 cannot hold there. (The other dtypes reach beyond any model's numbers. A bound of T would not do: what a
+        model makes has none.)"""
         basis = self.codec.basis
-        return x if basis is None or not x.numel() else _by_parts(basis.enter, x, torch.empty_like(x))
+        if basis is None or not x.numel():
+            return x
+        entered = _by_parts(basis.enter, x, torch.empty_like(x))
+        if x.dtype == torch.float16:
+            require_finite(entered, BEYOND_FLOAT16, "check the model's outputs; a model in bfloat16 has room for them")
+        return entered
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring
