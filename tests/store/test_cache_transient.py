@@ -20,6 +20,8 @@ from kvcal.plan.page_format import RAW, Format
 from kvcal.store.layer_store import LayerStore
 from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
 
+ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
+
 
 def held_by(cache: PlanCache) -> list[torch.Tensor]:
     return [*cache.plan.tensors.values(), *(tensor for each in cache.layers for tensor in each.tensors)]
@@ -27,9 +29,8 @@ def held_by(cache: PlanCache) -> list[torch.Tensor]:
 
 def default_plan(heads: int, head_dim: int, cache_dtype: str = "bfloat16") -> Plan:
     """One layer with what the default recipe gives every layer: rotated, in bases, with error feedback and gains."""
-    fmt = Format(2, "token", 128, 8, 64, quantizer="rotated")
     attention = AttentionGeometry(0, heads, heads, head_dim, head_dim)
-    plan = plan_of(Geometry("llama", cache_dtype, (attention,)), fmt, fmt)
+    plan = plan_of(Geometry("llama", cache_dtype, (attention,)), ROTATED, ROTATED)
     return with_transforms(plan, "basis", 0.01)
 
 
@@ -89,16 +90,14 @@ PLANS = {
     "shrinking": fixed((130, 259, 300), (200, 200, 400)),
     "scheduled": scheduled(K_2, V_2, 3)[0],
     "feedback": with_transforms(llama_plan(*KIVI_2), "feedback", 0.1),
-    "default": default_plan(2, 8),
+    "default": with_transforms(llama_plan(ROTATED, ROTATED, num_layers=1), "basis", 0.1),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bound_holds_at_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PLANS[name]
-    config = tiny_llama(2, len(plan.layers)).config
-    config = default_cache(plan).config if name == "default" else config
-    cache, states, start = PlanCache(plan, config), random_states(3, 2, 402), 0
+    cache, states, start = PlanCache(plan, tiny_llama(2, len(plan.layers)).config), random_states(3, 2, 402), 0
     # Where pages are packed, come to be read, or shrink.
     for stop in sorted(
         {count + more for count in (128, 130, 161, 200, 256, 259, 300, 384, 400) for more in range(-1, 2)}
@@ -109,7 +108,7 @@ def test_the_bound_holds_at_every_step(name: str, monkeypatch: pytest.MonkeyPatc
         assert_bounded(cache, random_states(3, 2, 70), monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "side"), [("windows", "left"), ("scheduled", "right")])
+@pytest.mark.parametrize(("name", "side"), [("windows", "left"), ("scheduled", "right"), ("default", "left")])
 def test_the_bound_holds_for_ragged_batches(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PLANS[name]
     states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (500, 370, 115)], 500, side)
