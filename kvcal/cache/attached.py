@@ -53,6 +53,9 @@ def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """See the module's docstring. The attention implementation is restored on exit, also after an error.
 
+    Enter it once for a model, in any thread: it serves all threads that call the model until it is left. A second
+    one, in the same thread or in another, is refused until then; so threads share one around them all.
+
     Raises:
         UnsupportedModel: the model bypasses the attention interface, does not let its implementation be set, or calls
             one attention module in several layers (Zamba2).
@@ -100,7 +103,7 @@ def _attention(
         softcap = more.get("softcap") or 0.0
         return layer.attend(query, key, value, more.get("s_aux"), scale, softcap), None
     if layer.static is not None:
-        _require_same_padding(layer, attention_mask, key.shape[2])
+        _require_same_padding(module, layer, attention_mask, key.shape[2])
     attended = _base_attention(base, module, query, key, value, attention_mask, more)
     layer.observe(query)
     return attended
@@ -132,9 +135,9 @@ def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dic
 
 
 @torch.compiler.disable
-def _require_same_padding(layer: PagedLayer, attention_mask: Tensor | None, columns: int) -> None:
+def _require_same_padding(module: nn.Module, layer: PagedLayer, attention_mask: Tensor | None, columns: int) -> None:
     """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone.
-    The mask is of ``columns``, the last of which are the new ones."""
+    UnsupportedModel where it does more than hide. It is of ``columns``, the last of which are the new ones."""
     if layer.pending is None:
         return
     window, new = layer.plan.attention.window, layer.pending
@@ -145,6 +148,12 @@ def _require_same_padding(layer: PagedLayer, attention_mask: Tensor | None, colu
     if attention_mask is not None:
         last = attention_mask[:, 0, -1, columns - visible : columns]
         seen = last if last.dtype == torch.bool else last == 0
+        hidden = ~seen if last.dtype == torch.bool else last <= torch.finfo(last.dtype).min / 2
+        if not (seen | hidden).all():
+            layer.pending = None
+            raise UnsupportedModel(
+                f"the attention of {type(module).__name__} adds numbers to its mask", hint=DYNAMIC_HINT
+            )
     if not torch.equal(seen.expand_as(real), real):
         layer.pending = None
         raise UsageError(

@@ -28,6 +28,7 @@ from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.choice import draft_reasons, refusals, slow_reasons
 from kvcal.kernels.variants import variant_of
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
@@ -143,6 +144,8 @@ class PagedLayer(CacheLayerMixin):
         assert rows is not None and self.static is None
         self.store.set_bits(columns)
         self.store.resize(rows.lengths(columns))
+        for part in self.parts:  # the file does not say which tokens before these were cropped
+            part.oldest = [PAGE_TOKENS * part.format.pages_read(columns)]
         self._columns = columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -166,6 +166,21 @@ class PlanCache(Cache):
             self._require_states()
         return found
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As the layers'. UsageError for no new tokens, of which models make tensors that torch cannot reshape."""
+        if not query_length:
+            raise UsageError(
+                f"the model is called with no new tokens: generate() counts the {self.lengths} tokens that the cache "
+                "holds as the first ones of the prompt",
+                hint="reset() first, for another prompt",
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def __repr__(self) -> str:
+        room = "" if self.static is None else f", max_tokens={self.static.max_tokens}"
+        bits = self.plan.bits_per_value()
+        return f"PlanCache(nbytes={self.nbytes}, lengths={self.lengths}, bits_per_value={bits:.3f}{room})"
+
     def _require_states(self) -> None:
         """ArtifactError where a state that has come to be is none of the plan's, or not of the plan's size; each is
         looked at once."""

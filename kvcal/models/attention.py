@@ -116,7 +116,7 @@ def require_base(model: PreTrainedModel) -> str:
     if base.startswith(OURS) or any(module in _LISTENING for module in attention_modules(model)):
         raise UsageError(
             f"the attention of {type(model).__name__} is tapped already",
-            hint="leave the other context first: attached, which serves all threads at once, or a measurement",
+            hint="leave the other context first; attached, entered once, serves all threads that call the model",
         )
     if base not in BASE_IMPLEMENTATIONS:
         supported = ", ".join(BASE_IMPLEMENTATIONS)

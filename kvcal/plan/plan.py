@@ -26,7 +26,7 @@ from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
-from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
+from kvcal.plan.tensors import check_bases, check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
 from kvcal.stored_tensor import ITEM_BYTES
@@ -195,6 +195,7 @@ def load_plan(path: str | Path, revision: str | None = None) -> Plan:
     body = record_of(_Body, content, path, again)
     with refusing(path, again):
         plan = Plan(body.model, body.cache_dtype, body.layers, body.workload, body.provenance, stored.tensors)
+        check_bases(plan.tensors, plan.layers)
         taken = plan.predicted_bytes
     if type(predicted) is not int or predicted != taken:
         raise ArtifactError(f"{path}: predicted_bytes = {predicted!r}, but its layers take {taken}")

@@ -17,9 +17,12 @@ The ranges hold far more than any calibration gives, and keep what is read back 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
@@ -35,6 +38,8 @@ from kvcal.stored_tensor import ITEM_BYTES, StoredTensors, stored
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20
 LARGEST_AMPLITUDE = 2.0**8
+# Of a basis times its inverse, off the identity, over the norms of the row and the column: rounding leaves 2^-15.
+INVERSE_TOLERANCE = 2.0**-12
 
 
 # Tensors of a layer that its pages are encoded with: by KV heads first, or the same for all heads.
@@ -152,6 +157,23 @@ def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], ca
                 raise ValueError(
                     f"tensor {name!r} pairs channels {channels[:8]} ..., expected distinct ones of the head"
                 )
+
+
+def check_bases(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan]) -> None:
+    """ValueError unless the stored inverse of every basis is its inverse: one product a head, so of files alone."""
+    parts = stored(tensors)
+    for layer, side in itertools.product(layers, SIDES):
+        if not layer.basis(side):
+            continue
+        name = f"layers.{layer.geometry.index}.{side}_{MATRICES[0]}"
+        matrix, inverse = (parts[f"layers.{layer.geometry.index}.{side}_{part}"].values() for part in MATRICES)
+        errors = np.abs(matrix @ inverse - np.eye(layer.head_dim(side), dtype=matrix.dtype))
+        allowed = np.linalg.norm(matrix, axis=2)[:, :, None] * np.linalg.norm(inverse, axis=1)[:, None]
+        for head in np.flatnonzero((errors > INVERSE_TOLERANCE * allowed).any((1, 2))).tolist():
+            raise ValueError(
+                f"tensor {name!r}: its product with {side}_{MATRICES[1]} is not the identity, but "
+                f"{errors[head].max():.3g} off for head {head}"
+            )
 
 
 def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ stretch its ranges: they are packed as copies of the first token after them.
 
 How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
 Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded.
+A cropped ring holds fewer tokens than it has room for: those that it lost to removed ones do not come back with a crop.
 Sinks, ring and pages hold tokens in the codec's basis, where it has one; what is written and read is not in it.
 Where the plan has pages shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
 """
@@ -21,13 +22,14 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import QueryStatistic
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sinks
 from kvcal.plan.page_format import num_pages
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.step import KernelCodec
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
+BEYOND_FLOAT16 = "keys or values cannot be stored: NaN, infinity, or a number beyond float16 in the plan's basis"
 # Pages that one launch of the kernels takes.
 LAUNCHED_PAGES = 2**15
 
@@ -39,6 +41,7 @@ class PagedTensor:
     query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since
     (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor says about pages, [M, n,
     128, D] fp32; None without one. ``keep`` gets every page that is decoded, before its transforms are undone.
+    ``oldest``: of every row, the first token that the ring had after the last crop (tokens to come replace it in turn).
     ``group_heads``: query heads of a KV head, over which |q| is summed. ``lookahead``: draft tokens that the ring has
     room for, so that no crop by as many needs a page.
     """
@@ -71,6 +74,7 @@ class PagedTensor:
         record = (codec.records_per_page, codec.record_bytes(self.num_bits))
         self.pool: Pool = GrowingPool(batch, record, device) if pool is None else pool
         self.keep: Keep | None = None
+        self.oldest = [0] * batch
 
     @property
     def overwritten(self) -> list[Tensor]:
@@ -122,9 +126,9 @@ class PagedTensor:
     def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
         pool has room; returns the pages packed."""
-        total, x = num_tokens + x.shape[2], self._entered(x)
+        total = num_tokens + x.shape[2]
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
-        self.sinks[rows, :, num_tokens : num_tokens + sinks] = x[:, :, :sinks]
+        self.sinks[rows, :, num_tokens : num_tokens + sinks] = self._entered(x[:, :, :sinks])
         first, stop = num_pages(num_tokens), num_pages(total)
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
         if spans:
@@ -133,7 +137,7 @@ class PagedTensor:
                 self.query_sum[rows] = 0
                 self.query_since[rows] = total
         last = x[:, :, -self.ring.shape[2] :]
-        self.ring[rows].index_copy_(2, self.places(total - last.shape[2], total), last)
+        self.ring[rows].index_copy_(2, self.places(total - last.shape[2], total), self._entered(last))
         return spans
 
     def write_step(self, num_tokens: list[int], x: Tensor) -> bool:
@@ -162,23 +166,34 @@ class PagedTensor:
         sinks = min(self.format.num_sink_tokens, num_tokens)
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
         if self.codec.basis is not None:
-            out.copy_(self.codec.basis.leave(out.transpose(1, 2)).transpose(1, 2))
+            _by_parts(self.codec.basis.leave, out, out, VALUES_AT_ONCE)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [b, n, T, D] in the cache's dtype, as tokens that stay at 16 bits are read back, in ``dtype``."""
-        basis, held = self.codec.basis, self._entered(x).to(dtype)
-        return held if basis is None else basis.leave(held.transpose(1, 2)).transpose(1, 2)
+        basis = self.codec.basis
+        if basis is None or not x.numel():
+            return x.to(dtype)
+        return _by_parts(lambda part: basis.leave(basis.enter(part).to(dtype)), x, torch.empty_like(x, dtype=dtype))
 
     def _entered(self, x: Tensor) -> Tensor:
-        """x [b, n, T, D] in the basis in which sinks, ring and pages are held."""
+        """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number that
+        float16 cannot hold there. (The other dtypes reach beyond any model's numbers. A bound of T would not do: what a
+        model makes has none.)"""
         basis = self.codec.basis
-        return x if basis is None else basis.enter(x.transpose(1, 2)).transpose(1, 2)
+        if basis is None or not x.numel():
+            return x
+        entered = _by_parts(basis.enter, x, torch.empty_like(x))
+        if x.dtype == torch.float16:
+            require_finite(entered, BEYOND_FLOAT16, "check the model's outputs; a model in bfloat16 has room for them")
+        return entered
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring
         has lost of those that it should hold then comes from pages, which the caller drops."""
         first = PAGE_TOKENS * self.format.pages_read(kept_tokens)
-        self.refill(rows, first, min(kept_tokens, num_tokens - self.ring.shape[2]))
+        oldest = max(self.oldest[rows.start], num_tokens - self.ring.shape[2])
+        self.refill(rows, first, min(kept_tokens, oldest))
+        self.oldest[rows] = [min(first, oldest)] * (rows.stop - rows.start)
         if self.format.needs_queries:
             self.query_since[rows] -= num_tokens - kept_tokens
 
@@ -202,6 +217,7 @@ class PagedTensor:
             with torch.inference_mode(False):
                 self.sinks, self.ring, self.query_sum = (x[indices] for x in self.overwritten)
                 self.query_since = self.query_since[indices] if self.format.needs_queries else self.query_since
+        self.oldest = [self.oldest[index] for index in indices]
         self.pool.select(indices)
 
     def observe(self, query_sum: Tensor) -> None:
@@ -210,6 +226,7 @@ class PagedTensor:
 
     def reset(self) -> None:
         """No tokens; nothing but the query statistic survives in what a row without tokens reads."""
+        self.oldest = [0] * len(self.oldest)
         self.query_sum.zero_()
         self.query_since.zero_()
 
@@ -230,11 +247,12 @@ class PagedTensor:
             statistic = QueryStatistic(self.query_sum, self.query_since)
             query_mean = statistic.mean(rows, num_tokens + new.shape[2], self.group_heads)
         slots = self.pool.slots(spans).view(len(spans), -1)
-        pages_at_once = max(1, (LAUNCHED_PAGES if self.kernels else ENCODE_PAGES) // len(spans))
+        is_launched = self.kernels is not None and self.codec.basis is None
+        pages_at_once = max(1, (LAUNCHED_PAGES if is_launched else ENCODE_PAGES) // len(spans))
         for start in range(first, stop, pages_at_once):
             pages = range(start, min(start + pages_at_once, stop))
             a, b = PAGE_TOKENS * pages.start - begin, PAGE_TOKENS * pages.stop - begin
-            tokens = new[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])]
+            tokens = self._entered(new[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
             tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
@@ -250,3 +268,15 @@ class PagedTensor:
             x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
             records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
             self.pool.records[slots[:, part].flatten()] = records
+
+
+def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values_at_once: int | None = None) -> Tensor:
+    """out, which gets ``change`` of tokens x [b, n, T, D], handed over as [b, T, n, D]; of some at a time, which bounds
+    the scratch: as many as are encoded, unless told."""
+    batch, heads, _, dim = x.shape
+    at_once = PAGE_TOKENS * max(1, ENCODE_PAGES // batch)
+    if values_at_once is not None:
+        at_once = max(1, values_at_once // (batch * heads * dim))
+    for part, place in zip(x.split(at_once, dim=2), out.split(at_once, dim=2), strict=True):
+        place.copy_(change(part.transpose(1, 2)).transpose(1, 2))
+    return out

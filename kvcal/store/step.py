@@ -61,11 +61,12 @@ class StepScratch:
 
 
 def require_no_error(error: Tensor) -> None:
-    """Wait for the device. NonFiniteActivations, and no error any more: a page could not be stored."""
+    """Wait for the device. NonFiniteActivations, and no error any more: a page, or a token, could not be stored."""
     if int(error) & NON_FINITE:
         error.zero_()
         raise NonFiniteActivations(
-            "keys or values cannot be quantized: a page holds NaN, infinity, or a range beyond its param_dtype",
+            "keys or values cannot be quantized: a page holds NaN, infinity, or a range beyond its param_dtype, or a "
+            "token is beyond float16 in its basis",
             hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
         )
 
@@ -126,9 +127,17 @@ class LayerStep:
         return self.statistic.sum.numel() > 0
 
     def entered(self, k_new: Tensor, v_new: Tensor) -> list[Tensor]:
-        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends."""
-        pairs = zip((k_new, v_new), self.bases, strict=True)
-        return [x if basis is None else basis.enter(x.to(self.k.ring.dtype)) for x, basis in pairs]
+        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends. Numbers that float16
+        cannot hold there set a bit of ``error``: nothing waits for the device."""
+        found = []
+        for x, basis in zip((k_new, v_new), self.bases, strict=True):
+            if basis is not None:
+                x = basis.enter(x.to(self.k.ring.dtype))
+                if x.dtype == torch.float16:
+                    is_finite = torch.isfinite(x.sum(dtype=torch.float64))
+                    self.scratch.error.bitwise_or_((~is_finite).int() * NON_FINITE)
+            found.append(x)
+        return found
 
     def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> None:
         """Store k_new, v_new [B, N, D], one token a sequence, with the queries q [B, N G, D]; or S tokens,

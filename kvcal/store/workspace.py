@@ -19,7 +19,7 @@ the plan's bytes, and nothing outlives a forward pass.
 In a dynamic cache, the pages of one part (the keys or the values of one layer)
 lie in one tensor, which is allocated anew when pages are added or change their bits. So the old and the new pages of
 one part exist at a time; of all other parts, either those before the update or those after it. New pages are encoded,
-and old ones converted, a few at a time, which bounds the scratch.
+and old ones converted, a few at a time, which bounds the scratch. Tokens enter a basis a few at a time, too, in fp64.
 """
 
 from __future__ import annotations
@@ -35,12 +35,18 @@ from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages
+from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
 from kvcal.stored_tensor import ITEM_BYTES
 
-# Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
+# Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29 on a
+# lattice, 26 into a basis.
 SCRATCH_BYTES = 32
+# With error feedback, 47 measured; 131 where it searches scales. (On a GPU kernels take less.)
+FEEDBACK_BYTES = 56
+SEARCH_BYTES = 144
+# Of an entry of a basis while tokens enter it.
+DOUBLE_BYTES = 8
 # Indices of rows and pages, for each sequence.
 INDEX_BYTES = 64
 # Where the new tokens lie in a ring: two int64 each, on the way.
@@ -110,9 +116,25 @@ class _Part:
             RECORDS_AT_ONCE if converted or self.format.lattice_dim is not None else 0,
             min(new - old, max(ENCODE_PAGES, after.total())) * self.num_heads,
         )
-        scratch = SCRATCH_BYTES * at_once * PAGE_TOKENS * self.layer.head_dim(self.side)
+        scratch = self._scratch_bytes * at_once * PAGE_TOKENS * self.layer.head_dim(self.side)
+        if self.layer.basis(self.side):
+            scratch = max(scratch, self._entering(after.total(), columns[1] - columns[0]))
+            scratch += self.num_heads * self.layer.head_dim(self.side) ** 2 * DOUBLE_BYTES
         held = max(old * wide, new * narrow)
         return max(0, converted - held, added - held) + scratch
+
+    @property
+    def _scratch_bytes(self) -> int:
+        """Of a value that is encoded."""
+        if not self.layer.feedback(self.side):
+            return SCRATCH_BYTES
+        return FEEDBACK_BYTES if self.format.quantizer == UNIFORM else SEARCH_BYTES
+
+    def _entering(self, batch: int, tokens: int) -> int:
+        """Scratch of so many new tokens of every sequence that enter a basis; those of the ring then lie in it."""
+        values, itemsize = self.num_heads * self.layer.head_dim(self.side), ITEM_BYTES[self.cache_dtype]
+        at_once = min(batch * tokens, max(ENCODE_PAGES, batch) * PAGE_TOKENS)
+        return values * (SCRATCH_BYTES * at_once + itemsize * batch * min(tokens, self.format.ring_tokens))
 
     def _bytes_of_page(self, columns: int) -> int:
         head_dim, dtype = self.layer.head_dim(self.side), self.cache_dtype

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import transformers as hf
 from cache_cases import HEAD_DIM, feed, model_plan, padded, ragged_ids, random_ids, random_qkv, tiny_llama
 from static_cases import (
     FORMATS,
@@ -193,7 +194,7 @@ def test_other_caches_are_left_alone_and_the_model_is_restored() -> None:
                 torch.testing.assert_close(feed(model, cache, ids, range(20, 30)), expected[0])
             with pytest.raises(UsageError, match="tapped already") as caught, attached(model):
                 pytest.fail("entered twice")
-            assert "leave the other context first: attached, which serves all threads" in caught.value.hint
+            assert "leave the other context first; attached, entered once, serves all threads" in caught.value.hint
         with pytest.raises(ArithmeticError), attached(model):
             raise ArithmeticError
     assert model.config._attn_implementation == "sdpa" and not _ATTACHED
@@ -254,3 +255,18 @@ def test_beams_reorder_rows_in_place() -> None:
     with attached(model):
         assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
     assert static.nbytes == plan.nbytes([284] * 6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_that_the_attention_adds_numbers_to_is_named(attention: str) -> None:
+    """Doge's, of a prompt without any mask; a dynamic cache takes it."""
+    config = hf.DogeConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, attn_implementation=attention,
+    )  # fmt: skip
+    model, ids = hf.DogeForCausalLM(config).eval(), random_ids(1, 9)
+    cache = PlanCache(model_plan(model), config, max_tokens=32)
+    with attached(model), pytest.raises(UnsupportedModel, match="DogeAttention adds numbers to its mask") as caught:
+        feed(model, cache, ids)
+    assert "without max_tokens" in str(caught.value.hint)
+    feed(model, PlanCache(cache.plan, config), ids)

@@ -20,7 +20,7 @@ from cache_cases import (
     random_states,
     tiny_llama,
 )
-from static_cases import pages_of
+from static_cases import pages_of, plan_for
 from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
 from tier_oracle import BoostedHead
 
@@ -28,6 +28,7 @@ from kvcal import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES
+from kvcal.pages.layout_protocol import without_sinks
 from kvcal.plan.plan import RAW, SIDES, Format, Plan
 
 HEADS, TOKENS = 2, 290
@@ -116,6 +117,25 @@ def test_a_long_prompt_is_encoded_in_parts_with_the_same_bytes():
     assert records(whole) == records(parts)
     assert len(records(whole)) == 4 * (ENCODE_PAGES + 2)
     assert whole.nbytes == parts.nbytes == plan.nbytes([tokens])
+
+
+def test_a_long_prompt_enters_a_basis_in_parts_with_the_same_bytes():
+    """Pages, sinks and ring are those of all tokens entered at once, for prompts of several rows, too."""
+    tokens, plan = (ENCODE_PAGES + 2) * 128 + 7, plan_for("basis")
+    states = random_states(2, 2, tokens)
+    for sizes in ((tokens,), (1000, 128, 3, tokens)):
+        cache = empty_cache(plan)
+        for part in states.split([*sizes[:-1], tokens - sum(sizes[:-1])], dim=2):
+            cache.update(part, -part, 0)
+        for part, x in zip(cache.layers[0].parts, (states, -states), strict=True):
+            entered = part.codec.basis.enter(x.bfloat16().transpose(1, 2)).transpose(1, 2)
+            sinks, ring = part.format.num_sink_tokens, part.ring.shape[2]
+            assert torch.equal(part.sinks, entered[:, :, :sinks])
+            assert torch.equal(part.ring[:, :, torch.arange(tokens - ring, tokens) % ring], entered[:, :, -ring:])
+            pages = without_sinks(entered[:, :, : -(tokens % 128)], sinks, 0).unflatten(2, (-1, 128)).transpose(1, 2)
+            ordinals = torch.arange(ENCODE_PAGES + 2).repeat(2)
+            expected = part.codec.encode(pages.flatten(0, 1), ordinals, part.format.num_bits)
+            assert torch.equal(part.pool.records, expected)
 
 
 @pytest.mark.parametrize("formats", [KIVI_2, *KINDS.values()], ids=["kivi", *KINDS])

@@ -3,6 +3,7 @@ modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of
 
 import contextlib
 import math
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -287,3 +288,36 @@ def test_a_state_that_the_plan_does_not_know_is_refused_at_the_first_update(inde
     plan = plan_of(Geometry("qwen3_next", "float32", layers), RAW, RAW)
     with pytest.raises(ArtifactError, match=f"layer {index} keeps a state, which the plan does not know"):
         feed(model, PlanCache(plan, model.config), random_ids(1, 4))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60])
+def test_a_filled_cache_is_reset_before_another_prompt(max_tokens: int | None) -> None:
+    """``generate`` takes what a cache holds as fed: a shorter prompt has no tokens then, of however many rows."""
+    model = tiny_llama(2, 1)
+    cache = PlanCache(plan_for("kivi"), model.config, max_tokens=max_tokens)
+    wanted = {"past_key_values": cache, "max_new_tokens": 3, "do_sample": False}
+    with attached(model):
+        model.generate(random_ids(1, 20), **wanted)
+        for batch in (1, 2):
+            with pytest.raises(
+                UsageError, match=re.escape("no new tokens: generate() counts the [22] tokens")
+            ) as caught:
+                model.generate(random_ids(batch, 10), **wanted)
+            assert caught.value.hint == "reset() first, for another prompt"
+        with pytest.raises(UsageError, match="1 sequences and was given 2") as caught:
+            model(random_ids(2, 5), past_key_values=cache)
+        assert "reset()" in caught.value.hint
+        cache.reset()
+        model.generate(random_ids(1, 10), **wanted)
+    assert cache.lengths == [12]
+
+
+def test_a_cache_says_what_it_holds() -> None:
+    """In one line, however many layers; before the first token, too."""
+    plan, config = plan_for("kivi"), tiny_llama(2, 1).config
+    bits = f"bits_per_value={plan.bits_per_value():.3f}"
+    assert repr(PlanCache(plan, config)) == f"PlanCache(nbytes=0, lengths=[], {bits})"
+    for max_tokens, room in ((None, ""), (60, ", max_tokens=60")):
+        cache = PlanCache(plan, config, max_tokens=max_tokens)
+        attended(cache, *random_qkv(2, 2, 30))
+        assert repr(cache) == f"PlanCache(nbytes={cache.nbytes}, lengths=[30, 30], {bits}{room})"

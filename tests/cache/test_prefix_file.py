@@ -68,6 +68,22 @@ def test_what_follows_a_loaded_cache_is_what_follows_the_saved_one(case: Callabl
     assert path.read_bytes() == (tmp_path / "q.kv").read_bytes()
 
 
+def test_a_loaded_cache_is_cropped_as_one_that_was_never_longer(tmp_path: Path) -> None:
+    """The saved one was cropped, so that its ring lacks tokens which one that was fed as many would have."""
+    loaded, plan = aqua()
+    tokens_T, path, reads = prompt(640), tmp_path / "p.kv", []
+    cache, plain = (PlanCache(plan, loaded.model.config) for _ in range(2))
+    for each in (cache, plain):
+        feed(loaded.model, each, tokens_T.unsqueeze(0))
+    cache.crop(-100)
+    cache.save(path, tokens_T[:540])
+    cache = PlanCache.load(path, plan, loaded.model.config)[0]
+    for each in (cache, plain):
+        each.crop(500 - each.get_seq_length())
+        reads.append(feed(loaded.model, each, tokens_T[None, 500:501]))
+    torch.testing.assert_close(*reads, atol=1e-4, rtol=1e-4)
+
+
 def test_bytes_on_disk(tmp_path: Path) -> None:
     _, plan, path = aqua_file(tmp_path)
     held = plan.nbytes([300]) - sum(tensor.nbytes for tensor in plan.tensors.values())

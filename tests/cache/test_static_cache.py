@@ -231,6 +231,50 @@ def test_what_is_not_finite_is_reported(side: str) -> None:
     cache.check()
 
 
+def enlarging(channel_scale: float) -> Plan:
+    """In float16, with bases of keys that enlarge one channel of one head so much."""
+    plan = plan_for("basis", cache_dtype="float16")
+    eye = torch.eye(8).repeat(2, 1, 1)
+    eye[1, 3, 3] = channel_scale
+    changed = {"layers.0.k_basis": eye, "layers.0.k_basis_inverse": torch.linalg.inv(eye)}
+    changed["layers.0.k_center"] = torch.zeros(2, 8)
+    return replace(plan, tensors={**plan.tensors, **changed})
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize("max_tokens", [None, 300])
+def test_a_token_beyond_float16_in_its_basis_is_an_error(max_tokens: int | None, tokens: int) -> None:
+    """As it enters: of a prompt and of one token, long before its page is packed. What fits passes, and so does what
+    stands in padding."""
+    mask = torch.ones(1, tokens + 1).long()
+    mask[0, 0] = 0
+    q, k, v = (x.half() for x in random_qkv(1, 2, tokens + 2))
+    k[:, :, 0] = torch.inf
+    for scale in (10.0, 1e5):
+        cache = PlanCache(enlarging(scale), tiny_llama(2, 1).config, mask, max_tokens)
+        try:
+            attended(cache, *(x[:, :, : tokens + 1] for x in (q, k, v)))
+            attended(cache, *(x[:, :, tokens + 1 :] for x in (q, k, v)))
+            cache.check()
+        except NonFiniteActivations as error:
+            assert scale == 1e5 and "beyond float16" in error.message
+        else:
+            assert scale == 10.0
+
+
+def test_a_step_beyond_float16_is_noted_without_a_wait() -> None:
+    """In the flag that ``check`` reads; the step itself ends."""
+    cache = PlanCache(enlarging(1e5), tiny_llama(2, 1).config, max_tokens=300)
+    q, k, v = (x.half() for x in random_qkv(1, 2, 9))
+    k[:, 1, :8, 3] = 0.0
+    attended(cache, *(x[:, :, :8] for x in (q, k, v)), range(1, 8))
+    cache.check()
+    k[:, 1, 8, 3] = 2.0
+    attended(cache, *(x[:, :, 8:] for x in (q, k, v)))
+    with pytest.raises(NonFiniteActivations, match="a token is beyond float16 in its basis"):
+        cache.check()
+
+
 def test_the_batch_and_the_model_are_checked() -> None:
     cache = static_cache(plan_for("kivi"), 30)
     served(cache, random_ids(2, 5))

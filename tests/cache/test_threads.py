@@ -68,7 +68,7 @@ def test_one_thread_enters_the_context() -> None:
                     count += 1
                     inside.wait()
             except UsageError as error:
-                assert "tapped already" in str(error)
+                assert "tapped already" in str(error) and "entered once, serves all threads" in str(error.hint)
                 inside.wait()
         return count
 
@@ -76,6 +76,10 @@ def test_one_thread_enters_the_context() -> None:
         assert sum(pool.map(entered, range(THREADS))) == rounds
         with attached(model), pytest.raises(UsageError, match="tapped already"):
             pool.submit(attached(model).__enter__).result()
+        with attached(model):  # another thread is served, without a context of its own
+            cache = PlanCache(plan_for("kivi"), model.config, max_tokens=40)
+            pool.submit(feed, model, cache, random_ids(1, 30)).result()
+        assert cache.lengths == [30]
     assert model.config._attn_implementation == "sdpa" and not model.get_decoder()._forward_pre_hooks
 
 

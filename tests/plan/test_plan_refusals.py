@@ -10,6 +10,7 @@ import pytest
 import torch
 from form_cases import form_plan
 from fuzz_artifacts import limited
+from static_cases import plan_for as static_plan_for
 from test_plan import body_of, example
 from torch import Tensor
 
@@ -18,7 +19,20 @@ from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.pages.layout_protocol import PARAM_DTYPES
-from kvcal.plan.plan import KIND, SCHEMA, Boost, Format, LayerPlan, Plan, Predictor, Tier, WindowRule, Workload
+from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.plan import (
+    KIND,
+    SCHEMA,
+    Boost,
+    Format,
+    LayerPlan,
+    Plan,
+    Predictor,
+    Tier,
+    WindowRule,
+    Workload,
+    save_plan,
+)  # fmt: skip
 from kvcal.plan.tensors import needed_tensors
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
@@ -248,3 +262,37 @@ def test_predictors_that_read_what_is_not_there(change: dict[str, object], messa
     assert plan_of((first, second)).predicted_bytes
     with pytest.raises(ValueError, match=message):
         Plan(IDENTITY, "float32", (first, replace(second, **change)), Workload(1, 512), {})
+
+
+def shear(size: float) -> Tensor:
+    """[2, 8, 8]: an invertible matrix a head, the worse conditioned the larger ``size``."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.eye(8) + size * torch.randn(2, 8, 8, generator=generator).triu(1)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_basis_and_an_inverse_that_is_not_its_own(path: Path, side: Side) -> None:
+    """Of one head as of both; a basis of 0, or one that is not finite, has none. Rounding to fp32 is no fault, however
+    ill-conditioned a basis is."""
+    plan, name = static_plan_for("basis"), f"layers.0.{side}_basis"
+    for size in (0.1, 3.0, 20.0):
+        exact = shear(size).double()
+        tensors = {**plan.tensors, name: exact.float(), f"{name}_inverse": torch.linalg.inv(exact).float()}
+        save_plan(replace(plan, tensors=tensors), path)
+        load_plan(path)
+    good = plan.tensors[f"{name}_inverse"]
+    off = good.clone()
+    off[1] = off[1].mT.clone()
+    for matrix, inverse, head in (
+        (plan.tensors[name], off, 1),
+        (plan.tensors[name], 1.01 * good, 0),
+        (torch.zeros(2, 8, 8), good, 0),
+        (plan.tensors[name], torch.zeros(2, 8, 8), 0),
+    ):
+        save_plan(replace(plan, tensors={**plan.tensors, name: matrix, f"{name}_inverse": inverse}), path)
+        message = refusal(path).message
+        assert f"tensor '{name}': its product with {side}_basis_inverse is not the identity" in message
+        assert message.endswith(f"off for head {head}")
+    good[0, 2, 3] = torch.nan
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        replace(plan, tensors={**plan.tensors, f"{name}_inverse": good})

@@ -6,16 +6,42 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import KINDS, KIVI_2, SINKS_3, llama_plan, padded, random_states, recipe_formats, tiny_llama
+import transformers as hf
+from cache_cases import KINDS, KIVI_2, SINKS_3, llama_plan, padded, plan_of, random_states, recipe_formats, tiny_llama
 from form_cases import with_tensors
 from peak_bytes import PeakBytes
 from progressive_cases import K_2, V_2, fixed, scheduled
+from static_cases import with_transforms
 
-from kvcal import PlanCache
+from kvcal import Plan, PlanCache
+from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
 from kvcal.store.layer_store import LayerStore
-from kvcal.store.workspace import SCRATCH_BYTES, transient_bytes
+from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
+
+ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
+
+
+def held_by(cache: PlanCache) -> list[torch.Tensor]:
+    return [*cache.plan.tensors.values(), *(tensor for each in cache.layers for tensor in each.tensors)]
+
+
+def default_plan(heads: int, head_dim: int, cache_dtype: str = "bfloat16") -> Plan:
+    """One layer with what the default recipe gives every layer: rotated, in bases, with error feedback and gains."""
+    attention = AttentionGeometry(0, heads, heads, head_dim, head_dim)
+    plan = plan_of(Geometry("llama", cache_dtype, (attention,)), ROTATED, ROTATED)
+    return with_transforms(plan, "basis", 0.01)
+
+
+def default_cache(plan: Plan) -> PlanCache:
+    attention = plan.layers[0].attention
+    heads, head_dim = attention.num_kv_heads, attention.k_head_dim
+    config = hf.LlamaConfig(
+        hidden_size=heads * head_dim, num_attention_heads=heads, num_key_value_heads=heads, num_hidden_layers=1,
+        vocab_size=32,
+    )  # fmt: skip
+    return PlanCache(plan, config)
 
 
 def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -26,7 +52,7 @@ def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.
     def watched(call: Callable[..., None]) -> Callable[..., None]:
         def method(layer: LayerStore, *args: Any) -> None:
             nonlocal peak
-            with PeakBytes([tensor for each in cache.layers for tensor in each.tensors]) as storages:
+            with PeakBytes(held_by(cache)) as storages:
                 call(layer, *args)
             peak = max(peak, storages.peak)
 
@@ -63,6 +89,8 @@ PLANS = {
     "lattice": with_tensors(llama_plan(RAW, RAW), [replace(layer, k=LATTICE, v=LATTICE) for layer in TWO_LAYERS], None),
     "shrinking": fixed((130, 259, 300), (200, 200, 400)),
     "scheduled": scheduled(K_2, V_2, 3)[0],
+    "feedback": with_transforms(llama_plan(*KIVI_2), "feedback", 0.1),
+    "default": with_transforms(llama_plan(ROTATED, ROTATED, num_layers=1), "basis", 0.1),
 }
 
 
@@ -80,7 +108,7 @@ def test_the_bound_holds_at_every_step(name: str, monkeypatch: pytest.MonkeyPatc
         assert_bounded(cache, random_states(3, 2, 70), monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "side"), [("windows", "left"), ("scheduled", "right")])
+@pytest.mark.parametrize(("name", "side"), [("windows", "left"), ("scheduled", "right"), ("default", "left")])
 def test_the_bound_holds_for_ragged_batches(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PLANS[name]
     states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (500, 370, 115)], 500, side)
@@ -106,3 +134,37 @@ def test_one_part_is_held_twice_when_pages_are_added(monkeypatch: pytest.MonkeyP
     beyond = assert_bounded(cache, random_states(1, 2, 1), monkeypatch)
     pages = 400 * 128 * 2 * 8 * 2
     assert pages - 128 * 2 * 8 * 2 * 4 <= beyond <= pages + SCRATCH_BYTES * 128 * 128 * 8
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 16), (2, 64), (1, 80), (2, 128), (1, 256)])
+def test_the_bound_holds_in_a_basis(
+    heads: int, head_dim: int, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts longer than what enters at once, steps, chunks, and the step that fills a page; of several rows."""
+    cache = default_cache(default_plan(heads, head_dim, cache_dtype))
+    for tokens in (128 * ENCODE_PAGES + 300, 1, 20, 62, 1, 300):
+        assert_bounded(cache, random_states(1, heads, tokens, head_dim), monkeypatch)
+    cache = default_cache(cache.plan)
+    for tokens in (700, 1, 67):
+        assert_bounded(cache, random_states(3, heads, tokens, head_dim), monkeypatch)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int) -> None:
+    """The whole of an update, what it hands to attention included: of a prompt that enters in several parts, and of
+    the step after it, which reads all of it."""
+    heads, head_dim, tokens = 2, 64, 128 * ENCODE_PAGES * 3
+    plan = default_plan(heads, head_dim)
+    cache, states = default_cache(plan), random_states(batch, heads, tokens, head_dim).bfloat16()
+    with PeakBytes(held_by(cache)) as peak:
+        handed = cache.update(states, states, 0)
+    handed_bytes = sum(x.untyped_storage().nbytes() for x in handed)
+    assert handed_bytes == 2 * states.nbytes
+    lengths = [tokens] * batch
+    bound = transient_bytes(plan.layers, plan.cache_dtype, [0] * batch, lengths, (0, tokens))
+    assert peak.peak <= cache.nbytes + bound + handed_bytes
+    del handed
+    with PeakBytes(held_by(cache)) as peak:
+        cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert peak.peak <= cache.nbytes + step_workspace(plan.layers, plan.cache_dtype, batch, tokens + 1).nbytes
