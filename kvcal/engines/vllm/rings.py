@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvcal.engines.capacity import Placed, VllmPool
 from kvcal.engines.shard import BlockLayout
+from kvcal.engines.vllm.prefixes import begin_after_packed_pages
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES
 
@@ -73,6 +74,7 @@ def register_managers() -> None:
     """Tell vLLM who hands out blocks of rings and sinks. Its own managers come first: it registers them where there are
     none."""
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+    begin_after_packed_pages()
     for spec, manager in ((RingSpec, RingManager), (SinkSpec, SinkManager)):
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=spec)
 

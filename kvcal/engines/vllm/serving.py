@@ -25,7 +25,7 @@ from kvcal.engines.capacity import VllmPool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
-from kvcal.engines.support import NO_PREFIXES, ServedModel, loses_sinks, require_model, require_served, require_version
+from kvcal.engines.support import ServedModel, require_model, require_served, require_sinks, require_version
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import UnsupportedModel, UsageError
@@ -61,11 +61,8 @@ class Serving:
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         has_prefixes = config.cache_config.enable_prefix_caching
-        if has_prefixes and loses_sinks(plan, lookahead):
-            raise UnsupportedModel(
-                f"the plan keeps sinks, which requests with drafts lack after a cached prefix; expected {NO_PREFIXES}",
-                hint="or a plan without sinks: kvcal plan … --for-engine vllm --drafts N",
-            )
+        if has_prefixes:
+            require_sinks(plan, lookahead)
         if config.cache_config.block_size != PAGE_TOKENS:
             raise UsageError(
                 f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
