@@ -35,6 +35,8 @@ FORMATS = "allocate a plan of uniform or boosted pages"
 DTYPE = "the cache has the checkpoint's dtype: convert the model to bfloat16, and make its plan anew"
 DRAFTS = "serve it without drafts"
 NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
+BOTH_WAYS = "tokens of an image attend to each other both ways, and attention with a plan is causal"
+WITHOUT_IMAGES = "serve it without images:"
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in

@@ -406,6 +406,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         assert text in start["message"], start
 
 
+        (served.arguments(hf_overrides={"is_mm_prefix_lm": True}), "tokens of an image attend to each other both ways"),
 def sliding_plan(folder: Path) -> str:
     """A random Mistral in ``folder``, and a plan for its two layers, which both have a window."""
     config = hf.MistralConfig(

@@ -23,7 +23,14 @@ from torch import Tensor
 from kvcal.engines.capacity import BEGINNINGS, sglang_rings
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
-from kvcal.engines.support import ServedModel, require_model, require_served, require_version
+from kvcal.engines.support import (
+    BOTH_WAYS,
+    WITHOUT_IMAGES,
+    ServedModel,
+    require_model,
+    require_served,
+    require_version,
+)
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES
@@ -78,6 +85,8 @@ class Serving:
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
         require_model(plan, _served_model(kvc.model_config), "SGLang")
         require_equal_plans(plan.sha256, get_tp_group())
+        if kvc.model_config.is_multimodal and hasattr(kvc.model, "prepare_attn_masks"):  # for its Triton backend alone
+            raise UnsupportedModel(BOTH_WAYS, hint=f"{WITHOUT_IMAGES} leave --enable-multimodal out")
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
         formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
