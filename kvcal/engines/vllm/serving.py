@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.plan.damage import concern, load_damage
 from kvcal.plan.plan import load_plan
 
 logger = logging.getLogger("vllm.kvcal")
@@ -96,6 +98,8 @@ class Serving:
         self._allocated = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
 
+        if (told := concern(load_damage(Path(path), plan))) is not None:
+            logger.warning("%s: %s", path, told)
     def has_window(self, name: str) -> bool:
         """Whether vLLM's layer of this name has a sliding window in the plan."""
         planned = self.geometries.get(extract_layer_index(name))
