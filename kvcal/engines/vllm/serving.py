@@ -82,7 +82,8 @@ class Serving:
         self.sinks: list[SinkLayer] = []
         self.layers: list[Any] = []  # PlanLayer
         self.begun: list[Begun] = []  # while the step runs with which they begin
-        if has_prefixes and any(fmt.max_window for layer in plan.layers for fmt in (*layer.k, *layer.v)):
+        formats = (fmt for layer in plan.layers for fmt in (*layer.k, *layer.v))
+        if has_prefixes and any(fmt.max_window or fmt.num_sink_tokens for fmt in formats):
             note_beginnings()
         transfer = config.kv_transfer_config
         if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
@@ -97,9 +98,9 @@ class Serving:
         self._unbound = set(self.shard.blocks)
         self._allocated = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
-
         if (told := concern(load_damage(Path(path), plan))) is not None:
             logger.warning("%s: %s", path, told)
+
     def has_window(self, name: str) -> bool:
         """Whether vLLM's layer of this name has a sliding window in the plan."""
         planned = self.geometries.get(extract_layer_index(name))
@@ -111,7 +112,7 @@ class Serving:
             self.first, name = attention, attention.layer_name
             self.ring = RingLayer(f"{name}.kvcal_rings", self.pool.rings, config)
             numbers = range(self.pool.sinks.num_blocks if self.pool.sinks.block_bytes else 0)
-            self.sinks = [SinkLayer(name, number, self.pool, config, self.ring) for number in numbers]
+            self.sinks = [SinkLayer(name, number, self, config) for number in numbers]
             [self.ring, *self.sinks][-1].begin = self.begin
 
     def note(self, groups: list[Any], step: Any) -> None:
