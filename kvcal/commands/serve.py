@@ -163,7 +163,7 @@ def serve_args(
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
-    words += [support.NO_PREFIXES] if support.loses_sinks(loaded, drafts) else []
+    words += [support.NO_PREFIXES] if support.loses_sinks(loaded, drafts, engine) else []
     given.show({"engine": engine, "arguments": words}, shlex.join(words))
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")

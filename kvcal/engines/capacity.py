@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcal.engines.shard import HeadShard
+from kvcal.engines.support import loses_sinks
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
@@ -152,11 +153,11 @@ class VllmPool:
     All blocks have the bytes of the largest."""
 
     def __init__(self, shard: HeadShard, has_prefixes: bool = True) -> None:
-        """``has_prefixes``: whether they are cached. Requests with drafts share no sinks."""
+        """``has_prefixes``: whether they are cached, and sinks are shared, unless requests would lack some."""
         self.shard, blocks = shard, shard.blocks
         pages = {index: block.block_bytes for index, block in blocks.items()}
         rings = {index: block.ring_bytes for index, block in blocks.items()}
-        shares_sinks = has_prefixes and not shard.lookahead
+        shares_sinks = has_prefixes and not loses_sinks(shard.plan, shard.lookahead)
         sinks = {index: block.sink_bytes if shares_sinks else 0 for index, block in blocks.items()}
         self.pages = Placed.of(pages, sum(pages.values()))
         self.share_bytes = aligned_size(-(-self.pages.block_bytes // len(blocks)))

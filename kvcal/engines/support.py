@@ -25,6 +25,7 @@ from kvcal.geometry import CacheDtype, StateGeometry
 from kvcal.kernels import choice
 from kvcal.kernels.variants import stored_form
 from kvcal.models.files import config_sha256
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
@@ -34,6 +35,8 @@ FORMATS = "allocate a plan of uniform or boosted pages"
 DTYPE = "the cache has the checkpoint's dtype: convert the model to bfloat16, and make its plan anew"
 DRAFTS = "serve it without drafts"
 NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
+BOTH_WAYS = "tokens of an image attend to each other both ways, and attention with a plan is causal"
+WITHOUT_IMAGES = "serve it without images:"
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
@@ -69,9 +72,28 @@ def refusals(
     yield from choice.refusals(layer, cache_dtype, is_cuda)
 
 
-def loses_sinks(plan: Plan, lookahead: int) -> bool:
-    """Whether requests would lack the plan's sinks after a cached prefix, as with drafts."""
-    return lookahead > 0 and any(fmt.num_sink_tokens for layer in plan.layers for fmt in (*layer.k, *layer.v))
+def loses_sinks(plan: Plan, lookahead: int, engine: str = "vllm") -> bool:
+    """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: all of them with
+    drafts; and where vLLM shares them with the first page of a prompt, those that are not there before it ends."""
+    numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in (*layer.k, *layer.v))
+    most = max(numbers, default=0)
+    return most > 0 and (lookahead > 0 or (engine == "vllm" and most >= PAGE_TOKENS))
+
+
+def require_sinks(plan: Plan, lookahead: int) -> None:
+    """UnsupportedModel where prefixes are cached in vLLM, and requests would lack sinks after them."""
+    if not loses_sinks(plan, lookahead):
+        return
+    if lookahead:
+        reason = "sinks, which requests with drafts lack after a cached prefix"
+        option = f"--drafts {lookahead}"
+    else:
+        reason = f"{PAGE_TOKENS} sinks or more, and requests after a cached page would have others' tokens"
+        option = f"--set cache.num_sink_tokens={PAGE_TOKENS - 1}"
+    raise UnsupportedModel(
+        f"the plan keeps {reason}; expected {NO_PREFIXES}",
+        hint=f"or a plan with fewer sinks: kvcal plan … --for-engine vllm {option}",
+    )
 
 
 def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: int = 0) -> None:

@@ -286,11 +286,14 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     ]  # fmt: skip
 
 
-def test_serve_args_turn_prefix_caching_off_for_sinks_with_drafts(plan_path: Path, tmp_path: Path) -> None:
-    layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4, 64),), (Format(4),))
-    path = tmp_path / "window.safetensors"
-    save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
-    cases = ((path, ("vllm", "--drafts", 2), True), (path, ("vllm",), False), (path, ("sglang",), False),
+def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_path: Path, tmp_path: Path) -> None:
+    few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
+    for path, num_sinks in ((few, 4), (many, 200)):
+        keys = Format(2, "channel", 128, num_sinks, 64)
+        layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (keys,), (Format(4),))
+        save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
+    cases = ((few, ("vllm", "--drafts", 2), True), (few, ("vllm",), False), (few, ("sglang",), False),
+             (many, ("vllm",), True), (many, ("sglang",), False),
              (plan_path, ("vllm", "--drafts", 2), False))  # fmt: skip
     for plan, words, is_off in cases:
         found = shlex.split(run_kvcal("serve-args", plan, "--engine", *words).out)

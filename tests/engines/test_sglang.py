@@ -11,11 +11,12 @@ import pytest
 import torch
 from engine_replay import assert_replayed, begin_sums, decode_windows
 from sglang_environment import python_with_sglang, recorded, run_sglang
-from test_vllm import LENGTHS, Served, prompts
+from test_vllm import LENGTHS, Served, damages_of, prompts
 from vllm_environment import Unavailable
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.engines.support import TESTED
+from kvcal.plan.damage import save_damage
 
 pytestmark = pytest.mark.engines
 
@@ -145,6 +146,28 @@ def test_options_that_would_be_served_wrongly_are_refused(
     given = {"engine": arguments(served, **changes), "rounds": [], "tokens": 1, "together": False}
     found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors"), given)
     assert found is None and says in log, log[-4000:]
+
+
+def test_images_whose_tokens_attend_both_ways_are_refused(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that makes such masks, if its backend is SGLang's Triton one. The plan is unchecked, too."""
+    monkeypatch.setenv("KVCAL_TEST_IMAGES", "1")
+    given = {"engine": arguments(served), "rounds": [], "tokens": 1, "together": False}
+    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors"), given)
+    assert found is None and "tokens of an image attend to each other both ways" in log, log[-4000:]
+    assert "hint: serve it without images: leave --enable-multimodal out" in log
+
+
+def test_the_log_says_what_a_plan_is_known_to_do(served: Served, tmp_path: Path) -> None:
+    path = served.write("destroyed.safetensors")
+    for damage, says in zip((None, *damages_of(served.plan)), ("is unchecked", "", "destroys the model"), strict=True):
+        if damage is not None:
+            save_damage(damage, Path(path))
+        given = {"engine": arguments(served), "rounds": [], "tokens": 1, "together": False}
+        _, log = run_sglang(VERSION, tmp_path, path, given)
+        told = [line for line in log.splitlines() if f"{path}: the plan" in line]
+        assert "serving the plan" in log and bool(told) == bool(says) and all(says in line for line in told), log
 
 
 def test_a_plan_of_another_model_is_refused(served: Served, tmp_path: Path) -> None:

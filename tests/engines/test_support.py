@@ -9,8 +9,9 @@ import torch
 from cache_cases import llama_plan, plan_of
 from engine_cases import TAKEN, UNSHARED, boosted, plan_for
 
+from kvcal.engines.capacity import VllmPool
 from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
-from kvcal.engines.support import DRAFTS, DTYPE, FORMATS, NO_PLAN, loses_sinks, require_served
+from kvcal.engines.support import DRAFTS, DTYPE, FORMATS, NO_PLAN, loses_sinks, require_served, require_sinks
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
 from kvcal.plan.layer import LayerPlan
@@ -42,9 +43,31 @@ def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str)
     assert "uniform or boosted pages" in str(refused.value.hint)
 
 
-def test_sinks_are_lost_with_drafts_alone() -> None:
-    plan = llama_plan(replace(K, num_sink_tokens=4), replace(V, recent_window=128))
-    assert loses_sinks(plan, 2) and not loses_sinks(plan, 0) and not loses_sinks(llama_plan(K, V), 2)
+def with_sinks(keys: int, values: int = 0) -> Plan:
+    return llama_plan(replace(K, num_sink_tokens=keys), replace(V, num_sink_tokens=values, recent_window=128))
+
+
+@pytest.mark.parametrize(("plan", "drafts"), [(with_sinks(0), 2), (with_sinks(127, 4), 0)])
+def test_sinks_that_a_first_page_holds_are_shared_with_it(plan: Plan, drafts: int) -> None:
+    require_sinks(plan, drafts)
+    assert not loses_sinks(plan, drafts) and not loses_sinks(plan, 0, "sglang")
+
+
+@pytest.mark.parametrize(
+    ("plan", "drafts", "reason", "hint"),
+    [
+        (with_sinks(4), 2, "sinks, which requests with drafts lack", "--drafts 2"),
+        (with_sinks(128), 0, "128 sinks or more", "--set cache.num_sink_tokens=127"),
+        (with_sinks(8, 200), 0, "128 sinks or more", "--set cache.num_sink_tokens=127"),
+    ],
+)
+def test_sinks_that_are_lost_after_a_cached_page_are_refused(plan: Plan, drafts: int, reason: str, hint: str) -> None:
+    """In vLLM. SGLang knows sinks by all of their tokens."""
+    assert loses_sinks(plan, drafts) and not loses_sinks(plan, 0, "sglang")
+    assert not VllmPool(HeadShard(plan, lookahead=drafts)).sinks.block_bytes
+    with pytest.raises(UnsupportedModel, match=f"the plan keeps {reason}.* --no-enable-prefix-caching") as refused:
+        require_sinks(plan, drafts)
+    assert refused.value.exit_code == 4 and hint in str(refused.value.hint)
 
 
 @pytest.mark.parametrize("name", TAKEN | UNSHARED)

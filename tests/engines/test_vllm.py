@@ -25,6 +25,7 @@ from kvcal.engines.support import TESTED
 from kvcal.geometry import CacheDtype
 from kvcal.models.load import identity_of
 from kvcal.models.supported_layers import geometry_of
+from kvcal.plan.damage import Damage, save_damage
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import LayerPlan, Workload, save_plan
 
@@ -338,6 +339,23 @@ def test_the_log_says_predicted_and_allocated_bytes(version: str, tmp_path: Path
     assert any(f"the plan takes {predicted} bytes a block" in line for line in found["log"])
 
 
+def test_the_log_says_what_a_plan_is_known_to_do(version: str, tmp_path: Path, served: Served) -> None:
+    """Unchecked, sound, destroyed: the record lies next to the plan."""
+    paths = [served.write(name) for name in ("unchecked.safetensors", "sound.safetensors", "destroyed.safetensors")]
+    for path, damage in zip(paths[1:], damages_of(served.plan), strict=True):
+        save_damage(damage, Path(path))
+    run_in(version, tmp_path, "vllm_host.py", {"starts": [served.arguments(path) for path in paths]})
+    log = (tmp_path / "log").read_text()
+    assert all(f"serving the plan {path}" in log for path in paths)
+    assert f"{paths[0]}: the plan is unchecked" in log and f"{paths[2]}: the plan destroys the model: KL 9" in log
+    assert f"{paths[1]}: " not in log
+
+
+def damages_of(plan: Plan) -> list[Damage]:
+    """Of a sound plan, and of one that destroys the model."""
+    return [Damage(plan.sha256, kl, None, top1, 100, "texts", (), {}) for kl, top1 in ((0.01, 0.99), (9.0, 0.1))]
+
+
 def test_tensor_parallel(version: str, tmp_path: Path, served: Served) -> None:
     """Two processes, a KV head each."""
     given = prompts(130, 300)
@@ -388,6 +406,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
         (served.arguments(attention_backend="KVCAL", additional_config={}), "--attention-backend KVCAL without a plan"),
         (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
+        (served.arguments(hf_overrides={"is_mm_prefix_lm": True}), "tokens of an image attend to each other both ways"),
         (served.arguments(speculative_config=drafts), "drafts of the method 'draft_model'"),
         (
             served.arguments(speculative_config=DRAFTS),

@@ -60,6 +60,20 @@ def test_evicted_prefixes_come_back(version: str, tmp_path: Path, served: Served
 
 
 @pytest.mark.parametrize("name", [SIMPLE, NATIVE])
+@pytest.mark.parametrize("has_windows", [False, True], ids=["pages", "windows"])
+def test_prompts_of_whole_pages_come_back_but_for_the_last(
+    version: str, tmp_path: Path, served: Served, name: str, has_windows: bool
+) -> None:
+    """A request begins at the end of a page: no ring has the other tokens of the page of its prompt's last token."""
+    plan = served.with_copies(has_sinks=False) if has_windows else served.plan
+    given, others = prompts(128, 256, 384), prompts(700, 700, 700, 700, seed=9)
+    parts = ((0, given), (60, others), (300, given))
+    requests = [{"prompt": ids, "tokens": TOKENS, "at": at} for at, all_ in parts for ids in all_]
+    _, replay = serve(version, tmp_path, served, requests, plan, **connector(name))
+    assert [replay.cached[str(number)] for number in (7, 8, 9)] == [0, 128, 256] and replay.loaded == 3
+
+
+@pytest.mark.parametrize("name", [SIMPLE, NATIVE])
 def test_evicted_sliding_windows_come_back(version: str, tmp_path: Path, gemma: Served, name: str) -> None:
     more = {**connector(name), "max_num_batched_tokens": 256}
     _, replay = serve(version, tmp_path, gemma, again_after_others(), gemma.plan, **more)

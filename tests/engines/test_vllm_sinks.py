@@ -95,8 +95,35 @@ def test_two_ranks(version: str, tmp_path: Path, served: Served) -> None:
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
 
 
-def test_sinks_with_drafts_need_no_prefix_caching(version: str, tmp_path: Path, served: Served) -> None:
-    plan = without_queries(served, with_sinks(served.plan))
-    start = served.arguments(served.write("sinks", plan), speculative_config=DRAFTS)
-    found = run_in(version, tmp_path, "vllm_host.py", {"starts": [start]})
-    assert "--no-enable-prefix-caching" in found["starts"][0]["message"], found
+def test_what_a_first_page_is_too_small_for_needs_no_prefix_caching(
+    version: str, tmp_path: Path, served: Served
+) -> None:
+    """Sinks with drafts, and as many as a page has tokens."""
+    few, many = without_queries(served, with_sinks(served.plan)), served.plan.layers
+    sides = dataclasses.replace(many[0], v=(dataclasses.replace(many[0].v[0], num_sink_tokens=128),))
+    plans = served.write("few", few), served.write("many", dataclasses.replace(served.plan, layers=(sides, *many[1:])))
+    starts = [served.arguments(plans[0], speculative_config=DRAFTS), served.arguments(plans[1])]
+    found = run_in(version, tmp_path, "vllm_host.py", {"starts": starts})["starts"]
+    assert "with drafts lack" in found[0]["message"] and "128 sinks or more" in found[1]["message"], found
+    assert all("--no-enable-prefix-caching" in start["message"] for start in found)
+
+
+@pytest.mark.parametrize("case", ["windows", "most sinks"])
+def test_a_page_that_is_filled_by_decoding(version: str, tmp_path: Path, served: Served, case: str) -> None:
+    """A request comes in the very step in which another one decodes the last token of the page that both begin with,
+    or in the next one. The blocks had others' pages before."""
+    plan, arguments = served.with_copies(has_sinks=False), {"max_num_seqs": 8}
+    if case == "most sinks":
+        layers = [dataclasses.replace(layer, v=(dataclasses.replace(layer.v[0], num_sink_tokens=127),))
+                  for layer in served.plan.layers]  # fmt: skip
+        plan = dataclasses.replace(served.plan, layers=tuple(layers))
+    others, (begins,) = prompts(300, 300, 300, seed=5), prompts(100)
+    requests = [{"prompt": ids, "tokens": 30} for ids in others] + [{"prompt": begins, "tokens": 60, "at": 40}]
+    answer, _ = serve(version, tmp_path / "answer", served, requests, plan, **arguments)
+    page = begins + answer["outputs"]["3"][0][:28]
+    for number, at in enumerate((68, 69)):
+        more = [*requests, {"prompt": [*page, 7], "tokens": 20, "at": at}]
+        found, replay = serve(version, tmp_path / str(number), served, more, plan, **arguments)
+        assert replay.cached["4"] == 128 * number
+        [step] = [step for step in found["steps"] if any(row[:2] == ["3", 127 + number] for row in step)]
+        assert [name for name, *_ in step] == ["3", "4"]

@@ -22,6 +22,14 @@ def register() -> None:
     HookRegistry.register(worker, _recorded, HookType.AROUND)
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
     HookRegistry.register(sizes, _sized, HookType.AROUND)
+    if "KVCAL_TEST_IMAGES" in os.environ:
+        HookRegistry.register(f"{sizes.rpartition('.')[0]}.__init__", _with_images, HookType.AROUND)
+
+
+def _with_images(original: Any, sizes: Any, kvc: Any) -> None:
+    """Of a model of text, as if it were one of images."""
+    kvc.model_config.is_multimodal, kvc.model.prepare_attn_masks = True, None
+    original(sizes, kvc)
 
 
 def _sized(original: Any, sizes: Any, nbytes: int, page_size: int) -> Any:

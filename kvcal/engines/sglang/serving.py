@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,9 +24,17 @@ from torch import Tensor
 from kvcal.engines.capacity import BEGINNINGS, sglang_rings
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
-from kvcal.engines.support import ServedModel, require_model, require_served, require_version
+from kvcal.engines.support import (
+    BOTH_WAYS,
+    WITHOUT_IMAGES,
+    ServedModel,
+    require_model,
+    require_served,
+    require_version,
+)
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.plan.damage import concern, load_damage
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
 
@@ -76,6 +85,8 @@ class Serving:
             raise UsageError("a plan needs --max-running-requests: a request has a ring from the start", "such as 64")
         for reason in _refused_options(kvc):
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
+        if kvc.model_config.is_multimodal and hasattr(kvc.model, "prepare_attn_masks"):  # for its Triton backend alone
+            raise UnsupportedModel(BOTH_WAYS, hint=f"{WITHOUT_IMAGES} leave --enable-multimodal out")
         require_model(plan, _served_model(kvc.model_config), "SGLang")
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
@@ -88,6 +99,8 @@ class Serving:
         self.token_bytes = -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
         self.rings_bytes = sglang_rings(self.shard, args.max_running_requests, self.beginnings is not None)
         logger.info("serving the plan %s (%s)", self.path, plan.sha256[:16])
+        if (told := concern(load_damage(Path(self.path), plan))) is not None:
+            logger.warning("%s: %s", self.path, told)
 
 
 _latest: tuple[Any, Serving] | None = None

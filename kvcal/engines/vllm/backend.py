@@ -19,9 +19,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -31,12 +33,14 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvcal.engines.capacity import WINDOW_BLOCKS
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decoded, Decodes, Tail
 from kvcal.engines.step import PagedStep
+from kvcal.engines.support import BOTH_WAYS, WITHOUT_IMAGES
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, as_bytes
 from kvcal.engines.vllm.serving import Begun, Serving, logger
@@ -48,8 +52,10 @@ class PlanLayer:
     """Attachment of one of vLLM's attention layers with pages: its step, and where it lies in blocks and rings."""
 
     def __init__(self, serving: Serving, attention: Any, config: VllmConfig) -> None:
-        """ArtifactError where the layer is not in the plan, or has other heads."""
+        """ArtifactError where the layer is not in the plan, or has other heads; UnsupportedModel where more is asked of
+        its attention."""
         self.index, self.serving = _planned(serving, attention), serving
+        _require_asked(attention, config)
         self.step = PagedStep(serving.shard, self.index, serving.scratch)
         self._first = serving.pool.pages.at[self.index][1]
         self._ring_block, self._first_of_ring = serving.pool.rings.at[self.index]
@@ -143,6 +149,26 @@ def _planned(serving: Serving, attention: Any) -> int:
             f"and the window {expected[3]} there"
         )
     return index
+
+
+def _require_asked(attention: Any, config: VllmConfig) -> None:
+    """UnsupportedModel unless the backend can do what vLLM would ask of it before it chose it by itself."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    asked = AttentionSelectorConfig(
+        attention.head_size, torch.get_default_dtype(), attention.kv_cache_dtype, config.cache_config.block_size,
+        has_sink=attention.has_sink, use_mm_prefix=attention.use_mm_prefix, attn_type=attention.attn_type,
+        use_non_causal=config.attention_config.use_non_causal, use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        use_kv_connector=transfer is not None and transfer.is_kv_transfer_instance,
+        use_pcp=parallel.prefill_context_parallel_size > 1, use_dcp=parallel.decode_context_parallel_size > 1,
+        use_rswa=config.model_config.rswa_window is not None,
+    )  # fmt: skip
+    device = current_platform.get_device_capability()
+    if reasons := PlanBackend.validate_configuration(device_capability=device, **asked._asdict()):
+        reason = BOTH_WAYS if attention.use_mm_prefix else f"attention of {attention.layer_name} is more than a plan's"
+        options = """--language-model-only, or --limit-mm-per-prompt '{"image": 0}'"""
+        raise UnsupportedModel(
+            f"{reason}: {'; '.join(reasons)}", hint=f"{WITHOUT_IMAGES} {options}" if attention.use_mm_prefix else None
+        )
 
 
 class NewTokens(NamedTuple):

@@ -33,8 +33,9 @@ from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, Ful
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvcal.engines.capacity import Placed, VllmPool
+from kvcal.engines.capacity import Placed
 from kvcal.engines.shard import BlockLayout
+from kvcal.engines.vllm.prefixes import begin_after_packed_pages
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES
 
@@ -73,6 +74,7 @@ def register_managers() -> None:
     """Tell vLLM who hands out blocks of rings and sinks. Its own managers come first: it registers them where there are
     none."""
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+    begin_after_packed_pages()
     for spec, manager in ((RingSpec, RingManager), (SinkSpec, SinkManager)):
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=spec)
 
@@ -151,14 +153,17 @@ class RingLayer(nn.Module, AttentionLayerBase):
 
 
 class SinkLayer(RingLayer):
-    """Sinks of the layers that have them in block ``number``, and their rings in ``ring``."""
+    """Sinks of the layers that have them in block ``number``, of a :class:`~kvcal.engines.vllm.serving.Serving`."""
 
     kind = SinkSpec
 
-    def __init__(self, prefix: str, number: int, pool: VllmPool, config: VllmConfig, ring: RingLayer) -> None:
-        own = {index: at for index, at in pool.sinks.at.items() if at[0] == number}
-        super().__init__(f"{prefix}.kvcal_sinks{number}", Placed(own, 1, pool.sinks.block_bytes), config)
-        self.layouts, self.ring = pool.shard.blocks, ring
+    def __init__(self, prefix: str, number: int, serving: Any, config: VllmConfig) -> None:
+        sinks: Placed = serving.pool.sinks
+        own = {index: at for index, at in sinks.at.items() if at[0] == number}
+        super().__init__(f"{prefix}.kvcal_sinks{number}", Placed(own, 1, sinks.block_bytes), config)
+        self.layouts: dict[int, BlockLayout] = serving.shard.blocks
+        self.ring: RingLayer = serving.ring
+        self.serving = serving
         self._bound: tuple[Tensor, Tensor, dict[int, SharedSinks]] | None = None
 
     @property
@@ -189,7 +194,7 @@ class RingMetadata(AttentionMetadata):
 @dataclass
 class SinkMetadata(RingMetadata):
     """``rings`` [1, B]: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose first page
-    ends with this step; ``at_ends``, that may begin after pages of others."""
+    ends with this step; ``at_ends``, where any begins after pages of others."""
 
     begun: Tensor
     at_ends: Tensor
@@ -251,7 +256,7 @@ class SinkMetadataBuilder(RingMetadataBuilder):
             which.nonzero().flatten().to(blocks.device, non_blocking=True)
             for which in (
                 (counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS),
-                (counts > 0) & (past >= PAGE_TOKENS) & (past % PAGE_TOKENS == 0),
+                (counts > 0) & (past >= PAGE_TOKENS) & (past % PAGE_TOKENS == 0) & bool(self._layer.serving.begun),
             )
         )
         found = SinkMetadata(blocks, begun, at_ends)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,12 @@ from kvcal.engines.capacity import VllmPool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
-from kvcal.engines.support import NO_PREFIXES, ServedModel, loses_sinks, require_model, require_served, require_version
+from kvcal.engines.support import ServedModel, require_model, require_served, require_sinks, require_version
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.plan.damage import concern, load_damage
 from kvcal.plan.plan import load_plan
 
 logger = logging.getLogger("vllm.kvcal")
@@ -61,11 +63,8 @@ class Serving:
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         has_prefixes = config.cache_config.enable_prefix_caching
-        if has_prefixes and loses_sinks(plan, lookahead):
-            raise UnsupportedModel(
-                f"the plan keeps sinks, which requests with drafts lack after a cached prefix; expected {NO_PREFIXES}",
-                hint="or a plan without sinks: kvcal plan … --for-engine vllm --drafts N",
-            )
+        if has_prefixes:
+            require_sinks(plan, lookahead)
         if config.cache_config.block_size != PAGE_TOKENS:
             raise UsageError(
                 f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
@@ -83,7 +82,8 @@ class Serving:
         self.sinks: list[SinkLayer] = []
         self.layers: list[Any] = []  # PlanLayer
         self.begun: list[Begun] = []  # while the step runs with which they begin
-        if has_prefixes and any(fmt.max_window for layer in plan.layers for fmt in (*layer.k, *layer.v)):
+        formats = (fmt for layer in plan.layers for fmt in (*layer.k, *layer.v))
+        if has_prefixes and any(fmt.max_window or fmt.num_sink_tokens for fmt in formats):
             note_beginnings()
         transfer = config.kv_transfer_config
         if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
@@ -98,6 +98,8 @@ class Serving:
         self._unbound = set(self.shard.blocks)
         self._allocated = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
+        if (told := concern(load_damage(Path(path), plan))) is not None:
+            logger.warning("%s: %s", path, told)
 
     def has_window(self, name: str) -> bool:
         """Whether vLLM's layer of this name has a sliding window in the plan."""
@@ -110,7 +112,7 @@ class Serving:
             self.first, name = attention, attention.layer_name
             self.ring = RingLayer(f"{name}.kvcal_rings", self.pool.rings, config)
             numbers = range(self.pool.sinks.num_blocks if self.pool.sinks.block_bytes else 0)
-            self.sinks = [SinkLayer(name, number, self.pool, config, self.ring) for number in numbers]
+            self.sinks = [SinkLayer(name, number, self, config) for number in numbers]
             [self.ring, *self.sinks][-1].begin = self.begin
 
     def note(self, groups: list[Any], step: Any) -> None:
