@@ -40,7 +40,11 @@ def size(
     sizes: options.WorkloadOptions,
     given: options.OutputOptions,
     memory: Annotated[
-        str | None, typer.Option(help="Of one device, such as 24GB: also tell what fits, with weights and workspace.")
+        str | None,
+        typer.Option(
+            help="Of one device, such as 24GB: also tell what fits, with weights and workspace.",
+            callback=options.of_memory,
+        ),
     ] = None,
     weights: options.Weights = None,
     tp: Annotated[
