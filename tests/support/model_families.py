@@ -34,8 +34,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvcal import PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.embedded import model_folder
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import StateGeometry
 from kvcal.models.load import load
+from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.recipe_files import recipe_names
 
@@ -94,7 +96,8 @@ OWN: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Family:
     """``outcome``: "supported", "refused" by kvcal, or "not built". ``layers``: such as "full and sliding"; ``recipe``:
-    of its plan; ``reason``: why it is refused, or has another recipe than the default one."""
+    of its plan; ``reason``: why it is refused, or has another recipe than the default one; ``is_decoder``: whether its
+    config.json has to say so, since models of this type are encoders otherwise."""
 
     model_type: str
     model_class: str
@@ -102,6 +105,7 @@ class Family:
     layers: str
     recipe: str
     reason: str
+    is_decoder: bool = False
 
 
 class Refused(Exception):
@@ -124,9 +128,10 @@ def tiny_config(kind: type[hf.PreTrainedConfig]) -> hf.PreTrainedConfig:
     return kind(**given | OWN.get(kind.model_type, {}))
 
 
-def tiny_model(model_type: str) -> hf.PreTrainedModel:
+def tiny_model(model_type: str, is_decoder: bool = True) -> hf.PreTrainedModel:
     """Random weights, far from initialisation. ValueError for a model that stays large."""
     config = tiny_config(hf.CONFIG_MAPPING[model_type])
+    config.is_decoder = is_decoder
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in hf.AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
@@ -204,13 +209,22 @@ def measure(model_type: str) -> Family:
             model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(model_folder()).save_pretrained(folder)
             try:
-                return Family(model_type, name, "supported", *planned(folder))
+                return Family(model_type, name, "supported", *planned(folder), not attends_back(model_type))
             except Refused as refused:
                 return Family(model_type, name, "refused", "", "", " ".join(str(refused).split()))
     except TooLong:
         return Family(model_type, name, "not built", "", "", f"more than {SECONDS} s")
     finally:
         signal.alarm(0)
+
+
+def attends_back(model_type: str) -> bool:
+    """Whether the family's models are causal whatever their config says of ``is_decoder``."""
+    try:
+        geometry_of(tiny_model(model_type, is_decoder=False))
+    except UnsupportedModel as refused:
+        return "is not causal" not in refused.message
+    return True
 
 
 def _first_line(error: Exception) -> str:
