@@ -33,6 +33,7 @@ from kvcal.recipe import Recipe
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FAMILIES = ROOT / "kvcal/models/families.json"
+DEFAULT = "default"  # the recipe of kvcal plan
 BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/models")]
 
@@ -87,14 +88,26 @@ EVERY_FAMILY = """
 ## Every family of transformers {version}
 
 `python tests/support/model_families.py --out docs/families.json` builds every family that transformers lists for causal
-language models with a tiny config and random weights, saves and loads it, and goes from its profile to a plan and to
-tokens generated through its cache. Of {total} families, {supported} are supported, {refused} are refused, and {unbuilt}
-are not built: their configs stay large or inconsistent with sizes made small by name, or need what is not installed.
-Nothing is said about them. A checkpoint's own config may differ: the model itself is measured when it is loaded.
+language models with a tiny config and random weights, saves and loads it, and runs `kvcal plan` on it as it is, from
+the profile to the check of damage; then tokens are generated through the plan's cache. Of {total} families, {supported} are
+supported, {others} of them by another recipe than `default`; {refused} are refused, and {unbuilt} are not built: their
+configs stay large or inconsistent with sizes made small by name, or need what is not installed. Nothing is said about
+them. A checkpoint's own config may differ: the model itself is measured when it is loaded. `kvcal models` prints this.
 
 {names}
 
-| refused | class | reason |
+Of the families above, these are encoders unless config.json says `"is_decoder": true`: {decoders}.
+
+Supported by another recipe: `sensitivity` is what `kvcal plan` takes for latent attention by itself; a recipe with
+[formats] needs no calibration: `kvcal run kivi-2 --model MODEL`.
+
+| family | class | layers | recipe | why not `default` |
+|---|---|---|---|---|
+{other_rows}
+
+Refused:
+
+| family | class | reason |
 |---|---|---|
 {rows}
 """
@@ -181,7 +194,8 @@ SECTIONS = {_record(key): name for name, key in SCHEMA["properties"].items() if 
 
 
 def families() -> str:
-    """kvcal/models/families.json: the tiny models that the contract tests build, as they are measured."""
+    """kvcal/models/families.json: the tiny models that the contract tests build, as they are measured; and
+    every family of docs/families.json."""
     import test_models_contract as contract
     from tiny_models import TINY_MODELS, built
 
@@ -203,7 +217,8 @@ def families() -> str:
         about = _about(name, TINY_MODELS[name]())
         fails_in = EVERY_COMMAND if refuse is contract.geometry_of else "calibration"
         refused.append(about | {"reason": _reason(name, refuse), "fails_in": fails_in})
-    return json.dumps({"supported": supported, "refused": refused}, indent=1) + "\n"
+    every = json.loads((DOCS / "families.json").read_text())
+    return json.dumps({"supported": supported, "refused": refused, **every}, indent=1) + "\n"
 
 
 def _about(name: str, model: Any) -> dict[str, str]:
@@ -229,23 +244,33 @@ def models(content: str) -> str:
 def every_family(content: str) -> str:
     """The page's part on all families, from the content of docs/families.json."""
     listed = json.loads(content)
-    of_outcome: dict[str, list[dict[str, str]]] = {"supported": [], "refused": [], "not built": []}
+    of_outcome: dict[str, list[dict[str, Any]]] = {"supported": [], "refused": [], "not built": []}
     for one in listed["families"]:
         of_outcome[one["outcome"]].append(one)
     by_layers: dict[str, list[str]] = {}
     for one in of_outcome["supported"]:
-        by_layers.setdefault(one["layers"], []).append(f"`{one['model_type']}`")
+        if one["recipe"] == DEFAULT:
+            by_layers.setdefault(one["layers"], []).append(f"`{one['model_type']}`")
     parts = [f"Supported, with {layers} layers: {', '.join(names)}." for layers, names in sorted(by_layers.items())]
     parts.append(f"Not built: {', '.join(one['model_type'] for one in of_outcome['not built'])}.")
-    rows = (
-        f"| `{one['model_type']}` | `{one['model_class']}` | {one['reason'].replace('|', '/')} |"
-        for one in of_outcome["refused"]
-    )
+    others = [one for one in of_outcome["supported"] if one["recipe"] != DEFAULT]
     supported, refused, unbuilt = map(len, of_outcome.values())
     return EVERY_FAMILY.format(
         version=listed["transformers"], total=len(listed["families"]), supported=supported, refused=refused,
-        unbuilt=unbuilt, names="\n\n".join(parts), rows="\n".join(rows),
+        unbuilt=unbuilt, others=len(others), names="\n\n".join(parts),
+        decoders=", ".join(f"`{one['model_type']}`" for one in of_outcome["supported"] if one["is_decoder"]),
+        other_rows="\n".join(
+            f"| `{one['model_type']}` | `{one['model_class']}` | {one['layers']} | `{one['recipe']}` | {_why(one)} |"
+            for one in others
+        ),
+        rows="\n".join(
+            f"| `{one['model_type']}` | `{one['model_class']}` | {_why(one)} |" for one in of_outcome["refused"]
+        ),
     )  # fmt: skip
+
+
+def _why(family: dict[str, Any]) -> str:
+    return str(family["reason"] or "latent attention takes no basis").replace("|", "/")
 
 
 def _layers(windows: list[Any]) -> str:
@@ -292,7 +317,7 @@ def furnish(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
     save_llama(folder / "tiny-llama", tokenizer)
     save_family(folder / "tiny-falcon", tokenizer, "falcon", 2048)
-    recipe_text = (ROOT / "recipes/default.toml").read_text()
+    recipe_text = (ROOT / "recipes/sensitivity.toml").read_text()
     short = {"num_samples = 8": "num_samples = 2", "seq_len = 1536": "seq_len = 512", "[1, 2, 3, 4, 8]": "[2, 4]"}
     for old, new in short.items():
         recipe_text = recipe_text.replace(old, new, 1)

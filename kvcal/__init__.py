@@ -54,3 +54,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvcal' has no attribute {name!r}")
     module, _, attribute = _PLACES[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__"]

@@ -45,8 +45,8 @@ def main() -> None:
     if {"-q", "--quiet"} & set(sys.argv[1:]):  # other packages' bars: of GGUF files, downloads, lm-eval
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        # With --json, typer's own errors are raised instead of drawn, and an exit code is returned.
-        code = app(standalone_mode=not _wants_json())
+        # typer's own errors are raised instead of drawn, and an exit code is returned; alone it draws help.
+        code = app(standalone_mode=not sys.argv[1:])
         if isinstance(code, int):
             sys.exit(code)
     except KvcalError as error:
@@ -62,7 +62,7 @@ def main() -> None:
             raise
         _fail(UsageError(f"not enough memory: {text[:200]}", "lower --batch, --context or the recipe's sizes"))
     except WrongArguments as refused:
-        _fail(UsageError(refused.format_message(), "the same command with --help tells its options"))
+        _fail(_wrong_argument(refused))
     except SystemExit as end:
         if end.code == 130 and distributed.prints_errors():  # typer has caught the interrupt
             print("interrupted: what was finished is kept; the same command resumes from there", file=sys.stderr)
@@ -73,7 +73,34 @@ def _wants_json() -> bool:
     return "--json" in sys.argv[1:]
 
 
+def _wrong_argument(refused: Any) -> UsageError:
+    """typer's error in a line: the option or argument, what was typed, and what is allowed."""
+    context = getattr(refused, "ctx", None)
+    hint = f"`{context.command_path} --help` tells its arguments and options" if context else None
+    parameter = getattr(refused, "param", None)
+    if parameter is None or not refused.message:  # no such option, a missing one
+        return UsageError(refused.format_message(), hint)
+    name, typed = parameter.opts[-1], _typed(parameter.opts)
+    reason = refused.message.removeprefix("Value error, ").removesuffix(".")
+    if kind := re.match("Input should be a valid (integer|number)", reason):
+        reason = f"expected a {'whole ' if kind[1] == 'integer' else ''}number"
+        if near := re.match(r"\d+(\.\d+)?" if kind[1] == "number" else r"\d+", typed):
+            hint = f"did you mean {name} {near[0]}?"
+    return UsageError(f"{name} {typed}: {reason.replace('Input should be', 'expected a value')}", hint)
+
+
+def _typed(names: list[str]) -> str:
+    """What stands after an option on the command line, the last of several."""
+    words = [*sys.argv[1:], ""]
+    after = [words[at + 1] for at, word in enumerate(words[:-1]) if word in names]
+    after += [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]
+    return after[-1] if after else ""
+
+
 def _fail(error: KvcalError) -> NoReturn:
+    if isinstance(error, UsageError) and error.hint is None:
+        command = next((word for word in sys.argv[1:2] if word in COMMANDS), "")
+        error.hint = f"`kvcal {command}{' ' * bool(command)}--help` tells its arguments and options"
     if distributed.prints_errors():
         print_error_json(error) if _wants_json() else print_error(error)
     sys.exit(error.exit_code)
@@ -126,6 +153,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 RUNTIME_PANELS = ("First", "Serving engines", "Plans")
 # The commands that torchrun may start in several processes: those that measure.
 RANKED = ("plan", "run", "search", "tune", "compare", "profile", "reparam", "fit-predictors", "feedback", "eval")
+COMMANDS = [name for commands in PANELS.values() for name in commands]
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         checked = command if panel in RUNTIME_PANELS else needs_compile(command)

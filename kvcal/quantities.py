@@ -1,9 +1,11 @@
-"""Byte quantities as a user writes and reads them, one spelling for the whole program; and how large a batch may be.
+"""Numbers of bytes and of tokens as a user writes and reads them, one spelling for the whole program; and how large a
+batch may be.
 
 A budget decides what fits on a device, so decimal and binary units must never be mixed up silently: GB is
 10^9 bytes and GiB is 2^30, units are case-sensitive (a lower-case ``b`` could mean bits), and a fraction is
-computed exactly and rounded down, so that a parsed budget never exceeds what was written. Left out on
-purpose: exponents (``1e9``), thousands separators and bit units.
+computed exactly and rounded down, so that a parsed budget never exceeds what was written. A short form is read as the
+one that fits either way: G as the smaller GB, 32k tokens as the larger 32,768. Left out on purpose: exponents
+(``1e9``), thousands separators and bit units.
 """
 
 from __future__ import annotations
@@ -26,17 +28,23 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
     "KiB": 2**10,
     "MiB": 2**20,
     "GiB": 2**30,
     "TiB": 2**40,
 }
-EXAMPLES = "for example 24GB (10^9 bytes each), 1.5GiB (2^30 bytes each) or 123456"
+EXAMPLES = "for example 24GB or 24G (10^9 bytes each), 1.5GiB (2^30 bytes each) or 123456"
+# Of a device's memory: who types fewer, without a unit, has left it out.
+LEAST_BARE = 100_000
 _QUANTITY = re.compile(r"([0-9]{1,40})(\.[0-9]{1,18})? ?([A-Za-z]*)")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``24GB``, ``1.5GiB``, ``800MB``, ``123456B`` or ``123456``; at least 1, rounded down.
+    """Bytes of ``24GB`` or ``24G``, ``1.5GiB``, ``800MB``, ``123456B`` or ``123456``; at least 1, rounded down.
 
     Raises UsageError, naming the text and what is allowed, on anything else.
     """
@@ -53,6 +61,30 @@ def parse_bytes(text: str) -> int:
     if nbytes < 1:
         raise _refusal(text, "less than one byte")
     return nbytes
+
+
+def parse_memory(text: str) -> int:
+    """``parse_bytes`` of a device's memory. UsageError for a small number without a unit, which was left out."""
+    nbytes = parse_bytes(text)
+    if nbytes < LEAST_BARE and text.strip(" ").isdecimal():
+        unit = "MB" if nbytes >= 256 else "GB"
+        raise UsageError(f"'{text}' is {nbytes} bytes, less than any device has", f"did you mean {nbytes}{unit}?")
+    return nbytes
+
+
+def parse_tokens(text: str, least: int = 1) -> int:
+    """Tokens of ``4096``, ``32k`` or ``32K`` (times 1,024) or ``1M`` (times 1,048,576), from ``least`` to MAX_CONTEXT.
+
+    Raises UsageError, naming the text and what is allowed, on anything else.
+    """
+    match = re.fullmatch(r"([0-9]{1,12})([kKM]?)", text.strip(" "))
+    tokens = int(match.group(1)) * {"": 1, "k": 2**10, "K": 2**10, "M": 2**20}[match.group(2)] if match else 0
+    if not least <= tokens <= MAX_CONTEXT:
+        raise UsageError(
+            f"cannot read '{text}' as a number of tokens; allowed: {least} to {MAX_CONTEXT}, whole",
+            hint="for example 4096, 32k (1,024 each) or 1M (1,048,576 each)",
+        )
+    return tokens
 
 
 def format_seconds(seconds: float) -> str:

@@ -22,7 +22,7 @@ from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
 from kvcal.progress import Reporter
-from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
+from kvcal.quantities import MAX_BATCH, parse_bytes, parse_memory, parse_tokens
 
 with lazy_imports():
     from transformers.utils import logging
@@ -54,6 +54,33 @@ def _completions(names: Iterable[str], incomplete: str, endings: tuple[str, ...]
     return found + [path for path in paths if path.endswith(endings)]
 
 
+def of_bytes(parameter: typer.CallbackParam, text: str | None) -> str | None:
+    """A callback: the text, if it is a number of bytes. UsageError that names the option."""
+    _read(parameter, text, parse_bytes)
+    return text
+
+
+def of_memory(parameter: typer.CallbackParam, text: str | None) -> str | None:
+    """``of_bytes`` of a device's whole memory."""
+    _read(parameter, text, parse_memory)
+    return text
+
+
+def of_tokens(parameter: typer.CallbackParam, text: Any) -> int | None:
+    """A callback: a number of tokens, such as 32k. UsageError that names the option."""
+    return _read(parameter, text, parse_tokens)
+
+
+def _read(parameter: typer.CallbackParam, text: Any, read: Callable[[str], int]) -> int | None:
+    if text is None or isinstance(text, int):  # not given, or its default
+        return text
+    try:
+        return read(text)
+    except UsageError as refused:
+        raise UsageError(f"{parameter.opts[-1]}: {refused.message}", refused.hint) from None
+
+
+TOKENS: dict[str, Any] = {"metavar": "TOKENS", "parser": str, "callback": of_tokens}
 MODEL_HELP = "Folder, .gguf file, hub id, or an embedded model's name."
 RecipeArgument = Annotated[
     str,
@@ -77,9 +104,15 @@ OtherModel = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option("--weights", help="Bytes of the weights, such as 16GB; default: as their files or index state."),
+    typer.Option(
+        "--weights",
+        help="Bytes of the weights, such as 16GB; default: as their files or index state.",
+        callback=of_bytes,
+    ),
 ]
-KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alone, such as 1.5GiB.")]
+KvBudget = Annotated[
+    str | None, typer.Option("--kv-budget", help="The cache alone, such as 1.5GiB.", callback=of_bytes)
+]
 AllowDamage = Annotated[
     bool,
     typer.Option("--allow-damage", help="Take a plan that destroys the model, with a warning, instead of exit code 7."),
@@ -90,6 +123,13 @@ default; may be repeated."""
 DATA_HELP = """tasks, python:docs, python:code, python:chat, a text, JSONL or parquet file or folder, or a hub id; may
 be repeated. Options: columns, split, config."""
 
+# Recipe keys that options set, by dotted name; the longest first.
+OPTIONS = {
+    "evaluate.data.seq_len": "--seq-len", "evaluate.data.source": "--data", "data.num_samples": "--samples",
+    "data.seq_len": "--seq-len", "data.source": "--data", "allocate.budget": "--budget",
+    "allocate.kv_budget": "--kv-budget", "allocate.bits": "--bits", "allocate.batch": "--batch",
+    "allocate.context": "--context",
+}  # fmt: skip
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 # Packages of kvcal[compile], by their import names.
 COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
@@ -128,7 +168,8 @@ class ModelOptions(OutputOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Of the device, such as 24GB: layers beyond are streamed from the files. Default: all of it."
+            help="Of the device, such as 24GB: layers beyond are streamed from the files. Default: all of it.",
+            callback=of_memory,
         ),
     ] = None
 
@@ -162,7 +203,7 @@ class RecipeOptions(ModelOptions):
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SETS_HELP)] = None
     data: Annotated[list[str] | None, typer.Option(metavar="SOURCE[,columns=NAME]", help=DATA_HELP)] = None
     samples: Annotated[int | None, typer.Option(help="Sequences, of calibration where there is one.", min=1)] = None
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of each at most, also to evaluate.", min=2)] = None
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of each at most, also to evaluate.", **TOKENS)] = None
     thorough: Annotated[bool, typer.Option("--thorough", help="Profile with KL at all bits, on more text: slower.")] = (
         False
     )
@@ -178,7 +219,8 @@ class RecipeOptions(ModelOptions):
     ) -> recipe_keys.Recipe:
         """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
         given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
-        calibration and evaluation alike, --seq-len also for longer texts of [reparam], [basis] and [feedback]."""
+        calibration and evaluation alike; --samples and --seq-len also for what [reparam], [basis] and [feedback] have
+        more of."""
         settings = recipe_files.read_settings(self.sets or ())
         given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
         given |= {name: value for name, value in (others or {}).items() if value is not None}
@@ -192,10 +234,15 @@ class RecipeOptions(ModelOptions):
             if self.data:
                 source = self.data[0] if len(self.data) == 1 else self.data
                 given |= {f"{place}.source": source, f"{place}.min_len": None}
-        for place, shorter in (("reparam", recipe.reparam), ("basis", recipe.basis), ("feedback", recipe.feedback)):
-            if self.seq_len is not None and shorter is not None:
-                given[f"{place}.seq_len"] = min(shorter.seq_len, self.seq_len)
-        return recipe_files.with_knobs(recipe, given | settings)
+        for place, fewer in (("reparam", recipe.reparam), ("basis", recipe.basis), ("feedback", recipe.feedback)):
+            if self.seq_len is not None and fewer is not None:
+                given[f"{place}.seq_len"] = min(fewer.seq_len, self.seq_len)
+            if self.samples is not None and fewer is not None:
+                given[f"{place}.num_samples"] = min(fewer.num_samples, self.samples)
+        try:
+            return recipe_files.with_knobs(recipe, given | settings)
+        except UsageError as refused:
+            raise _of_options(refused, settings) from None
 
     def for_model(
         self, recipe: recipe_keys.Recipe, loaded: model_load.LoadedModel, others: Mapping[str, Any], reporter: Reporter
@@ -205,6 +252,17 @@ class RecipeOptions(ModelOptions):
             return recipe
         reporter.say("latent attention takes no basis: recipe sensitivity in place of default")
         return self.change(recipe_files.load_recipe("sensitivity"), others)
+
+
+def _of_options(refused: UsageError, settings: Mapping[str, Any]) -> UsageError:
+    """The refusal of a changed recipe, for one who has typed options: with these in place of the recipe's keys."""
+    message = refused.message.removeprefix(f"{refused.place}: ")
+    for key, option in OPTIONS.items():
+        message = message if key in settings else message.replace(f"{key} =", f"{option} =")
+    typed = " ".join(f"--set {key}" for key in settings)
+    return UsageError(
+        f"{typed}: {message}" if typed else message, refused.hint or "`kvcal recipes NAME` prints a recipe"
+    )
 
 
 @dataclass(frozen=True)
@@ -253,7 +311,7 @@ class WorkloadOptions:
     ] = None
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of each; default: a plan's or a recipe's, or 4096.", min=1, max=MAX_CONTEXT),
+        typer.Option(help="Tokens of each, such as 32k; default: a plan's or a recipe's, or 4096.", **TOKENS),
     ] = None
 
     def workload(self, default: plan_file.Workload) -> plan_file.Workload:
@@ -264,7 +322,9 @@ class WorkloadOptions:
 class BudgetOptions(WorkloadOptions):
     """The budget of [allocate], and its workload."""
 
-    budget: Annotated[str | None, typer.Option(help="Whole device, such as 24GB or 22.5GiB.")] = None
+    budget: Annotated[str | None, typer.Option(help="Whole device, such as 24GB or 22.5GiB.", callback=of_memory)] = (
+        None
+    )
     kv_budget: KvBudget = None
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
     tp: Annotated[int | None, typer.Option("--tp", help="Ranks of tensor parallelism, with --for-engine.", min=1)] = (
@@ -281,6 +341,11 @@ class BudgetOptions(WorkloadOptions):
     drafts: Annotated[
         int | None, typer.Option(help="Draft tokens with each token, with --for-engine vllm.", min=0, max=7)
     ] = None
+
+    def __post_init__(self) -> None:
+        if len(self.kinds()) > 1:
+            given = " and ".join(f"--{name.replace('_', '-')}" for name in self.kinds())
+            raise UsageError(f"{given}; expected one of --budget, --kv-budget and --bits", hint="leave out the others")
 
     def kinds(self) -> list[str]:
         return [name for name in ("budget", "kv_budget", "bits") if getattr(self, name) is not None]

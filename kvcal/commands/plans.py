@@ -16,7 +16,7 @@ from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import lazy_imports
-from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
+from kvcal.quantities import MAX_SEED, format_bytes, parse_bytes
 
 with lazy_imports():
     from kvcal import artifact, stored_tensor, strict, tables
@@ -46,7 +46,10 @@ class GateOptions:
         list[str] | None,
         typer.Option(metavar="TASK=SHARE", help="Least accuracy of a task, or (a share alone) of all; repeatable."),
     ] = None
-    max_bytes: Annotated[str | None, typer.Option(help="Largest cache at the plan's workload, such as 1GB.")] = None
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(help="Largest cache at the plan's workload, such as 1GB.", callback=options.of_bytes),
+    ] = None
 
     def gates(self) -> evaluate_stage.Gates:
         max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes)
@@ -178,6 +181,7 @@ def verify(
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
     loaded_plan = plan_file.load_plan(plan)
+    verify_stage.require_same_config(loaded_plan, model)
     recorded = damage_file.load_damage(plan, loaded_plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
@@ -230,6 +234,7 @@ def eval_command(
     if base.evaluate.harness_tasks:
         harness.require_tasks(base.evaluate)
     folder = artifacts.Folder.create(out)
+    verify_stage.require_same_config(loaded_plan, model)
     with given.reporting() as reporter:
         loaded = given.load(model)
         verify_stage.require_same_model(loaded_plan, loaded)
@@ -251,7 +256,7 @@ def generate(
     plan: options.PlanOption,
     prompt: Annotated[str, typer.Option(help="The prompt; - reads stdin.")],
     given: options.ModelOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1, max=MAX_CONTEXT)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", **options.TOKENS)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 100.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=MAX_SEED)] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
@@ -274,6 +279,7 @@ def generate(
         raise UsageError(f"--temperature {temperature}; allowed: 0 (greedy), or 0.001 to 100")
     text = _prompt_text(prompt)
     loaded_plan = plan_file.load_plan(plan)
+    verify_stage.require_same_config(loaded_plan, model)
     loaded = given.load(model)
     verify_stage.require_same_model(loaded_plan, loaded)
     result = generate_stage.complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
@@ -307,6 +313,7 @@ def pack_prefix(
     artifact.require_output(output, prefix_file.KIND)
     text = _prompt_text(prompt, prompt_file)
     loaded_plan = plan_file.load_plan(plan)
+    verify_stage.require_same_config(loaded_plan, model)
     with given.reporting() as reporter:
         loaded = given.load(model)
         verify_stage.require_same_model(loaded_plan, loaded)

@@ -13,7 +13,7 @@ import typer
 from kvcal.commands import options
 from kvcal.errors import ArtifactError, KernelError, UsageError
 from kvcal.lazy_torch import lazy_imports
-from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
+from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
     from kvcal import bench as layer_times
@@ -78,8 +78,10 @@ def capacity(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or an embedded model's name.")],
     plan: options.PlanOption,
     given: options.OutputOptions,
-    context: Annotated[int, typer.Option(help="Tokens of a request at most.", min=1, max=MAX_CONTEXT)],
-    kv_memory: Annotated[str, typer.Option(help="Of one device, for the cache alone, such as 50GB.")],
+    context: Annotated[int, typer.Option(help="Tokens of a request at most.", **options.TOKENS)],
+    kv_memory: Annotated[
+        str, typer.Option(help="Of one device, for the cache alone, such as 50GB.", callback=options.of_bytes)
+    ],
     engine: EngineOption = "vllm",
     tp: RanksOption = 1,
     max_requests: RequestsOption = 64,
@@ -132,10 +134,13 @@ def serve_args(
     max_requests: RequestsOption = 64,
     drafts: DraftsOption = 0,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", min=1, max=MAX_CONTEXT)
+        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **options.TOKENS)
     ] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(help="Of one device, for the cache alone; default: what the engine finds.")
+        str | None,
+        typer.Option(
+            help="Of one device, for the cache alone; default: what the engine finds.", callback=options.of_bytes
+        ),
     ] = None,
 ) -> None:
     """Print the command line that serves a plan in an engine, with kvcal installed next to it.

@@ -40,7 +40,11 @@ def size(
     sizes: options.WorkloadOptions,
     given: options.OutputOptions,
     memory: Annotated[
-        str | None, typer.Option(help="Of one device, such as 24GB: also tell what fits, with weights and workspace.")
+        str | None,
+        typer.Option(
+            help="Of one device, such as 24GB: also tell what fits, with weights and workspace.",
+            callback=options.of_memory,
+        ),
     ] = None,
     weights: options.Weights = None,
     tp: Annotated[
@@ -171,20 +175,30 @@ def chooses_by(recipe: recipe_keys.Recipe) -> str:
 
 @options.spread
 def models(given: options.OutputOptions) -> None:
-    """List the embedded models, and the model families that the contract tests run: those that are supported, and those
-    that are not, with the reason. Other decoder-only models of transformers are measured when they are loaded.
+    """List the embedded models, and every family of decoders in transformers that kvcal was run on, small and with
+    random weights: the recipe that `kvcal plan` makes its plan with, or names; and those that are not supported, with
+    the reason. Other models are measured when they are loaded.
 
     Example: `kvcal models --json`
     """
     listed: dict[str, Any] = {"embedded": list(model_files.embedded_models()), **model_config.families()}
-    keys = ("model_type", "class", "layers", "keys_before_rope")
-    supported = list(dict.fromkeys(tuple(one[key] for key in keys) for one in listed["supported"]))
-    refused = [(one["model_type"], one["fails_in"], one["reason"]) for one in listed["refused"]]
+    of_outcome: dict[str, list[dict[str, Any]]] = {"supported": [], "refused": [], "not built": []}
+    for one in listed["families"]:
+        of_outcome[one["outcome"]].append(one)
+    decoder = {False: "", True: ", with is_decoder"}
+    supported = [
+        (one["model_type"], one["model_class"], one["layers"] + decoder[one["is_decoder"]], one["recipe"])
+        for one in of_outcome["supported"]
+    ]
     given.show(
         listed,
         ("Embedded models", ("name",), [(name,) for name in listed["embedded"]]),
-        ("Supported families", ("model type", "class", "layers", "keys before RoPE"), supported),
-        ("Families that are not supported", ("model type", "fails in", "reason"), refused),
+        ("Supported families", ("model type", "class", "layers", "recipe"), supported),
+        (
+            "Families that are not supported",
+            ("model type", "reason"),
+            [(one["model_type"], one["reason"]) for one in of_outcome["refused"]],
+        ),
     )
 
 

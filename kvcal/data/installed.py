@@ -5,6 +5,9 @@ packages give other texts, and so another fingerprint. Files come in rounds, one
 package is the whole sample; a package's order is that of hashes of its name and paths, the same on every machine and
 whatever a folder's listing order. A package is not looked into before its turn, nor a file read.
 
+The three sources are views of the same files. So a file is dealt to a pool (kvcal.data.pools) by its own text: what
+is said in its code, its docstrings and the conversations on them lies in one pool, whatever the source.
+
 python:code: files of 2 to 200 thousand characters. python:docs: a package's description, its .rst, .md and .txt files,
 and the docstrings of a module, joined. python:chat: a conversation a module, on what its functions and classes are for
 and how they are written, after their docstrings.
@@ -26,6 +29,8 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import TypeVar
 
+from kvcal.data.pools import Purpose, pool_of
+
 MIN_CHARS, MAX_CHARS = 2_000, 200_000
 MIN_DOC_CHARS, MAX_CHAT_CHARS = 80, 1 << 16  # of a docstring that a chat is about, and of the whole
 ROLES = ("user", "assistant")
@@ -36,22 +41,22 @@ _PROSE_SHARE = 0.75  # of letters and spaces in what is read as prose
 _Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Messages = list[dict[str, str]]
 T = TypeVar("T")
+Pool = Purpose | None  # None: all of them
 
 
-def installed_texts(source: str) -> Iterator[str]:
+def installed_texts(source: str, pool: Pool = None) -> Iterator[str]:
     """Documents of "python:code" or "python:docs"."""
-    return _in_turn(_code if source == "python:code" else _docs)
+    return _in_turn(_code if source == "python:code" else _docs, pool)
 
 
-def installed_chats() -> Iterator[Messages]:
+def installed_chats(pool: Pool = None) -> Iterator[Messages]:
     """Conversations of "python:chat": the user's and the assistant's messages in turn."""
-    return _in_turn(_chats)
+    return _in_turn(_chats, pool)
 
 
-def _in_turn(read: Callable[[str, Distribution | None], Iterator[T]]) -> Iterator[T]:
-    waiting = deque(
-        read(name, package) for name, package in sorted(_packages().items(), key=lambda item: _hash(item[0]))
-    )
+def _in_turn(read: Callable[[str, Distribution | None, Pool], Iterator[T]], pool: Pool) -> Iterator[T]:
+    packages = sorted(_packages().items(), key=lambda item: _hash(item[0]))
+    waiting = deque(read(name, package, pool) for name, package in packages)
     while waiting:
         package = waiting.popleft()
         item = next(package, None)
@@ -80,29 +85,24 @@ def _packages() -> dict[str, Distribution | None]:
     return found
 
 
-def _code(name: str, package: Distribution | None) -> Iterator[str]:
-    for path in _files(name, package, (".py",)):
-        text = _text(path)
-        if text is not None:
-            yield text
+def _code(name: str, package: Distribution | None, pool: Pool) -> Iterator[str]:
+    return (text for _, text in _texts(name, package, (".py",), pool))
 
 
-def _docs(name: str, package: Distribution | None) -> Iterator[str]:
+def _docs(name: str, package: Distribution | None, pool: Pool) -> Iterator[str]:
     description = "" if package is None else (package.read_text("METADATA") or "").partition("\n\n")[2]
-    if _is_prose(description):
+    if _is_prose(description) and pool in (None, pool_of(description)):
         yield description[:MAX_CHARS]
-    for path in _files(name, package, (".rst", ".md", ".txt", ".py")):
+    for path, text in _texts(name, package, (".rst", ".md", ".txt", ".py"), pool):
         if path.suffix != ".py" and _NO_PROSE.search(path.name):
             continue
-        text = _text(path)
-        if text is not None and path.suffix == ".py":
-            text = _docstrings(text)
-        if text is not None and _is_prose(text):
-            yield text
+        prose = _docstrings(text) if path.suffix == ".py" else text
+        if _is_prose(prose):
+            yield prose
 
 
-def _chats(name: str, package: Distribution | None) -> Iterator[Messages]:
-    for text in _code(name, package):
+def _chats(name: str, package: Distribution | None, pool: Pool) -> Iterator[Messages]:
+    for text in _code(name, package, pool):
         lines, messages, num_chars = text.split("\n"), Messages(), 0
         for node, doc in _documented(text):
             if isinstance(node, ast.Module) or len(doc) < MIN_DOC_CHARS or num_chars > MAX_CHAT_CHARS:
@@ -133,6 +133,16 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _OUTSIDE]
         yield from (Path(folder) / name for name in names if name.endswith(suffixes))
+
+
+def _texts(
+    name: str, package: Distribution | None, suffixes: tuple[str, ...], pool: Pool
+) -> Iterator[tuple[Path, str]]:
+    """Those files of a package that are in a pool, with their texts."""
+    for path in _files(name, package, suffixes):
+        text = _text(path)
+        if text is not None and pool in (None, pool_of(text)):
+            yield path, text
 
 
 def _text(path: Path) -> str | None:

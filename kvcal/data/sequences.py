@@ -159,10 +159,10 @@ def _chosen(
             f"{spec.num_samples}"
             + (f", {count} of this source," if count < spec.num_samples else "")
             + " were asked for",
-            hint=f"each of the pools {', '.join(PURPOSES)} gets a quarter of a source: give about {needed} records, or "
-            f"{needed * spec.seq_len} tokens of text; or lower num_samples, seq_len or min_len; raise seq_len where "
-            "replies begin after it; if only the report's pool is too small, give the evaluation a larger source of "
-            "its own",
+            hint=f"each of the {len(PURPOSES)} pools gets a quarter of a source: give about {needed} records, or "
+            f"{needed * spec.seq_len} tokens of text; or lower num_samples, seq_len or min_len (--samples, --seq-len)"
+            + ("" if pool else "; raise seq_len where replies begin after it")
+            + ("; or give the evaluation a larger source of its own" if purpose == "report" else ""),
         )
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), count))
     return [pool[i] for i in picked]

@@ -23,7 +23,7 @@ import hashlib
 import random
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -175,12 +175,11 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
     path, an unreachable hub id, unreadable content, an unknown column, a column of the wrong type, no item at all.
     """
     name = source.name
+    if name in INSTALLED:
+        yield from _installed(name, purpose)
+        return
     items: Iterator[Dealt]
-    if name == CHAT:
-        items = ((pool_of(talk), Chat(tuple(talk), index)) for index, talk in enumerate(installed_chats()))
-    elif name in INSTALLED:
-        items = _texts(installed_texts(name))
-    elif source.is_local:
+    if source.is_local:
         for option, value in (("split", source.split), ("config", source.config)):
             if value is not None:
                 raise UsageError(f"{option} = {value!r} with the local source {name}", hint=f"{option} is for hub ids")
@@ -198,6 +197,14 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
             yield item
     if is_empty:
         raise UsageError(f"source = {name} is empty", hint="it needs at least one text that is not blank")
+
+
+def _installed(name: str, purpose: Purpose) -> Iterator[Item]:
+    """Installed text, which is dealt by file: of a long one the first LONG_CHARS, so that no file is the sample."""
+    if name == CHAT:
+        yield from (Chat(tuple(talk), index) for index, talk in enumerate(installed_chats(purpose)))
+    else:
+        yield from (Piece(text[:LONG_CHARS]) for text in installed_texts(name, purpose))
 
 
 def _kind(name: str | Path) -> str | None:
@@ -306,8 +313,11 @@ def _items(records: Iterator[dict[str, Any]], source: Source) -> Iterator[Dealt]
         match values:
             case [list() as messages] if all(isinstance(message, dict) for message in messages):
                 yield pool_of(messages), Chat(tuple(messages), index)
+            case [str() as text] if len(text) <= LONG_CHARS:
+                yield pool_of(text), Piece(text)
             case [str() as text]:
-                yield from _texts([text])
+                pieces = dealt_pieces(iter(text.splitlines(keepends=True)))
+                yield from ((pool, Piece(piece)) for pool, piece in pieces)
             case [str() as prompt, str() as completion]:
                 yield pool_of([prompt, completion]), Pair(prompt + "\n", completion)
             case _:
@@ -317,14 +327,6 @@ def _items(records: Iterator[dict[str, Any]], source: Source) -> Iterator[Dealt]
                     f"source = {source.name}, record {index}: {found}; expected text, or a list of messages",
                     hint="name other columns, such as FILE,columns=prompt+reply",
                 )
-
-
-def _texts(documents: Iterable[str]) -> Iterator[Dealt]:
-    for text in documents:
-        if len(text) <= LONG_CHARS:
-            yield pool_of(text), Piece(text)
-        else:
-            yield from ((pool, Piece(piece)) for pool, piece in dealt_pieces(iter(text.splitlines(keepends=True))))
 
 
 def _choose_columns(record: dict[str, Any], source: Source) -> tuple[str, ...]:

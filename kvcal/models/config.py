@@ -6,7 +6,8 @@ keys, which are read without transformers, whose import takes longer than the an
 running the model measures.
 
 ``families.json`` lists what the contract tests measured: families that are served, and those that are not, with the
-reason. ``python docs/generate.py`` writes it.
+reason; and what `kvcal plan` makes of a small model of every family of transformers. ``python docs/generate.py``
+writes it.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class ModelSizes:
 
 
 @functools.cache
-def families() -> dict[str, list[dict[str, Any]]]:
-    """The outcome of the contract tests: ``supported`` and ``refused`` families, a dict each."""
-    content: dict[str, list[dict[str, Any]]] = json.loads((files("kvcal.models") / "families.json").read_text("utf-8"))
+def families() -> dict[str, Any]:
+    """The outcome of the contract tests: ``supported`` and ``refused`` families, a dict each; and ``families``: every
+    one of the release ``transformers``."""
+    content: dict[str, Any] = json.loads((files("kvcal.models") / "families.json").read_text("utf-8"))
     return content
 
 
@@ -81,7 +83,7 @@ def read_sizes(source: str) -> ModelSizes:
 
         config = read_config(location)
         text = config.get_text_config(decoder=True)
-        _uncalibrated(text.model_type, location.id)
+        _uncalibrated(text.model_type, location.id, getattr(text, "is_decoder", False))
         stated = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
         geometry = geometry_without_weights(config)
     return ModelSizes(
@@ -91,17 +93,24 @@ def read_sizes(source: str) -> ModelSizes:
         checkpoint_bytes(location),
         stated.get("max_position_embeddings"),
         any(one["model_type"] == geometry.model_type for one in families()["supported"]),
-        _uncalibrated(geometry.model_type, location.id),
+        _uncalibrated(geometry.model_type, location.id, is_decoder=True),
     )
 
 
-def _uncalibrated(model_type: object, model_id: str) -> str | None:
+def _uncalibrated(model_type: object, model_id: str, is_decoder: bool) -> str | None:
     """The reason why a family cannot be calibrated, None if it can or is not known. UnsupportedModel for one that is
-    not served at all."""
-    one = next((one for one in families()["refused"] if one["model_type"] == model_type), None)
-    if one is not None and one["fails_in"] == EVERY_COMMAND:
-        raise UnsupportedModel(f"{model_id}: models of the type {model_type!r} are not served: {one['reason']}")
-    return None if one is None else str(one["reason"])
+    not served at all; one that is served as a decoder alone needs a configuration that says so (``is_decoder``)."""
+    refused, every = (
+        next((one for one in families()[part] if one["model_type"] == model_type), None)
+        for part in ("refused", "families")
+    )
+    if every is not None and every["is_decoder"] and is_decoder:
+        return None
+    if refused is not None and refused["fails_in"] == EVERY_COMMAND:
+        raise UnsupportedModel(f"{model_id}: models of the type {model_type!r} are not served: {refused['reason']}")
+    if refused is None and every is not None and every["outcome"] == "supported":
+        return every["reason"] or None
+    return None if refused is None else str(refused["reason"])
 
 
 def _is_direct(content: dict[str, Any]) -> bool:

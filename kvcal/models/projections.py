@@ -91,11 +91,21 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
     found: dict[int, Tensor] = {}
     for index, module in _modules_by_layer(model, tuple(layers.values())).items():
         heads = layers[index].num_query_heads, layers[index].attended[2]
-        child = _child(module, *OUTPUT_NAMES)
+        child = _child(_with_output(model, module), *OUTPUT_NAMES)
         if child is None or child.weight.shape[1 - output_dim(child)] != math.prod(heads):
             raise _unknown(module, index, f"output projections of {math.prod(heads)} inputs", OUTPUT_NAMES)
         found[index] = stored(child.weight).movedim(output_dim(child), 0).unflatten(1, heads)
     return found
+
+
+def _with_output(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
+    """The parent of an attention's output projection: itself, or, of BERT's ``self``, the module ``output`` next to
+    it."""
+    for module in model.modules():
+        children = dict(module.named_children())
+        if children.get("self") is attention and "output" in children:
+            return children["output"]
+    return attention
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
@@ -116,7 +126,8 @@ def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, .
     if sorted(modules) != sorted(layer.index for layer in layers):
         raise UnsupportedModel(
             f"{type(model).__name__}: attention modules carry the layer indices {sorted(modules)}, the cache "
-            f"{[layer.index for layer in layers]}"
+            f"{[layer.index for layer in layers]}",
+            hint=WITHOUT_CALIBRATION,
         )
     return modules
 

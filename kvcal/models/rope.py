@@ -53,7 +53,10 @@ def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) ->
     sequences packed in a row, which do not see each other. UnsupportedModel for a model that takes no positions.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{type(model).__name__}.forward takes no position_ids")
+        raise UnsupportedModel(
+            f"{type(model).__name__}.forward takes no position_ids",
+            hint="set position_scale to 1; leave out [reparam], [predictors] and k_pages = 'pre'",
+        )
     tokens_BT = tokens_BT.to(model.device)
     positions_BT = positions_T.to(model.device).expand_as(tokens_BT)
     return {"input_ids": tokens_BT, "position_ids": positions_BT, "attention_mask": torch.ones_like(tokens_BT)}

@@ -90,7 +90,7 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
             _run_probe(model, cache)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         raise UnsupportedModel(f"{name} does not run with transformers' DynamicCache: {error}") from error
     return _geometry(config, cache, cache_dtype or checkpoint_dtype(model.config))
 
@@ -174,14 +174,14 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
-    """Two tokens into the cache, then one more; and two tokens of which the last differs, for causality."""
+    """Two tokens into the cache, then two more; and two tokens of which the last differs, for causality."""
     ids = probe_ids(model, 1, 3)
     ids, other_ids = ids[:, :2], ids[:, ::2]
     logits = model(input_ids=ids, use_cache=True, **with_cache(model, cache)).logits
     state_bytes = [_state_bytes(layer) for layer in cache.layers]
     kept = _module_tensors(model)
     other_logits = model(input_ids=other_ids, use_cache=False).logits
-    model(input_ids=other_ids[:, 1:], use_cache=True, **with_cache(model, cache))
+    model(input_ids=other_ids, use_cache=True, **with_cache(model, cache))
 
     if state_bytes != [_state_bytes(layer) for layer in cache.layers]:
         raise UnsupportedModel(f"{type(model).__name__}: a state layer's cache grows with the tokens")
@@ -195,7 +195,10 @@ def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
     tolerance = 1e-3 if logits.dtype == torch.float32 else 5e-2
     change = (logits[:, 0] - other_logits[:, 0]).abs().max()
     if change > tolerance * logits[:, 0].abs().max():
-        raise UnsupportedModel(f"{type(model).__name__} is not causal: a later token changes earlier logits")
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not causal: a later token changes earlier logits",
+            hint="an encoder has no cache; one that was trained as a decoder says is_decoder = true in its config.json",
+        )
 
 
 def _module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

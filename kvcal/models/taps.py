@@ -150,14 +150,16 @@ def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None
             # Bitwise, but for the signs of zeros; NaN equals NaN.
             if not torch.allclose(tensor, expected_BNTD, rtol=0, atol=0, equal_nan=True):
                 raise UnsupportedModel(
-                    f"layer {captured.layer} of {geometry.model_type} caches other tensors than it attends to"
+                    f"layer {captured.layer} of {geometry.model_type} caches other tensors than it attends to",
+                    hint=WITHOUT_CALIBRATION,
                 )
     tolerance = 1e-4 if logits.dtype == torch.float32 else 5e-2
     # Rows of padding may hold anything; NaN is left to the measurement, which can name the layer.
     change = (logits - expected)[mask.bool()].abs().max()
     size = expected[mask.bool()].abs().max()
     if torch.isfinite(size) and not change <= tolerance * size:
-        raise UnsupportedModel(f"{geometry.model_type}: logits change when its attention is observed")
+        text = f"{geometry.model_type}: logits change when its attention is observed"
+        raise UnsupportedModel(text, hint=WITHOUT_CALIBRATION)
 
 
 class _Recorder(threading.local):
@@ -221,7 +223,8 @@ class _Recorder(threading.local):
             )
         if layer.is_latent:
             if self._handed is None:
-                raise UnsupportedModel(f"layer {layer.index} of {self._name} attends without handing its latent over")
+                text = f"layer {layer.index} of {self._name} attends without handing its latent over"
+                raise UnsupportedModel(text, hint=WITHOUT_CALIBRATION)
             (latent_B1TD, rotary_B1TD), self._handed = self._handed, None
             self._rotated.clear()
             self._on_attention(Captured(layer.index, q_post_BHTD, latent_B1TD, latent_B1TD, rotary_B1TD))

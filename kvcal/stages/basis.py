@@ -266,6 +266,8 @@ class _Calibration:
                 for name, found in self._sequence_sums(captured, row, length, position_T).items():
                     sums[name] = sums[name] + found if name in sums else found
 
+        if self.based:
+            _ = self._output_weights  # finding them can take a forward, which must not be tapped
         with torch.no_grad(), tap(self.loaded.model, measure, self.loaded.geometry):
             self.loaded.model(**calibration_inputs(self.loaded, batch.tokens_BT, self.position_scale))
         for layer, is_finite_B in finite.items():

@@ -76,9 +76,14 @@ def key_magnitudes(
 
 
 def calibration_inputs(loaded: LoadedModel, tokens_BT: Tensor, position_scale: float) -> dict[str, Any]:
-    """Arguments of a forward of sequences at positions ``position_scale`` x 0, 1, 2, ..., rounded."""
+    """Arguments of a forward of sequences at positions ``position_scale`` x 0, 1, 2, ..., rounded; at a scale of 1 the
+    model counts itself, since some (BART, Whisper) take no positions, and others (RoBERTa) begin at another one."""
+    others = {"use_cache": False, **few_logits(loaded.model)}
+    if position_scale == 1:
+        tokens_BT = tokens_BT.to(loaded.model.device)
+        return {"input_ids": tokens_BT, "attention_mask": torch.ones_like(tokens_BT), **others}
     positions_T = calibration_positions(tokens_BT.shape[1], position_scale)
-    return {**inputs_at(loaded.model, tokens_BT, positions_T), "use_cache": False, **few_logits(loaded.model)}
+    return {**inputs_at(loaded.model, tokens_BT, positions_T), **others}
 
 
 def few_logits(model: PreTrainedModel) -> dict[str, int]:

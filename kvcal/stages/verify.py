@@ -11,6 +11,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import ArtifactError
 from kvcal.models.attention import with_cache
+from kvcal.models.files import config_sha256, locate, read_json
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -18,6 +19,7 @@ from kvcal.progress import Reporter
 # A page boundary and its neighbours are where a byte count would first go wrong.
 AROUND_A_PAGE = (1, 127, 128, 129)
 RAGGED = (1, 64, 129)
+ANOTHER_MODEL = "compile a plan for this model, or name the model the plan was made for"
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,29 @@ class Check:
     detail: str
 
 
+def require_same_config(plan: Plan, source: str) -> None:
+    """ArtifactError when the plan was compiled for a model with another config.json than that of ``source``, whose
+    weights are not read."""
+    location = locate(source)
+    if location.gguf is None and config_sha256(location.folder, location.id) != plan.model.config_sha256:
+        content = read_json(location.folder / "config.json", location.id)
+        text = content.get("text_config") or content
+        about = f"{text.get('model_type')}, {text.get('num_hidden_layers', 'unknown')} layers"
+        planned = f"{plan.model.model_type}, {len(plan.geometry.layers)} layers with a cache"
+        raise ArtifactError(
+            f"the plan is for {plan.model.id!r} ({planned}), and {location.id!r} has another config.json ({about})",
+            hint=ANOTHER_MODEL,
+        )
+
+
 def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
     """ArtifactError, naming the first difference, when the plan was compiled for another model."""
-    for field in ("model_type", "config_sha256", "weights_sha256", "tokenizer_sha256"):
-        planned, actual = getattr(plan.model, field), getattr(loaded.identity, field)
-        if planned != actual:
-            raise ArtifactError(
-                f"the plan is for {plan.model.id!r} with {field} {planned[:16]}, {loaded.source!r} has {actual[:16]}",
-                hint="compile a plan for this model, or name the model the plan was made for",
-            )
+    parts = {"model_type": "is of another type", "config_sha256": "has another config.json",
+             "weights_sha256": "has other weights", "tokenizer_sha256": "has another tokenizer"}  # fmt: skip
+    for field, differs in parts.items():
+        if getattr(plan.model, field) != getattr(loaded.identity, field):
+            planned, found = (f"{one.id!r} ({one.model_type})" for one in (plan.model, loaded.identity))
+            raise ArtifactError(f"the plan is for {planned}, and {found} {differs}", hint=ANOTHER_MODEL)
     if plan.geometry != loaded.geometry:
         raise ArtifactError(
             f"the plan's layers are not those that {loaded.source!r} caches",

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     folder = tmp_path_factory.mktemp("data")
     save_llama(folder / "tiny", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
-    pairs = [(f"What follows {i}?", " ".join(str(i + n) for n in range(60))) for i in range(200)]
+    pairs = [(f"What follows {i}?", " ".join(str(60 * i + n) for n in range(60))) for i in range(200)]
     for name, keys in (("pairs.jsonl", ("question", "answer")), ("renamed.jsonl", ("q", "a"))):
         (folder / name).write_text("".join(json.dumps(dict(zip(keys, pair, strict=True))) + "\n" for pair in pairs))
     return folder

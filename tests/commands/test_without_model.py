@@ -74,7 +74,8 @@ def test_size_says_what_to_do_next() -> None:
     assert "kvcal plan reasoner-10m --budget 800MB --batch 48 --context 4096" in tight.err
     nothing = run_kvcal("size", "reasoner-10m", "--memory", "30MB", "--context", 5000)
     assert "nothing fits, 2 bits included" in nothing.err and "4096 positions, fewer than the context" in nothing.err
-    assert "the weights alone take more than 24 B" in run_kvcal("size", "reasoner-10m", "--memory", "24").err
+    assert "the weights alone take more than 24 B" in run_kvcal("size", "reasoner-10m", "--memory", "24B").err
+    assert sized("reasoner-10m", "--context", "32k")["workload"]["context"] == 32_768
     assert not run_kvcal("size", "reasoner-10m", "--memory", "24GB", "--quiet").err
 
 
@@ -163,7 +164,10 @@ def test_models_are_those_of_the_contract_tests() -> None:
     listed = run_kvcal("models", "--json").json
     assert listed == {"embedded": ["reasoner-10m"], **families()}
     table = run_kvcal("models").out
-    assert "Qwen3NextForCausalLM" in table and "keeps a state in" in table and table.count(" LlamaForCausalLM") == 1
+    rows = {line.split("│")[1].strip(): line for line in table.splitlines() if line.startswith("│")}
+    assert rows.keys() >= {one["model_type"] for one in listed["families"] if one["outcome"] != "not built"}
+    assert "full and state" in rows["qwen3_5"] and "default" in rows["qwen3_5"] and "kivi-2" in rows["bloom"]
+    assert "keeps a state in" in table and "is_decoder" in rows["bert"] and "is_decoder" not in rows["llama"]
 
 
 def test_doctor_tells_versions_and_what_follows() -> None:

@@ -210,8 +210,8 @@ def test_a_form_feed_moves_no_line_of_a_chat(monkeypatch: pytest.MonkeyPatch) ->
     """Python's own lines end at newlines alone."""
     doc = "Adds one to x, whatever x is, and gives the sum back to the caller, who asked for it."
     code = "\x0c\ndef first(x):\n    return x\n\n" + f'def second(x):\n    """{doc}"""\n    return x + 1\n'
-    monkeypatch.setattr(installed, "_code", lambda name, package: iter([code]))
-    [talk] = installed._chats("p", None)
+    monkeypatch.setattr(installed, "_code", lambda name, package, pool: iter([code]))
+    [talk] = installed._chats("p", None, None)
     assert [message["content"] for message in talk] == ["What is `def second(x)` for?", doc]
 
 

@@ -22,9 +22,9 @@ from kvcal.data.pools import (
     with_calibration,
 )
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
-from kvcal.data.sources import Source, read_spellings
+from kvcal.data.sources import INSTALLED, Source, read_source, read_spellings
 from kvcal.data.tasks import problems
-from kvcal.errors import UsageError
+from kvcal.errors import ArtifactError, UsageError
 
 OFFLINE = ("python:code", "python:docs", "tasks")
 
@@ -152,6 +152,56 @@ def test_pools_that_meet_are_refused(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert_says(caught.value, ["of 4 sequences", "same.jsonl 2, tasks 2", "profile"])
 
 
+def fitted(data: TokenDataset) -> dict[str, Any]:
+    return with_calibration({}, calibration("feedback", data_inputs(data)))
+
+
+def test_an_edited_copy_of_the_calibration_file_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A line at its head deals every piece to another pool, or leaves it; no sequence is as before."""
+    text = words(20_000)
+    (tmp_path / "a.txt").write_text(text)
+    fit = load_sequences(DataSpec(str(tmp_path / "a.txt"), 16, 512), tokenizer)
+    provenance = fitted(fit)
+    record = provenance["calibration"]["feedback"]
+    assert len(record["windows"]) == 2732 and record["windows"] == fitted(fit)["calibration"]["feedback"]["windows"]
+    outcomes = set()
+    for number in range(6):
+        (tmp_path / "b.txt").write_text(f"version {number} of the file\n{text}")
+        copy = load_sequences(DataSpec(str(tmp_path / "b.txt"), 8, 700, seed=1), tokenizer, None, "report")
+        share = len(copy.windows & fit.windows) / len(copy.windows)
+        assert not 0.02 < share < 0.15 and not set(copy.digests) & set(fit.digests)
+        outcomes.add(share > 0.15)
+        if share > 0.15:
+            with pytest.raises(UsageError) as caught:
+                require_unseen(provenance, copy)
+            assert_says(caught.value, ["b.txt (pool report)", "that feedback used (pool fit of a.txt)", "allowed: 5%"])
+            told = re.search(r"at least (\d+)%", caught.value.message)
+            assert told is not None and share - 0.15 < int(told.group(1)) / 100 <= share + 0.02
+        else:
+            require_unseen(provenance, copy)
+        older = {key: value for key, value in record.items() if key != "windows"}
+        require_unseen({"calibration": {"feedback": older}}, copy)  # of a plan that has sequences alone
+    assert outcomes == {True, False}
+
+
+def test_a_prompt_that_all_records_begin_with_is_no_copy(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = "Answer in one word, without any explanation. Think of who asks, and of what they want. " * 3
+    records = [{"question": prompt + words(60, 60 * i), "answer": "yes, without doubt"} for i in range(200)]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    fit, report = (load_sequences(DataSpec(source, 12, 512), tokenizer, None, one) for one in ("fit", "report"))
+    of_each = [{tuple(one[i : i + 20].tolist()) for i in range(len(one) - 19)} for one in fit.sequences]
+    assert len(set.intersection(*of_each)) > 20
+    require_unseen(fitted(fit), report)
+
+
+def test_a_record_of_windows_that_is_none_is_refused(files: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    provenance = fitted(mixed(files, tokenizer))
+    for wrong in ("?", "AAAAAAA="):
+        provenance["calibration"]["feedback"]["windows"] = wrong
+        with pytest.raises(ArtifactError, match="provenance.calibration: feedback"):
+            require_unseen(provenance, mixed(files, tokenizer, "report"))
+
+
 @pytest.mark.parametrize("source", OFFLINE)
 def test_pools_share_nothing_whatever_the_seed(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Neither a sequence, nor a long line of one."""
@@ -162,6 +212,34 @@ def test_pools_share_nothing_whatever_the_seed(source: str, tokenizer: PreTraine
         seen[purpose] = {digest for found in data for digest in found.digests}
         assert len(seen[purpose]) > 4
     assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
+
+
+def only_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "_packages", lambda: {installed.STDLIB: None})
+
+
+def test_all_views_of_a_file_lie_in_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(60):
+        said = f"What the module of mark {number:06d} is for, said in prose and at length. " * 20
+        body = "".join(f'def step_{i}(x):\n    """{said}"""\n    return x + {i}\n\n' for i in range(2))
+        (tmp_path / f"m{number}.py").write_text(f'"""{said}"""\n\n{body}')
+    only_the_standard_library(monkeypatch)
+    monkeypatch.setattr(installed.sysconfig, "get_path", lambda name: str(tmp_path))
+    of_pools = []
+    for purpose in PURPOSES:
+        items = {name: list(read_source(Source(name), 0, purpose)) for name in INSTALLED}
+        of_views = {name: set(re.findall(r"mark (\d{6})", str(found))) for name, found in items.items()}
+        assert len({frozenset(marks) for marks in of_views.values()}) == 1 and len(of_views["python:chat"]) > 5
+        of_pools.append(of_views["python:chat"])
+    assert sum(map(len, of_pools)) == len(set.union(*of_pools)) == 60
+
+
+def test_the_standard_library_alone_fills_every_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_the_standard_library(monkeypatch)
+    spec, tokenizer = DataSpec(num_samples=6, seq_len=512, min_len=256).for_model(False, True), chat_tokenizer()
+    found = {purpose: load_sequences(spec, tokenizer, None, purpose) for purpose in PURPOSES}
+    for purpose in PURPOSES[1:]:
+        require_unseen(fitted(found["fit"]), found[purpose])
 
 
 def test_packages_take_turns_and_are_read_only_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reparam_cases import outlier_model
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
-from transformers import BartConfig, BartForCausalLM
+from transformers import BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
 
 from kvcal.errors import UnsupportedModel
 from kvcal.models.projections import kv_projections, output_dim, output_weights
@@ -129,3 +129,11 @@ def test_an_output_projection_of_other_inputs_is_refused() -> None:
     projection.weight = torch.nn.Parameter(projection.weight[:, :-1])
     with pytest.raises(UnsupportedModel, match="layer 1: .* known output projections of 64 inputs: o_proj"):
         output_weights(model, geometry)
+
+
+def test_the_output_projection_of_bert_is_next_to_its_attention() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = BertLMHeadModel(BertConfig(**sizes, vocab_size=96, is_decoder=True)).eval()
+    weights = output_weights(model, geometry_of(model))
+    for found, layer in zip(weights.values(), model.bert.encoder.layer, strict=True):
+        assert torch.equal(found, layer.attention.output.dense.weight.unflatten(1, (4, 16)))

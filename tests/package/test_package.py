@@ -16,6 +16,7 @@ from form_cases import form_plan
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import kvcal
 from kvcal import artifact, load_plan
 from kvcal.commands.options import COMPILE_PACKAGES
 from kvcal.models.load import load
@@ -169,3 +170,9 @@ def test_a_test_module_is_imported_only_within_its_folder() -> None:
     for path in tests.rglob("*.py"):
         for name in re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE):
             assert folder_of.get(name) == path.parent, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_dir_shows_the_names_of_the_package() -> None:
+    names = [name for name in dir(kvcal) if not name.startswith("_")]
+    assert names == sorted(kvcal.__all__) and {"PlanCache", "load_plan", "build_plan", "attached"} <= set(names)
+    assert all(getattr(kvcal, name) is not None for name in names)

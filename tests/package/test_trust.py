@@ -1,15 +1,13 @@
-"""Short versions of the scripts whose counts docs/measurements.md states: threads, soaks, mutated files (which
-fuzz_artifacts seals with a right digest), and families that transformers lists."""
+"""Short versions of the scripts whose counts docs/measurements.md states: threads, soaks, and mutated files (which
+fuzz_artifacts seals with a right digest)."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import model_families
 import pytest
 import soak_caches
 import threaded_requests
-import transformers
 from artifact_subjects import subjects
 from fuzz_artifacts import canonical, content_of, fuzz, sealed
 
@@ -81,25 +79,3 @@ def test_a_file_of_another_build_is_refused_with_the_command_that_makes_it(kind:
         subject.use(path)
     again = f"check the path; if it is the right one, delete the file and run the stage that makes it again: {command}"
     assert refused.value.hint == again
-
-
-LISTED = json.loads((Path(__file__).parents[2] / "docs/families.json").read_text())
-ROWS = {row["model_type"]: row for row in LISTED["families"]}
-NAMES = ("bart", "nemotron_h", "gemma3_text", "bloom", "falcon_mamba", "longcat_flash")
-
-
-def test_every_family_has_a_row() -> None:
-    if transformers.__version__ != LISTED["transformers"]:
-        pytest.skip(f"the table is of transformers {LISTED['transformers']}")
-    assert set(ROWS) == set(model_families.FAMILIES)
-    assert {row["outcome"] for row in ROWS.values()} == {"supported", "refused", "not built"}
-    assert all(bool(row["reason"]) != (row["outcome"] == "supported") for row in ROWS.values())
-    assert len({ROWS[name]["outcome"] for name in NAMES}) == 3
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers' own, about models without an optional package
-@pytest.mark.parametrize("name", NAMES)
-def test_a_family_comes_out_as_listed(name: str) -> None:
-    if transformers.__version__ != LISTED["transformers"]:
-        pytest.skip(f"the table is of transformers {LISTED['transformers']}")
-    assert asdict(model_families.measure(name)) == ROWS[name]

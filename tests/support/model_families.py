@@ -1,5 +1,6 @@
-"""Every family that transformers lists for causal language models: built tiny from its config, and taken from its
-profile to generated tokens; or refused, with the reason.
+"""Every family that transformers lists for causal language models: built tiny from its config, and taken to a plan by
+`kvcal plan` as it is, with its default recipe, and to generated tokens; where that is refused, by the recipe that the
+error's hint names.
 
     python tests/support/model_families.py [FAMILY ...] [--out docs/families.json]
 
@@ -11,6 +12,7 @@ model's quality.
 import argparse
 import inspect
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from cli_cases import Outcome, run_kvcal
 from predictor_runs import sequences
 from tiny_models import perturbed
 from transformers import AutoTokenizer
@@ -31,17 +34,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvcal import PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.embedded import model_folder
-from kvcal.errors import KvcalError, UnsupportedModel
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import StateGeometry
 from kvcal.models.load import load
-from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
-from kvcal.stages.allocate.budget import compile_plan
-from kvcal.stages.allocate.stage import allocate
-from kvcal.stages.profile.stage import run_profile
+from kvcal.models.supported_layers import geometry_of
+from kvcal.plan.plan import Plan, load_plan
+from kvcal.recipe_files import recipe_names
 
-VOCABULARY, CONTEXT = 128, 512
-SECONDS = 90
+VOCABULARY, CONTEXT = 4096, 512
+SECONDS = 120
+BITS = 9.0  # heads have 16 channels, so that scales alone are 2 bits a value
 MOST_PARAMETERS = 25_000_000
 # Sizes by the names that configs have for them.
 SIZES: dict[int, str] = {
@@ -89,21 +91,25 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2}, "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-PROFILE = ProfileSpec(
-    num_bits=(2, 4), group_sizes=(32,), kl_num_bits=(2,), kl_group_size=32, kl_samples=1, kl_tokens=150
-)
-CACHE = CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
 
 
 @dataclass(frozen=True)
 class Family:
-    """``outcome``: "supported", "refused" by kvcal, or "not built". ``layers``: such as "full and sliding"."""
+    """``outcome``: "supported", "refused" by kvcal, or "not built". ``layers``: such as "full and sliding"; ``recipe``:
+    of its plan; ``reason``: why it is refused, or has another recipe than the default one; ``is_decoder``: whether its
+    config.json has to say so, since models of this type are encoders otherwise."""
 
     model_type: str
     model_class: str
     outcome: str
     layers: str
+    recipe: str
     reason: str
+    is_decoder: bool = False
+
+
+class Refused(Exception):
+    """No recipe that kvcal names serves the family."""
 
 
 class TooLong(BaseException):
@@ -122,9 +128,10 @@ def tiny_config(kind: type[hf.PreTrainedConfig]) -> hf.PreTrainedConfig:
     return kind(**given | OWN.get(kind.model_type, {}))
 
 
-def tiny_model(model_type: str) -> hf.PreTrainedModel:
+def tiny_model(model_type: str, is_decoder: bool = True) -> hf.PreTrainedModel:
     """Random weights, far from initialisation. ValueError for a model that stays large."""
     config = tiny_config(hf.CONFIG_MAPPING[model_type])
+    config.is_decoder = is_decoder
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in hf.AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
@@ -136,13 +143,39 @@ def tiny_model(model_type: str) -> hf.PreTrainedModel:
     return model
 
 
-def through_the_stages(folder: Path) -> str:
-    """Load, profile, allocate, compile, generate; the kinds of layers. Raises what they raise."""
+def planned(folder: Path) -> tuple[str, str, str]:
+    """What `kvcal plan` makes of the model: the kinds of layers, the plan's recipe, and why that is another than the
+    default one, "" if it is not. Refused where the recipe that the error's hint names does not serve it, either."""
+    out, given = folder / "out", ("--data", "tasks", "--samples", 2, "--seq-len", 256, "--json", "--quiet")
+    plan = ("plan", folder, "--batch", 8, "--context", CONTEXT, "--out", out, *given)
+    done, reason = run_kvcal(*plan, "--bits", BITS), ""
+    if done.code and "smallest_bytes" in (refusal := refusal_of(done)):  # 16 channels a head: the least is above
+        done = run_kvcal(*plan, "--kv-budget", refusal["smallest_bytes"])
+    if done.code:
+        refusal = refusal_of(done)
+        reason = refusal["message"]
+        names = [word for word in re.findall(r"[\w-]+", refusal["hint"] or "") if word in recipe_names()]
+        if not names:
+            raise Refused(reason)
+        done = run_kvcal("run", names[0], "--model", folder, "--out", out, *given)
+        if done.code:
+            raise Refused(reason if refusal_of(done)["kind"] == "UnsupportedModel" else refusal_of(done)["message"])
+    path = Path(done.json["plan"]) if not reason else out / "plan.safetensors"
+    made = load_plan(path)
+    if not any(layer.is_paged for layer in made.layers):
+        raise Refused(reason)
+    return generated(folder, made), str(made.provenance["recipe"]), reason
+
+
+def refusal_of(done: Outcome) -> dict[str, Any]:
+    """The error of a command with --json, the last line on stderr."""
+    found: dict[str, Any] = json.loads(done.err.splitlines()[-1])["error"]
+    return found
+
+
+def generated(folder: Path, plan: Plan) -> str:
+    """Tokens generated through the plan's cache; the kinds of layers. AssertionError for other bytes than predicted."""
     loaded = load(str(folder), device="cpu")
-    data = sequences([200, 180], 1, vocab_size=VOCABULARY)
-    profile = run_profile(loaded, data, PROFILE, CACHE, {}, folder / "profile.safetensors", Silent())
-    allocation = allocate(profile, AllocateSpec(bits=16.0, batch=2, context=4096), {})
-    plan = compile_plan(allocation, allocation.layers)
     model, prompt = loaded.model, sequences([300], 2, vocab_size=VOCABULARY).sequences[0][None]
     cache, mask = PlanCache(plan, model.config), torch.ones_like(prompt)
     with attached_for(model, plan):
@@ -169,23 +202,29 @@ def measure(model_type: str) -> Family:
         try:
             model = tiny_model(model_type)
         except Exception as error:  # noqa: BLE001
-            return Family(model_type, name, "not built", "", _first_line(error))
-        try:
-            with tempfile.TemporaryDirectory() as place:
-                folder = Path(place) / model_type
-                model.save_pretrained(folder)
-                AutoTokenizer.from_pretrained(model_folder()).save_pretrained(folder)
-                return Family(model_type, type(model).__name__, "supported", through_the_stages(folder), "")
-        except UnsupportedModel as refused:
-            return Family(model_type, type(model).__name__, "refused", "", refused.message)
-        except KvcalError as refused:
-            return Family(
-                model_type, type(model).__name__, "refused", "", f"{type(refused).__name__}: {refused.message}"
-            )
+            return Family(model_type, name, "not built", "", "", _first_line(error))
+        name = type(model).__name__
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / model_type
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(model_folder()).save_pretrained(folder)
+            try:
+                return Family(model_type, name, "supported", *planned(folder), not attends_back(model_type))
+            except Refused as refused:
+                return Family(model_type, name, "refused", "", "", " ".join(str(refused).split()))
     except TooLong:
-        return Family(model_type, name, "not built", "", f"more than {SECONDS} s")
+        return Family(model_type, name, "not built", "", "", f"more than {SECONDS} s")
     finally:
         signal.alarm(0)
+
+
+def attends_back(model_type: str) -> bool:
+    """Whether the family's models are causal whatever their config says of ``is_decoder``."""
+    try:
+        geometry_of(tiny_model(model_type, is_decoder=False))
+    except UnsupportedModel as refused:
+        return "is not causal" not in refused.message
+    return True
 
 
 def _first_line(error: Exception) -> str:
@@ -208,11 +247,10 @@ def main() -> int:
         try:
             row = measure(model_type)
         except Exception as error:  # noqa: BLE001
-            row = Family(model_type, "", "FAILED", "", _first_line(error))
+            row = Family(model_type, "", "FAILED", "", "", _first_line(error))
         rows.append(row)
-        print(
-            f"{model_type:28}{row.outcome:11}{row.layers}{row.reason} ({time.monotonic() - started:.1f} s)", flush=True
-        )
+        taken = f"{time.monotonic() - started:.1f} s"
+        print(f"{model_type:28}{row.outcome:11}{taken:8}{row.layers} {row.recipe} {row.reason}", flush=True)
     counts = Counter(row.outcome for row in rows)
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + f" of {len(rows)} families")
     if options.out:
