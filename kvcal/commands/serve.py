@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import ArtifactError, KernelError, UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -63,7 +64,7 @@ def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: opt
         for time in times
     ]  # fmt: skip
     title = f"Decode attention of a layer on {device}, batch {workload.batch} x {workload.context} tokens"
-    given.show(value, (title, ("layers", "K", "V", "cache", "µs", "µs at 16 bits", "factor"), rows))
+    given.show(value, console.View(title, ("layers", "K", "V", "cache", "µs", "µs at 16 bits", "factor"), rows))
 
 
 @options.spread
@@ -104,7 +105,7 @@ def capacity(
         (f"requests of {context} tokens at once", f"{found.concurrency:.2f}"),
         ("tokens", f"{found.num_tokens}, {found.num_tokens / max(1, found.raw_tokens):.2f}x of 16 bits"),
     ]
-    given.show(value, (f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
+    given.show(value, console.View(f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
     say = given.reporter().say
     if found.block_bytes > WASTEFUL * found.page_bytes:
         say(
