@@ -31,6 +31,7 @@ with lazy_imports():
     from kvcal.stages import tune as tune_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import record as allocation_record
+    from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.evaluate import harness
 
 
@@ -114,7 +115,7 @@ def plan(
         damage = damage_stage.measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
         if output is not None and (allow_damage or damage is None or not damage.is_destroyed):
-            plan_file.save_plan(made, path := output)
+            plan_file.save_plan(made, path := output, allocate_stage.reasons_of(made, folder))
             if damage is not None:
                 damage_file.save_damage(damage, path)
         report_page.write_report(folder)
