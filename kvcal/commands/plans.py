@@ -64,27 +64,33 @@ def inspect(
     why: Annotated[
         int | None,
         typer.Option(
-            metavar="LAYER", help="What each option would cost this layer, from the artifacts next to the plan."
+            metavar="LAYER",
+            help="What each option would cost this layer, from the plan of `kvcal plan`, or its folder.",
         ),
     ] = None,
+    provenance: Annotated[
+        bool, typer.Option("--provenance", help="Also show what the plan was made from: data, digests, versions.")
+    ] = False,
 ) -> None:
-    """Show a plan: formats and bytes of every layer, all-in bits, where it came from; or, with --why, the options that
-    a layer had.
+    """Show a plan: how much smaller, what takes its bytes, formats and bytes of every layer; or, with --why, the
+    options that a layer had.
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
 
-    Example: `kvcal inspect artifacts/first/plan.safetensors --why 7`
+    Example: `kvcal inspect plan.safetensors --why 7`
     """
     loaded = plan_file.load_plan(plan)
     if why is not None:
-        found = allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
+        found = allocate_stage.read_choices(plan, why)
+        found = found or allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         given.show(asdict(found), tables.choices_table(found))
         return
     damage = damage_file.load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
     value = tables.plan_json(loaded, workload) | {"damage": strict.dump(damage), "is_checked": damage is not None}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
-    given.show(value, tables.plan_table(loaded, workload, damage), layers)
+    origin = [tables.origin_table(loaded)] if provenance else []
+    given.show(value, tables.plan_table(loaded, workload, damage), layers, *origin)
 
 
 @options.spread
@@ -121,7 +127,7 @@ def diff(
     tensors = {name: words[name in held[0], name in held[1]] for name in _changes(*held)}
     changed = _changes(*({layer.geometry.index: layer for layer in one.layers} for one in plans))
     layers, rows = [], []
-    shown = [{int(row[0]): row[1:] for row in tables.layer_table(p.layers, p.cache_dtype, workload)[2]} for p in plans]
+    shown = [tables.layer_cells(one.layers, one.cache_dtype, workload) for one in plans]
     for index, pair in changed.items():
         sizes_of = [
             0 if layer is None else layer.nbytes(one.cache_dtype, workload.lengths, workload.context)
@@ -146,9 +152,9 @@ def diff(
     headers = ("layer", "K", "V", "sinks + window", "bytes per token", "bytes")
     others = [(name, *map(str, pair)) for name, pair in (facts | provenance).items()]
     others += [(f"tensor {name}", "", word) for name, word in tensors.items()]
-    parts: list[console.View] = [_totals_table(totals, workload), ("Layers that differ", headers, rows)]
-    parts += [("Model, tensors and provenance", ("", "before", "after"), others)]
-    given.show(value, *(part for part in parts if part[2]))
+    parts = [_totals_table(totals, workload), console.View("Layers that differ", headers, rows)]
+    parts += [console.View("Model, tensors and provenance", ("", "before", "after"), others)]
+    given.show(value, *(part for part in parts if part.rows))
     given.reporter().say("the plans do the same" if is_same else "the plans differ")
 
 
@@ -163,7 +169,8 @@ def _totals_table(totals: list[tuple[int, float]], workload: plan_file.Workload)
         ("cache", *(f"{format_bytes(nbytes)} ({nbytes})" for nbytes, _ in totals), f"{totals[1][0] - totals[0][0]:+d}"),
         ("bits per value", *(f"{bits:.3f}" for _, bits in totals), f"{totals[1][1] - totals[0][1]:+.3f}"),
     ]
-    return f"Plans at batch {workload.batch} x {workload.context} tokens", ("", "before", "after", "change"), rows
+    title = f"Plans at batch {workload.batch} x {workload.context} tokens"
+    return console.View(title, ("", "before", "after", "change"), rows)
 
 
 @options.spread
@@ -196,7 +203,7 @@ def verify(
     if recorded is None:
         checks.append(verify_stage.Check("unchecked", "until now no measurement of its damage lay next to the plan"))
     checks.append(verify_stage.Check("damage", "not measured" if damage is None else str(damage)))
-    passed: console.View = ("All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks])
+    passed = console.View("All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks])
     given.show([asdict(check) for check in checks], passed)
 
 
@@ -246,6 +253,8 @@ def eval_command(
         strict.dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": strict.dump(damage)}, *shown
     )
     report_page.write_report(folder)  # last: what is damaged there must not hide the numbers
+    following = options.command_line("generate", "--model", model, "--plan", plan, "--prompt", "-")
+    given.reporter().say(f"report: {folder.report}\nnext: {following} < prompt.txt")
     evaluate_stage.require_passed(plan.name, results)
     damage_file.require_undamaged(damage, allow_damage)
 
@@ -291,10 +300,12 @@ def generate(
     reporter = given.reporter()
     if prefix is not None:
         reporter.say(f"{result['prefix_tokens']} tokens of the prompt came from {prefix}")
-    reporter.say(
-        f"{result['new_tokens']} tokens; the cache of {result['cached_tokens']} tokens took {result['cache_bytes']} "
-        f"bytes, {result['raw_bytes']} in 16 bits"
-    )
+    taken, raw_bytes = format_bytes(result["cache_bytes"]), format_bytes(result["raw_bytes"])
+    said = f"the cache of {result['cached_tokens']} tokens took {taken}, {raw_bytes} at 16 bits"
+    if result["cache_bytes"] > result["raw_bytes"] and result["pays_from"] is not None:
+        fixed = "transforms, sinks, windows and open pages come first"
+        said += f": {fixed}, and one sequence pays from {result['pays_from']} tokens on"
+    reporter.say(f"{result['new_tokens']} tokens; {said}")
 
 
 @options.spread

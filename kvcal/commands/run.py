@@ -13,6 +13,7 @@ from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
+from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
@@ -20,15 +21,17 @@ with lazy_imports():
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import report as report_page
+    from kvcal.models import load as model_load
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import compare as compare_stage
-    from kvcal.stages import formats, memory_needs, pipeline
+    from kvcal.stages import fit_budget, formats, memory_needs, pipeline
     from kvcal.stages import search as search_stage
     from kvcal.stages import tune as tune_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import record as allocation_record
+    from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.evaluate import harness
 
 
@@ -55,10 +58,13 @@ def plan(
         str | None, typer.Option(help="Name of this plan's folder in --out; default: recipe, budget and workload.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the plan here.")] = None,
+    closest: Annotated[
+        bool, typer.Option("--closest", help="Where the budget is too small, take the smallest that is feasible.")
+    ] = False,
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
-    and what to do next.
+    and what to do next. A budget that 16 bits fit needs no plan: that is told, and nothing is written.
 
     Resumes if interrupted. The profile is kept for all budgets; each of them has a folder of its own. A plan whose KL
     to 16 bits is above .5 nats a token, or above .1 with a top-1 agreement below 80 %, ends in exit code 7 with the
@@ -68,23 +74,28 @@ def plan(
 
     Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
-    base = recipe_files.load_recipe(recipe or ("best" if search else "default"))
-    if base.allocate is None or (search and base.search is None):
-        lacking = "allocate" if base.allocate is None else "search"
-        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
-    if not budgets.kinds():
-        raise UsageError(
-            "no budget given; expected one of --budget, --kv-budget and --bits",
-            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
-        )
+    base = _base_of_plan(recipe, model, search, budgets)
+    if search and closest:
+        raise UsageError("--closest with --search: a search leaves out what does not fit", "leave out one of them")
     chosen = given.change(base, budgets.whole_plan())
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
     if out is not None:
         artifacts.Folder.create(out)
-    with given.reporting() as reporter:
+    besides = " makes the smallest plan, and so does --closest"
+    with given.reporting() as reporter, options.naming_what_works(budgets, besides):
         loaded = given.load(model, chosen.data, reporter)
         chosen = given.for_model(chosen, loaded, budgets.whole_plan(), reporter)
+        if not budgets.context and recipe in (None, *recipe_files.recipe_names()):
+            chosen = _in_own_context(chosen, loaded, given, reporter)
+        job = artifacts.Job(chosen, loaded, artifacts.Folder(Path()), reporter)
+        if (need := fit_budget.need_of_16_bits(job)).fits:
+            given.show({"verdict": "16-bit-fits", "plan": None, "folder": None, **asdict(need)})
+            reporter.say(f"plan: 16 bits fit: {need}; nothing to quantize, and nothing was written")
+            return
+        fitting = fit_budget.closest_recipe(job) if closest else chosen
+        verdict = "made" if fitting == chosen else "closest"
+        chosen = fitting
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
@@ -96,10 +107,12 @@ def plan(
         gain = memory_needs.gain_of(made, allocation.split, loaded.vocab_size)
         damage = damage_stage.measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
-        if output is not None and damage_file.save_measured(made, damage, output, allow_damage):
+        reasons = allocate_stage.reasons_of(made, folder)
+        if output is not None and damage_file.save_measured(made, damage, output, allow_damage, reasons):
             path = output
         report_page.write_report(folder)
     value = {
+        "verdict": verdict,
         "plan": str(path),
         "folder": str(folder.path),
         "report": str(folder.report),
@@ -108,10 +121,38 @@ def plan(
         "damage": strict.dump(damage),
     }
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
-    given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
+    given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made))
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
-    reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: {following}")
+    reporter.say(f"plan: {path}\nfolder: {folder.path}\nreport: {folder.report}\nnext: {following}")
     damage_file.require_undamaged(damage, allow_damage)
+
+
+def _base_of_plan(name: str | None, model: str, search: bool, budgets: options.BudgetOptions) -> recipe_keys.Recipe:
+    """The recipe of a plan, unchanged. UsageError for one that does not choose, and without a budget."""
+    base = recipe_files.load_recipe(name or ("best" if search else "default"))
+    if base.allocate is None or (search and base.search is None):
+        lacking = "allocate" if base.allocate is None else "search"
+        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
+    if not budgets.kinds():
+        raise UsageError(
+            "no budget given; expected one of --budget, --kv-budget and --bits",
+            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
+        )
+    return base
+
+
+def _in_own_context(
+    chosen: recipe_keys.Recipe, loaded: model_load.LoadedModel, given: options.RecipeOptions, reporter: Reporter
+) -> recipe_keys.Recipe:
+    """The recipe for texts as long as the model takes, unless --set says how long; of a model that does not state it,
+    as long as the recipe says."""
+    assert chosen.allocate is not None
+    if "allocate.context" in recipe_files.read_settings(given.sets or ()):
+        return chosen
+    context = loaded.max_context or chosen.allocate.context
+    own = "the model's own maximum" if loaded.max_context else "the recipe's: the model states none"
+    reporter.say(f"plan: --context {context}, {own}")
+    return recipe_files.with_knobs(chosen, {"allocate.context": context})
 
 
 def budget_name(spec: recipe_keys.AllocateSpec) -> str:
@@ -120,16 +161,17 @@ def budget_name(spec: recipe_keys.AllocateSpec) -> str:
     return f"{size.replace(' ', '')}-{spec.batch}x{spec.context}"
 
 
-def gain_table(gain: memory_needs.Gain, workload: plan_file.Workload) -> console.View:
+def gain_table(gain: memory_needs.Gain, plan: plan_file.Plan) -> console.View:
     """The plan next to 16 bits."""
-    batch, context = workload.batch, workload.context
+    workload = plan.workload
     rows = [
-        ("cache", format_bytes(gain.raw_bytes), f"{format_bytes(gain.cache_bytes)}, {gain.ratio:.2f}x smaller"),
-        ("all-in bits per value", "", f"{gain.bits_per_value:.3f}"),
-        (f"largest batch at {context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
-        (f"largest context at batch {batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
+        ("cache", format_bytes(gain.raw_bytes), f"{gain.ratio:.2f}x smaller: {format_bytes(gain.cache_bytes)}"),
+        (tables.bits_name(plan), "", f"{gain.bits_per_value:.3f}"),
+        (f"largest batch at {workload.context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
+        (f"largest context at batch {workload.batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
     ]
-    return f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
+    title = f"Gain within {format_bytes(gain.budget)}, at {workload.batch} x {workload.context}"
+    return console.View(title, ("", "16 bits", "plan"), rows, tables.bounded_note(plan, workload))
 
 
 def _fit(gain: memory_needs.Gain, name: str) -> str:
@@ -172,7 +214,7 @@ def run(
     chosen = given.change(base, others)
     workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
     folder = artifacts.Folder.create(out)
-    with given.reporting() as reporter:
+    with given.reporting() as reporter, options.naming_what_works(budgets):
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         chosen = given.for_model(chosen, loaded, others, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
@@ -304,8 +346,13 @@ def compare(
         texts = artifacts.sequences(spec.data, loaded, "report", folder)
         comparison = compare_stage.compare(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
         report_page.write_report(folder)
-    given.show(strict.dump(comparison), tables.comparison_table(comparison))
+    found = compare_stage.verdict(comparison)
+    given.show(strict.dump(comparison), tables.comparison_table(comparison), *([] if found is None else [str(found)]))
     reporter.say(f"table: {folder.path / compare_stage.FILE}\nreport: {folder.report}")
+    if found is not None:
+        [winner] = [point.folder(folder.path / "plans").plan for point in points if point.name == found.winner.name]
+        following = options.command_line("generate", "--model", model, "--plan", winner, "--prompt", "-")
+        reporter.say(f"next: {following} < prompt.txt")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):
         raise typer.Exit(refusals[0].exit_code)

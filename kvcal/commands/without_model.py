@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import WITHOUT_CALIBRATION, KernelError, UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -67,6 +68,7 @@ def size(
         facts = replace(facts, weight_bytes=parse_bytes(weights))
     rows = list(memory_needs.uniform_sizes(facts, workload, limit, tp))
     fitting = next((row for row in rows if row.fit is not None and limit is not None and row.fit.total <= limit), None)
+    least = None if facts.uncalibrated else memory_needs.least_bits(facts.geometry, workload)
     value = {
         "model": facts.id,
         "model_type": facts.geometry.model_type,
@@ -78,6 +80,7 @@ def size(
         "memory_bytes": limit,
         "devices": tp,
         "rows": [asdict(row) for row in rows],
+        "least_bits": least,
         "finest_that_fits": None if fitting is None else fitting.recipe,
     }
     title = f"{facts.id} at batch {workload.batch} x {workload.context} tokens; weights "
@@ -96,7 +99,8 @@ def size(
             cells += [format_bytes(row.fit.total), "no" if limit is None or row.fit.total > limit else "yes"]
             cells += [str(row.fit.max_batch), str(row.fit.max_context)]
         table.append(cells)
-    given.show(value, (title, headers, table))
+    legend = "" if least is None else f"kvcal plan takes {least:.2f} bits or more at this batch and context"
+    given.show(value, console.View(title, headers, table, legend))
 
     say = given.reporter().say
     if facts.uncalibrated is not None:
@@ -147,7 +151,8 @@ def recipes(
     found = [(one, recipe_files.load_recipe(one)) for one in listed]
     values = [{"name": one, "description": r.description, "chooses_by": chooses_by(r)} for one, r in found]
     table = [(value["name"], value["chooses_by"], value["description"]) for value in values]
-    given.show(values, ("Recipes: `kvcal recipes NAME` prints one", ("recipe", "chooses by", "description"), table))
+    title = "Recipes: `kvcal recipes NAME` prints one"
+    given.show(values, console.View(title, ("recipe", "chooses by", "description"), table))
 
 
 def chooses_by(recipe: recipe_keys.Recipe) -> str:
@@ -192,9 +197,9 @@ def models(given: options.OutputOptions) -> None:
     ]
     given.show(
         listed,
-        ("Embedded models", ("name",), [(name,) for name in listed["embedded"]]),
-        ("Supported families", ("model type", "class", "layers", "recipe"), supported),
-        (
+        console.View("Embedded models", ("name",), [(name,) for name in listed["embedded"]]),
+        console.View("Supported families", ("model type", "class", "layers", "recipe"), supported),
+        console.View(
             "Families that are not supported",
             ("model type", "reason"),
             [(one["model_type"], one["reason"]) for one in of_outcome["refused"]],
@@ -236,7 +241,7 @@ def doctor(
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
     unusable = [one.name for one in findings if one.status == "unusable"]
     value = {"is_usable": not unusable, "findings": [asdict(one) for one in findings]}
-    given.show(value, ("This machine", ("", "found", "status", "what follows"), rows))
+    given.show(value, console.View("This machine", ("", "found", "status", "what follows"), rows))
     if unusable:
         raise UsageError(f"kvcal is not usable here: {', '.join(unusable)}", hint="pip install --upgrade kvcal")
     if engine is not None:

@@ -24,7 +24,7 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import RAW_BITS
-from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.layer import LayerPlan, Predictor, bare_layers, parts_of
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_bases, check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
@@ -103,6 +103,12 @@ class Plan:
         )
         return stored + tensors_nbytes(self.tensors)
 
+    def parts(self, workload: Workload) -> dict[str, int]:
+        """The bytes at ``workload`` by what takes them."""
+        found = parts_of(self.layers, self.cache_dtype, workload.lengths, workload.context)
+        transforms = tensors_nbytes(self.tensors)
+        return {**found, **({"transforms": transforms} if transforms else {})}
+
     def raw_nbytes(self, lengths: Sequence[int]) -> int:
         """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the cache's
         dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more: its ring."""
@@ -152,15 +158,16 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     return body | {"predicted_bytes": plan.predicted_bytes}
 
 
-def plan_bytes(plan: Plan) -> bytes:
-    """The plan's file, the same in any process."""
+def plan_bytes(plan: Plan, reasons: Mapping[str, Any] | None = None) -> bytes:
+    """The plan's file, the same in any process. ``reasons``: what its formats were chosen from, as the file's inputs,
+    which change neither the plan nor its digest; a plan in the folder of its artifacts needs none."""
     body = plan_record(plan)
-    return artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, inputs={}, body=body, tensors=plan.tensors))
+    return artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, dict(reasons or {}), body, plan.tensors))
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan atomically. ArtifactError when the file cannot be written."""
-    artifact.write_bytes_atomic(path, plan_bytes(plan))
+def save_plan(plan: Plan, path: str | Path, reasons: Mapping[str, Any] | None = None) -> None:
+    """Write the plan atomically, as ``plan_bytes``. ArtifactError when the file cannot be written."""
+    artifact.write_bytes_atomic(path, plan_bytes(plan, reasons))
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry, LayerGeometry, ModelIdentity, StateGeometry
+from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import bare_layers, fixed_layers
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import RAW, SIDES
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import tensors_nbytes
+from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.recipe_files import load_recipe
 from kvcal.store.workspace import logits_bytes, step_workspace
@@ -29,6 +30,7 @@ from kvcal.store.workspace import logits_bytes, step_workspace
 if TYPE_CHECKING:  # what measures is not needed for sizes
     from kvcal.stages.allocate.record import BudgetSplit
 
+MAX_PAGES = MAX_CONTEXT // PAGE_TOKENS
 RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
 
 
@@ -117,6 +119,49 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
     state_bytes = -(-layer.state_bytes // devices)
     heads = max(1, heads // devices)
     return replace(layer, num_query_heads=queries // devices, num_kv_heads=heads, state_bytes=state_bytes)
+
+
+def least_bits(geometry: Geometry, workload: Workload) -> float | None:
+    """All-in bits of the smallest plan of `kvcal plan`; None where its recipe does not choose: without layers that grow
+    with tokens, and for latents."""
+    recipe, paged = load_recipe("default"), [layer for layer in bare_layers(geometry) if layer.takes_transforms]
+    if not paged or geometry.has_latents:
+        return None
+    spec, total = recipe.profile, 0
+    for layer in paged:
+        formats = {
+            side: recipe.cache.format(side, min(spec.kl_bits), spec.k_axes[0], spec.kl_group, spec.quantizers[0])
+            for side in SIDES
+        }
+        for side, fmt in formats.items():
+            shape = layer.attention.num_kv_heads, layer.head_dim(side), geometry.cache_dtype, workload.lengths
+            total += min(one.nbytes(side, *shape) for one in (fmt, RAW))
+        in_basis = {f"{side}_{part}": True for side in SIDES for part in ("basis", "feedback")}
+        whole = replace(layer, k=(formats["k"],), v=(formats["v"],), **in_basis, v_gain=True)  # type: ignore[arg-type]
+        total += needed_nbytes([whole], geometry.cache_dtype)
+    values = sum(layer.attention.values_per_token for layer in paged) * workload.batch * workload.context
+    return budget_bits(total, values)
+
+
+def budget_bits(nbytes: int, num_values: int) -> float:
+    """The least bits per cached value, in hundredths, whose budget holds so many bytes."""
+    cents = -(-800 * nbytes // num_values)
+    return next(bits for bits in (cents / 100, (cents + 1) / 100) if int(bits * num_values / 8) >= nbytes)
+
+
+def pays_from(plan: Plan) -> int | None:
+    """The number of tokens from which on one sequence takes fewer bytes with the plan than with the model's own cache;
+    None where pages shrink on a schedule, or where it never does."""
+
+    def pays(num_tokens: int) -> bool:
+        return plan.nbytes((num_tokens,)) < plan.raw_nbytes((num_tokens,))
+
+    if plan.is_progressive or not pays(PAGE_TOKENS * MAX_PAGES):
+        return None
+    # A page adds less than its tokens take at 16 bits, and within a page the plan takes no more.
+    pages = bisect_left(range(1, MAX_PAGES), True, key=lambda count: pays(PAGE_TOKENS * count)) + 1
+    last = range(PAGE_TOKENS * (pages - 1) + 1, PAGE_TOKENS * pages)
+    return last.start + bisect_left(last, True, key=pays)
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,8 @@ def basis_folder(job: Job) -> BasisRecord:
     data = short_data(job, spec)
     inputs = _transform_inputs(spec.stage, spec, layers, tensors, data, loaded)
     make = partial(basis_stage.run_basis, loaded, layers, tensors, data, spec)
-    path, load = getattr(folder, spec.stage), LOADS[spec.stage]
-    return current_or(spec.stage, path, load, inputs, make, reporter, data.description)
+    load = partial(basis_stage.load, kind=spec.stage)
+    return current_or(spec.stage, getattr(folder, spec.stage), load, inputs, make, reporter, data.description)
 
 
 def _tell_beyond_budget(

@@ -32,8 +32,9 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
-from kvcal.progress import Reporter
+from kvcal.progress import SILENT, Reporter
 from kvcal.stages.divergence import feed, kl_divergence
+from kvcal.stages.evaluate.estimate import TEXT
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
@@ -81,13 +82,15 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
 
 
 @torch.inference_mode()
-def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int) -> list[Tensor]:
+def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int, reporter: Reporter = SILENT) -> list[Tensor]:
     """The reference's logits fp32 [M, V] at the predicting positions of each batch, by token, then by sequence; no item
     where they would take more than ``KEPT_BYTES``."""
     found: list[Tensor] = []
     if 4 * data.num_loss_tokens * loaded.vocab_size > KEPT_BYTES:
         return found
-    for text in text_batches(data, batch, loaded.model.device):
+    batches = text_batches(data, batch, loaded.model.device)
+    for number, text in enumerate(batches):
+        reporter(number, len(batches), "evaluate: texts at 16 bits")
         cache = DynamicCache(config=loaded.model.config)
         chunks = range(0, len(text.scored_TB), CHUNK)
         found.append(torch.cat([_reference(loaded, text, start, start + CHUNK, cache) for start in chunks]))
@@ -113,7 +116,7 @@ def measure_text(
                 reference_MV = _reference(loaded, text, start, stop, reference)
             rows, values = _token_values(text, start, logits_BTV, reference_MV)
             sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
-            reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
+            reporter(done + stop * len(text.sequences), data.num_tokens, TEXT)
         require_predicted_bytes(cache)
         done += text.input_ids_BT.numel()
     counts = torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
