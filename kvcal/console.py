@@ -6,11 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import StringIO, UnsupportedOperation
-from typing import Any
+from textwrap import wrap
+from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
@@ -22,22 +24,37 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from kvcal.errors import ArtifactError, KvcalError
 from kvcal.quantities import format_seconds
 
-View = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # a table: title, headers, rows
 # Without a terminal, a line of progress at most this often.
 PLAIN_SECONDS = 15.0
 # The speed is that of all steps in so many seconds: a step may take minutes.
 SPEED_SECONDS = 3600.0
-# Columns of longer cells are aligned on the left.
-SHORT_CELL = 16
+# Columns of longer cells are aligned on the left; cells of more than LONG_CELL are sentences, which wrap.
+SHORT_CELL, LONG_CELL = 16, 24
+HEADER_LINES = 3  # at most, on a narrow terminal
+BORDER = 3  # around a cell
 # Wider than any table: without a terminal nothing is wrapped.
 PIPED_WIDTH = 1000
+# The colour of so many bits, or fewer.
+HEAT = {2: "green", 3: "yellow", 4: "red", 16: "magenta"}
 
 stdout = Console()
 stderr = Console(stderr=True)
+
+
+class View(NamedTuple):
+    """A table. Columns come in the order of their weight: on a narrow terminal the last ones leave. ``legend``: lines
+    below it. ``bits``: by header, what colours the cells of a column, row by row."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str = ""
+    bits: Mapping[str, Sequence[int | None]] = {}
 
 
 class TerminalReporter:
@@ -123,22 +140,59 @@ def discard_stdout() -> None:
 
 
 def show(part: View | str) -> None:
-    """A table or a text on stdout. Piped output is as wide as it needs to be."""
+    """A table or a text on stdout. A table keeps to the terminal's width: its last columns leave, and are named below
+    it. Piped output is as wide as it needs to be."""
     if isinstance(part, str):
         print_text(part)
         return
-    title, headers, rows = part
-    table = Table(title=title, title_justify="left")
-    for number, header in enumerate(headers):
-        is_short = all(len(row[number]) <= SHORT_CELL for row in rows)
+    width = stdout.width if stdout.is_terminal else PIPED_WIDTH
+    widths = _widths(part, width, 1)
+    if len(widths) < len(part.headers):
+        widths = _widths(part, width, HEADER_LINES)
+    left_out = part.headers[len(widths) :]
+    table = Table()
+    for number, (header, longest) in enumerate(zip(part.headers, widths, strict=False)):
+        cells = [row[number] for row in part.rows]
+        is_sentence = max(map(cell_len, cells), default=0) > longest
+        is_short = all(len(cell) <= SHORT_CELL for cell in cells)
         justify: JustifyMethod = "right" if number and is_short else "left"
-        table.add_column(header, justify=justify, overflow="fold", no_wrap=not number)
-    for row in rows:
-        table.add_row(*row)
-    drawn, width = StringIO(), stdout.width if stdout.is_terminal else PIPED_WIDTH
+        lines = "\n".join(wrap(header, longest))
+        table.add_column(lines, justify=justify, overflow="fold", no_wrap=not is_sentence)
+    for number, row in enumerate(part.rows):
+        shown = [Text(cell) for cell in row[: len(widths)]]
+        for header, bits in part.bits.items():
+            if header not in left_out and (count := bits[number]) is not None:
+                shown[part.headers.index(header)].stylize(next(HEAT[most] for most in HEAT if count <= most))
+        table.add_row(*shown)
+    drawn = StringIO()
     console = Console(file=drawn, width=width, force_terminal=stdout.is_terminal, markup=False, emoji=False)
+    console.print(part.title, style="italic", highlight=False)
     console.print(table)
+    if part.legend:
+        console.print(part.legend, highlight=False)
+    if left_out:
+        console.print(f"left out on {width} columns: {', '.join(left_out)}", highlight=False)
     print_text(drawn.getvalue().removesuffix("\n"))
+
+
+def _widths(view: View, width: int, header_lines: int) -> list[int]:
+    """Widths of the columns that a terminal of ``width`` has room for, two at least: of the longest cell and of a
+    header in so many lines; of sentences, of as much as must stand on a line."""
+    found: list[int] = []
+    left = width - 1
+    for number, header in enumerate(view.headers):
+        cells = [row[number] for row in view.rows]
+        least = max(map(cell_len, cells), default=0)
+        if least > LONG_CELL and number:
+            least = max(LONG_CELL, *(cell_len(word) for cell in cells for word in cell.split()))
+        least = max(least, *map(cell_len, header.split()), 1)
+        while len(wrap(header, least)) > header_lines:
+            least += 1
+        if number > 1 and least + BORDER > left:
+            break
+        found.append(least)
+        left -= least + BORDER
+    return found
 
 
 def print_error_json(error: KvcalError) -> None:

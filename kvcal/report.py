@@ -172,7 +172,7 @@ def write_report(folder: Folder) -> Path:
         title = f"{plan.model.id}: {plan.bits_per_value():.2f} bits per cached value"
         facts = {"plan sha256": plan.sha256, **flat("", plan.provenance)}
         rows = [(name, str(value)) for name, value in sorted(facts.items())]
-        sections.append(Section("Provenance", (("The plan was made from", ("", "value"), rows),)))
+        sections.append(Section("Provenance", (View("The plan was made from", ("", "value"), rows),)))
     page = Environment(autoescape=True).from_string(template).render(title=title, sections=sections)
     write_text_atomic(folder.report, page)
     return folder.report

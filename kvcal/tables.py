@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
+from kvcal.geometry import AttentionGeometry
+from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.damage import concern
+from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import SIDES, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes, format_measured
 from kvcal.strict import dump
@@ -26,50 +30,120 @@ if TYPE_CHECKING:
     from kvcal.stages.tune import Tuning
 
 
-_SHA256 = re.compile("^([0-9a-f]{16})[0-9a-f]{48}$")  # shown by its first digits
+_SHORT = re.compile("(?<=^[0-9a-f]{8})[0-9a-f]{56}$")  # a digest is shown by its first digits
 
 
 def side_name(layer: LayerPlan, side: Side) -> str:
     """The formats of a layer's K or V, and what is done to its pages; of latent attention, of the latent or the rotary
     key."""
-    name = " | ".join(fmt.label for fmt in layer.formats(side))
+    name = " ".join(part for part in (_bits(layer, side), _pages(layer, side)) if part)
     if layer.attention.is_latent:
         name = f"{'latent' if side == 'k' else 'rotary key'} {name}"
-    if side == "k":
-        name += (" λ" if layer.k_rescale else "") + (" offset" if layer.k_offset else "")
-        name += " before RoPE" if layer.k_pages == "pre" else ""
-    name += " in basis" if layer.basis(side) else ""
-    name += " with feedback" if layer.feedback(side) else ""
     predictor = layer.predictor(side)
     return name if predictor is None else f"{name}, {predictor.kind} from layer {predictor.source}"
 
 
+def _bits(layer: LayerPlan, side: Side) -> str:
+    return layer.format(side).label.partition(" ")[0]
+
+
+def _pages(layer: LayerPlan, side: Side) -> str:
+    """All but the bits of a side, such as "rotated g128 in basis with feedback"; "" of plain 16 bits."""
+    words = [layer.format(side).label.partition(" ")[2]]
+    if side == "k":
+        words += ["λ"] * layer.k_rescale + ["offset"] * layer.k_offset + ["before RoPE"] * (layer.k_pages == "pre")
+    words += ["in basis"] * layer.basis(side) + ["with feedback"] * layer.feedback(side)
+    return " ".join(filter(None, words))
+
+
 def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workload) -> View:
-    """Formats and bytes of every layer; heads that differ are listed in order."""
-    rows = []
+    """Bits and bytes of every layer. The legend says what the pages are, and what all layers share."""
+    rows, legend = [], _Legend()
+    for layer in layers:
+        cells, kept = ["", "", "state"], ""
+        if layer.is_paged:
+            cells, kept = [*(_bits(layer, side) for side in SIDES), legend.name(layer)], _protected(layer)
+        elif isinstance(layer.geometry, AttentionGeometry):
+            cells = ["16", "16", f"window {layer.geometry.window}"]
+        nbytes = layer.nbytes(cache_dtype, workload.lengths, workload.context)
+        per_token = f"{nbytes / (workload.batch * workload.context):.1f}"
+        rows.append((str(layer.geometry.index), *cells, format_bytes(nbytes), per_token, kept))
+    headers = ["layer", "K", "V", "pages", "bytes", "bytes per token", "sinks + window"]
+    notes, kept_by_all = [str(legend)], {row[-1] for row in rows if row[-1]}
+    if len(kept_by_all) < 2:
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
+        notes += [f"sinks + window of all pages, at 16 bits: {kept} tokens" for kept in kept_by_all]
+    heat = {
+        side.upper(): [layer.format(side).num_bits if layer.is_paged else None for layer in layers] for side in SIDES
+    }
+    title = f"Layers at batch {workload.batch} x {workload.context} tokens"
+    return View(title, headers, rows, "\n".join(filter(None, notes)), heat)
+
+
+def layer_cells(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workload) -> dict[int, tuple[str, ...]]:
+    """By layer: K, V, sinks and window, bytes per token, bytes; all in full."""
+    found = {}
     for layer in layers:
         nbytes = layer.nbytes(cache_dtype, workload.lengths, workload.context)
-        if layer.is_paged:
-            cells = [side_name(layer, side) for side in SIDES]
-            protected = " ".join(f"{side} {_protected(layer, side)}" for side in SIDES)
-        else:
-            window = layer.attention.window if hasattr(layer.geometry, "window") else None
-            cells = [f"16 bits, window {window}" if window else "state", ""]
-            protected = ""
-        per_token = nbytes / (workload.batch * workload.context)
-        rows.append((str(layer.geometry.index), *cells, protected, f"{per_token:.1f}", format_bytes(nbytes)))
-    title = f"Layers at batch {workload.batch} x {workload.context} tokens"
-    return title, ("layer", "K bits", "V bits", "sinks + window", "bytes per token", "bytes"), rows
+        names = [side_name(layer, side) if layer.is_paged else "bounded" for side in SIDES]
+        protected = _protected(layer) if layer.is_paged else ""
+        per_token = f"{nbytes / (workload.batch * workload.context):.1f}"
+        found[layer.geometry.index] = (*names, protected, per_token, format_bytes(nbytes))
+    return found
 
 
-def _protected(layer: LayerPlan, side: Side) -> str:
-    """Sinks and window of its formats."""
-    windows = set()
-    for fmt in layer.formats(side):
+class _Legend:
+    """The meanings of short names of pages, such as "basis"."""
+
+    def __init__(self) -> None:
+        self._meanings: dict[str, list[str]] = {}  # of keys and values, "" while all that were seen have 16 bits
+
+    def name(self, layer: LayerPlan) -> str:
+        """The same for layers whose pages differ in bits alone."""
+        sides = [_pages(layer, side) for side in SIDES]
+        if not any(sides):
+            return _kind(layer)
+        for number in count(1):
+            name = _kind(layer) if number == 1 else f"{_kind(layer)} {number}"
+            known = self._meanings.get(name, ["", ""])
+            if all(not one or not other or one == other for one, other in zip(sides, known, strict=True)):
+                break
+        self._meanings[name] = [one or other for one, other in zip(sides, known, strict=True)]
+        return name
+
+    def __str__(self) -> str:
+        parts = []
+        for name, (k, v) in self._meanings.items():
+            both = [k] if k == v else [f"{side} {text}" for side, text in (("K", k), ("V", v)) if text]
+            parts.append(f"{name}: {', '.join(both)}")
+        return "; ".join(parts)
+
+
+def _kind(layer: LayerPlan) -> str:
+    """The word for a layer's pages."""
+    formats = layer.k + layer.v
+    kinds = {
+        "latent": layer.attention.is_latent,
+        "basis": layer.k_basis or layer.v_basis,
+        "predicted": layer.k_predictor or layer.v_predictor,
+        "lattice": any(fmt.lattice_dim for fmt in formats),
+        "tiers": any(fmt.boost for fmt in formats),
+        "shrinking": any(fmt.shrink_at for fmt in formats),
+        "rotated": any(fmt.quantizer != UNIFORM for fmt in formats),
+        "uniform": any(fmt.num_bits != RAW_BITS for fmt in formats),
+    }
+    return next((word for word, is_so in kinds.items() if is_so), "16 bits")
+
+
+def _protected(layer: LayerPlan) -> str:
+    """Sinks and windows, such as "8 + 64"; of keys and of values, where they differ."""
+    found = []
+    for side in SIDES:
+        fmt = layer.format(side)
         rule, window = fmt.window_rule, str(fmt.recent_window)
         window = window if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
-        windows.add(f"{fmt.num_sink_tokens}+{window}")
-    return " | ".join(sorted(windows))
+        found.append(f"{fmt.num_sink_tokens} + {window}")
+    return found[0] if found[0] == found[1] else f"K {found[0]}, V {found[1]}"
 
 
 def search_table(report: SearchReport) -> View:
@@ -86,28 +160,28 @@ def search_table(report: SearchReport) -> View:
         name = f"{one.name} (ships)" if one.name == report.shipped else one.name
         rows.append((name, "" if one.bits is None else f"{one.bits:.3f}", *kls, one.left_out or ""))
     title = f"Plans for {report.serve}, KL on {report.num_select} texts of select, {report.num_validate} of validate"
-    return title, ("system", "bits", "select", "validate", "difference", "left out"), rows
+    return View(title, ("system", "bits", "select", "validate", "difference", "left out"), rows)
 
 
 def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:
     """A plan's totals, what it does to the model where that was measured, and where it came from."""
     raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
     factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
-    libraries = plan.provenance.get("libraries")
+    origin = _origin(plan)
+    libraries = origin.get("libraries")
+    facts = [(key, value) for key, value in sorted(origin.items()) if not isinstance(value, dict | list)]
+    facts += sorted(libraries.items()) if isinstance(libraries, dict) else []
+    made_from = ", ".join(f"{key} {_SHORT.sub('…', str(value))}" for key, value in facts)
     rows = [
         ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
         ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
         ("damage", concern(damage) or str(damage)),
-        *(
-            (key, _SHA256.sub(r"\1…", str(value)))
-            for key, value in sorted(_origin(plan).items())
-            if not isinstance(value, dict)
-        ),
-        *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
+        ("recipe", str(origin.get("recipe"))),
     ]
-    return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
+    title = f"Plan at batch {workload.batch} x {workload.context} tokens"
+    return View(title, ("", "value"), rows, f"made from: {made_from}" if facts else "")
 
 
 def _origin(plan: Plan) -> dict[str, Any]:
@@ -137,7 +211,7 @@ def budget_table(allocation: Allocation) -> View:
     if allocation.loss is not None:
         proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, proven by HiGHS"
         rows.append(("loss", f"{allocation.loss:.6g}", proof))
-    return f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows
+    return View(f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows)
 
 
 def evaluation_table(evaluation: Evaluation) -> View:
@@ -150,15 +224,18 @@ def evaluation_table(evaluation: Evaluation) -> View:
 
 
 def comparison_table(comparison: Comparison) -> View:
-    """A row for each plan, refused ones included."""
+    """A row for each plan, refused ones included; below it the reasons of these."""
     from kvcal.stages.compare import comparison_columns
 
     sizes = f"bytes at batch {comparison.workload.batch} x {comparison.workload.context} tokens"
-    return _of_columns(f"{comparison.data}; {sizes}; ± standard errors", comparison_columns(comparison))
+    refused = [f"{one.name} is refused: {one.refusal.message}" for one in comparison.entries if one.refusal]
+    title = f"{comparison.model} on {comparison.data}; {sizes}; ± standard errors"
+    return _of_columns(title, comparison_columns(comparison), "\n".join(refused))
 
 
-def _of_columns(title: str, columns: Sequence[tuple[str, Sequence[str]]]) -> View:
-    return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))
+def _of_columns(title: str, columns: Sequence[tuple[str, Sequence[str]]], legend: str = "") -> View:
+    rows = list(zip(*(cells for _, cells in columns), strict=True))
+    return View(title, [header for header, _ in columns], rows, legend)
 
 
 def gates_table(results: Sequence[GateResult]) -> View:
@@ -167,25 +244,24 @@ def gates_table(results: Sequence[GateResult]) -> View:
     for one in results:
         measured = format_measured(one.measured, one.standard_error, 6)
         rows.append((one.gate, f"{one.limit:.6g}", measured, "passed" if one.passed else "FAILED"))
-    return "Gates", ("gate", "limit", "measured", ""), rows
+    return View("Gates", ("gate", "limit", "measured", ""), rows)
 
 
 def profile_table(profile: Profile) -> View:
-    """Each layer's cost of its cheapest and finest measured keys and values, and KVmix's scores."""
-    subject = profile.setup
+    """Each layer's KL, its cost of the cheapest and finest measured keys and values, and KVmix's scores."""
+    subject, layers = profile.setup, [layer.index for layer in profile.setup.layers]
     bits = "/".join(str(bits) for bits in sorted(set(subject.spec.kl_bits)))
-    columns: list[tuple[str, list[str]]] = [("layer", [str(layer.index) for layer in subject.layers])]
+    columns: list[tuple[str, list[str]]] = [("layer", [str(layer) for layer in layers])]
     for side in SIDES:
-        name, layers = side.upper(), [layer.index for layer in subject.layers]
-        if subject.spec.gradients:
-            sums = [profile.sensitivity(layer, side).sum(0) for layer in layers]
-            columns.append((f"{name} sensitivity, worst", [f"{one.max():.4g}" for one in sums]))
-            columns.append(("best", [f"{one.min():.4g}" for one in sums]))
         if subject.kl_candidates(side):
             kls = [" ".join(f"{kl:.2g}" for kl in profile.kl(layer, side).tolist()) for layer in layers]
-            columns.append((f"{name} KL at {bits} bits", kls))
-        if subject.spec.gradients:
-            columns.append((f"{name} |dL/dW|", [f"{profile.grad_norm(layer, side):.4g}" for layer in layers]))
+            columns.append((f"{side.upper()} KL at {bits} bits", kls))
+    for name, choose in (("worst", max), ("best", min)) if subject.spec.gradients else ():
+        for side in SIDES:
+            costs = [choose(profile.sensitivity(layer, side).sum(0).tolist()) for layer in layers]
+            columns.append((f"{side.upper()} {name} sensitivity", [f"{cost:.4g}" for cost in costs]))
+    for side in SIDES if subject.spec.gradients else ():
+        columns.append((f"{side.upper()} |dL/dW|", [f"{profile.grad_norm(layer, side):.4g}" for layer in layers]))
     tokens = f"{subject.num_samples} samples, {subject.num_tokens} tokens"
     tokens += f", loss {profile.loss:.4f}" if subject.spec.gradients else ""
     return _of_columns(f"{subject.identity.id}: {subject.data_description}; {tokens}", columns)
@@ -229,22 +305,24 @@ def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Wo
         error = "" if outcome.accuracy_se is None else f" ± {100 * outcome.accuracy_se:.1f}"
         code_bits = outcome.facts.get("key_code_bits")
         cells = [f"{trial.number}{' (chosen)' if trial.thresholds == chosen else ''}"]
-        cells += [f"{trial.thresholds[name]:.3f}" for name in names]
         cells += [f"{100 * outcome.accuracy:.1f}{error}", f"{outcome.bits_per_value:.3f}"]
-        rows.append((*cells, "" if code_bits is None else f"{code_bits:.2f}", format_bytes(outcome.total_bytes)))
+        cells += [format_bytes(outcome.total_bytes), *(f"{trial.thresholds[name]:.3f}" for name in names)]
+        rows.append((*cells, "" if code_bits is None else f"{code_bits:.2f}"))
     title = f"Pareto front of {len(tuning.trials)} trials"
     title += "" if workload is None else f"; bits and bytes at {workload.batch} x {workload.context}"
-    return title, ("trial", *names, "accuracy %", "all-in bits", "code bits of keys", "cache"), rows
+    return View(title, ("trial", "accuracy %", "all-in bits", "cache", *names, "code bits of keys"), rows)
 
 
 def choices_table(found: Choices) -> View:
     """What every option costs its layer's keys or values."""
-    rows = [
-        (
-            one.place, f"{one.option}{' (chosen)' if one.is_chosen else ''}", format_bytes(one.nbytes),
-            f"{one.loss:.4g}", "" if one.kl is None else f"{one.kl:.3g}",
-            "" if one.sensitivity is None else f"{one.sensitivity:.3g}",
-        )
-        for one in found.options
-    ]  # fmt: skip
-    return "What each option costs", ("place", "option", "bytes", found.measure, "KL alone", "sensitivity"), rows
+    columns = {
+        "place": [one.place for one in found.options],
+        "option": [f"{one.option}{' (chosen)' if one.is_chosen else ''}" for one in found.options],
+        "bytes": [format_bytes(one.nbytes) for one in found.options],
+        found.measure: [f"{one.loss:.4g}" for one in found.options],
+        "KL alone": ["" if one.kl is None else f"{one.kl:.4g}" for one in found.options],
+        "sensitivity": ["" if one.sensitivity is None else f"{one.sensitivity:.4g}" for one in found.options],
+    }
+    said = columns[found.measure]  # not twice, and no empty column
+    shown = [(name, cells) for name, cells in columns.items() if any(cells) and (cells is said or cells != said)]
+    return _of_columns("What each option costs", shown)

@@ -118,7 +118,7 @@ def diff(
     tensors = {name: words[name in held[0], name in held[1]] for name in _changes(*held)}
     changed = _changes(*({layer.geometry.index: layer for layer in one.layers} for one in plans))
     layers, rows = [], []
-    shown = [{int(row[0]): row[1:] for row in tables.layer_table(p.layers, p.cache_dtype, workload)[2]} for p in plans]
+    shown = [tables.layer_cells(one.layers, one.cache_dtype, workload) for one in plans]
     for index, pair in changed.items():
         sizes_of = [
             0 if layer is None else layer.nbytes(one.cache_dtype, workload.lengths, workload.context)
@@ -143,9 +143,9 @@ def diff(
     headers = ("layer", "K", "V", "sinks + window", "bytes per token", "bytes")
     others = [(name, *map(str, pair)) for name, pair in (facts | provenance).items()]
     others += [(f"tensor {name}", "", word) for name, word in tensors.items()]
-    parts: list[console.View] = [_totals_table(totals, workload), ("Layers that differ", headers, rows)]
-    parts += [("Model, tensors and provenance", ("", "before", "after"), others)]
-    given.show(value, *(part for part in parts if part[2]))
+    parts = [_totals_table(totals, workload), console.View("Layers that differ", headers, rows)]
+    parts += [console.View("Model, tensors and provenance", ("", "before", "after"), others)]
+    given.show(value, *(part for part in parts if part.rows))
     given.reporter().say("the plans do the same" if is_same else "the plans differ")
 
 
@@ -160,7 +160,8 @@ def _totals_table(totals: list[tuple[int, float]], workload: plan_file.Workload)
         ("cache", *(f"{format_bytes(nbytes)} ({nbytes})" for nbytes, _ in totals), f"{totals[1][0] - totals[0][0]:+d}"),
         ("bits per value", *(f"{bits:.3f}" for _, bits in totals), f"{totals[1][1] - totals[0][1]:+.3f}"),
     ]
-    return f"Plans at batch {workload.batch} x {workload.context} tokens", ("", "before", "after", "change"), rows
+    title = f"Plans at batch {workload.batch} x {workload.context} tokens"
+    return console.View(title, ("", "before", "after", "change"), rows)
 
 
 @options.spread
@@ -192,7 +193,7 @@ def verify(
     if recorded is None:
         checks.append(verify_stage.Check("unchecked", "until now no measurement of its damage lay next to the plan"))
     checks.append(verify_stage.Check("damage", "not measured" if damage is None else str(damage)))
-    passed: console.View = ("All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks])
+    passed = console.View("All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks])
     given.show([asdict(check) for check in checks], passed)
 
 
@@ -241,6 +242,8 @@ def eval_command(
         strict.dump(evaluation) | {"gates": [asdict(one) for one in results], "damage": strict.dump(damage)}, *shown
     )
     report_page.write_report(folder)  # last: what is damaged there must not hide the numbers
+    following = options.command_line("generate", "--model", model, "--plan", plan, "--prompt", "-")
+    given.reporter().say(f"report: {folder.report}\nnext: {following} < prompt.txt")
     evaluate_stage.require_passed(plan.name, results)
     damage_file.require_undamaged(damage, allow_damage)
 

@@ -129,7 +129,9 @@ def gain_table(gain: memory_needs.Gain, workload: plan_file.Workload) -> console
         (f"largest batch at {context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
         (f"largest context at batch {batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
     ]
-    return f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
+    return console.View(
+        f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
+    )
 
 
 def _fit(gain: memory_needs.Gain, name: str) -> str:
@@ -304,8 +306,13 @@ def compare(
         texts = artifacts.sequences(spec.data, loaded, "report", folder)
         comparison = compare_stage.compare(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
         report_page.write_report(folder)
-    given.show(strict.dump(comparison), tables.comparison_table(comparison))
+    found = compare_stage.verdict(comparison)
+    given.show(strict.dump(comparison), tables.comparison_table(comparison), *([] if found is None else [str(found)]))
     reporter.say(f"table: {folder.path / compare_stage.FILE}\nreport: {folder.report}")
+    if found is not None:
+        [winner] = [point.folder(folder.path / "plans").plan for point in points if point.name == found.winner.name]
+        following = options.command_line("generate", "--model", model, "--plan", winner, "--prompt", "-")
+        reporter.say(f"next: {following} < prompt.txt")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):
         raise typer.Exit(refusals[0].exit_code)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import ArtifactError, KernelError, UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -60,7 +61,7 @@ def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: opt
     title = f"A step of a layer of {plan.name}, for {loaded.model.id}, on {device}, batch {workload.batch} x "
     head = ("layers", "K", "V", "cache", "µs", "99 %", "longest", "in phase", "packing", "µs at 16 bits", "factor")
     value = about | {"layers": [asdict(time) for time in times]}
-    given.show(value, (f"{title}{workload.context} tokens", head, rows))
+    given.show(value, console.View(f"{title}{workload.context} tokens", head, rows))
 
 
 def _bench_row(time: layer_times.LayerTime) -> tuple[str, ...]:
@@ -111,7 +112,7 @@ def capacity(
         (f"requests of {context} tokens at once", f"{found.concurrency:.2f}"),
         ("tokens", f"{found.num_tokens}, {found.num_tokens / max(1, found.raw_tokens):.2f}x of 16 bits"),
     ]
-    given.show(value, (f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
+    given.show(value, console.View(f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
     say = given.reporter().say
     if found.block_bytes > WASTEFUL * found.page_bytes:
         say(

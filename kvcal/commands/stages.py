@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -146,7 +147,7 @@ def reparam(
         "path": str(job.folder.reparam),
     }
     title = f"λ from {record.subject.num_tokens} tokens at positions x {scale:.3g}"
-    given.show(value, (title, *reparam_stage.table_rows(record)))
+    given.show(value, console.View(title, *reparam_stage.table_rows(record)))
     job.reporter.say(f"reparam: {job.folder.reparam}")
 
 
@@ -168,7 +169,8 @@ def fit_predictors(
         record = transform.fit_predictors_folder(job)
     kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
     value = {"findings": [strict.dump(finding) for finding in record.findings], "nbytes": record.nbytes}
-    given.show(value, (f"Predictors: {kept}, on {tokens} held-out tokens", *predictors_record.table_rows(record)))
+    title = f"Predictors: {kept}, on {tokens} held-out tokens"
+    given.show(value, console.View(title, *predictors_record.table_rows(record)))
     job.reporter.say(f"predictors: {job.folder.predictors}")
 
 
@@ -188,7 +190,8 @@ def feedback(
     with _job(folder, model, given, _with_own_sizes(given, recipe, "feedback")) as job:
         record = transform.basis_folder(job)
     value = {"sides": [strict.dump(side) for side in record.sides], "path": str(job.folder.feedback)}
-    given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *basis_stage.table_rows(record)))
+    title = f"Error feedback from {record.subject.num_tokens} tokens"
+    given.show(value, console.View(title, *basis_stage.table_rows(record)))
     job.reporter.say(f"feedback: {job.folder.feedback}")
 
 

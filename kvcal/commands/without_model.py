@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import WITHOUT_CALIBRATION, KernelError, UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -92,7 +93,7 @@ def size(
             cells += [format_bytes(row.fit.total), "no" if limit is None or row.fit.total > limit else "yes"]
             cells += [str(row.fit.max_batch), str(row.fit.max_context)]
         table.append(cells)
-    given.show(value, (title, headers, table))
+    given.show(value, console.View(title, headers, table))
 
     say = given.reporter().say
     if facts.uncalibrated is not None:
@@ -143,7 +144,8 @@ def recipes(
     found = [(one, recipe_files.load_recipe(one)) for one in listed]
     values = [{"name": one, "description": r.description, "chooses_by": chooses_by(r)} for one, r in found]
     table = [(value["name"], value["chooses_by"], value["description"]) for value in values]
-    given.show(values, ("Recipes: `kvcal recipes NAME` prints one", ("recipe", "chooses by", "description"), table))
+    title = "Recipes: `kvcal recipes NAME` prints one"
+    given.show(values, console.View(title, ("recipe", "chooses by", "description"), table))
 
 
 def chooses_by(recipe: recipe_keys.Recipe) -> str:
@@ -182,9 +184,9 @@ def models(given: options.OutputOptions) -> None:
     refused = [(one["model_type"], one["fails_in"], one["reason"]) for one in listed["refused"]]
     given.show(
         listed,
-        ("Embedded models", ("name",), [(name,) for name in listed["embedded"]]),
-        ("Supported families", ("model type", "class", "layers", "keys before RoPE"), supported),
-        ("Families that are not supported", ("model type", "fails in", "reason"), refused),
+        console.View("Embedded models", ("name",), [(name,) for name in listed["embedded"]]),
+        console.View("Supported families", ("model type", "class", "layers", "keys before RoPE"), supported),
+        console.View("Families that are not supported", ("model type", "fails in", "reason"), refused),
     )
 
 
@@ -222,7 +224,7 @@ def doctor(
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
     unusable = [one.name for one in findings if one.status == "unusable"]
     value = {"is_usable": not unusable, "findings": [asdict(one) for one in findings]}
-    given.show(value, ("This machine", ("", "found", "status", "what follows"), rows))
+    given.show(value, console.View("This machine", ("", "found", "status", "what follows"), rows))
     if unusable:
         raise UsageError(f"kvcal is not usable here: {', '.join(unusable)}", hint="pip install --upgrade kvcal")
     if engine is not None:

@@ -11,11 +11,11 @@ does not depend on the budget: the plans of one recipe share it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -41,7 +41,7 @@ SCHEMA = 5
 BASELINES = ("16-bit", "kivi-2", "kivi-4")
 MIN_BITS, MAX_BITS = 0.1, 16.0
 # Columns of an evaluation that a comparison leaves out, besides the names.
-EVALUATION_ALONE = ("plan", "top-1 %", "generated")
+EVALUATION_ALONE = ("plan", "generated")
 
 # All stages of a recipe up to its plan, resuming from the folder's artifacts.
 Build = Callable[[LoadedModel, Folder, Recipe, Workload, Reporter], Plan]
@@ -215,15 +215,53 @@ def load_comparison(path: Path) -> Comparison:
 
 
 def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:
-    """The table: (header, one cell an entry) columns. How reasons of refusals begin is in a last one, if there are any:
-    48 characters, all of them were said."""
+    """The table: (header, one cell an entry) columns."""
     entries = comparison.entries
     columns = [("plan", tuple(entry.name for entry in entries))]
     for header, cells in table_columns([row for _, row in comparison.measured]):
         if header not in EVALUATION_ALONE:
             measured = iter(cells)
             columns.append((header, tuple("-" if entry.row is None else next(measured) for entry in entries)))
-    if any(entry.refusal for entry in entries):
-        messages = [entry.refusal.message if entry.refusal else "" for entry in entries]
-        columns.append(("refused", tuple(shorten(message, 48, placeholder=" …") for message in messages)))
     return columns
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The plan that does best, and the baseline next to it in bytes: their entries and rows."""
+
+    winner: Entry
+    row: Row
+    rival: Entry
+    rival_row: Row
+
+    def __str__(self) -> str:
+        """Such as "default @ 3: 1/9 of kivi-2's KL at .96 of its bytes"."""
+        ours, theirs = self.row.text, self.rival_row.text
+        error = math.hypot(ours.kl_se or 0.0, theirs.kl_se or 0.0)
+        if abs(ours.kl - theirs.kl) <= 2 * error:
+            share = f"the KL of {self.rival.name}, within the errors,"
+        elif ours.kl < theirs.kl:
+            share = f"1/{_times(theirs.kl, ours.kl)} of {self.rival.name}'s KL"
+        else:
+            share = f"{_times(ours.kl, theirs.kl)} times {self.rival.name}'s KL"
+        size = self.row.total_bytes / self.rival_row.total_bytes
+        return f"{self.winner.name}: {share} at {'its' if abs(size - 1) < 0.01 else f'{size:.2f} of its'} bytes"
+
+
+def _times(more: float, less: float) -> str:
+    """How often, 1000 at most."""
+    times = more / max(less, more / 1000)
+    return f"{times:.0f}" if times > 9 else f"{times:.2g}"
+
+
+def verdict(comparison: Comparison) -> Verdict | None:
+    """Of the recipes' plans that take no more bytes than KIVI-2, or of all where none does, the one of least KL, next
+    to the baseline that is nearest in bytes. None where no recipe was measured."""
+    rivals = [(entry, row) for entry, row in comparison.measured if entry.is_baseline and entry.name != BASELINES[0]]
+    plans = [(entry, row) for entry, row in comparison.measured if not entry.is_baseline]
+    if not rivals or not plans:
+        return None
+    most = 1.01 * min(row.total_bytes for _, row in rivals)
+    winner, row = min([one for one in plans if one[1].total_bytes <= most] or plans, key=lambda one: one[1].text.kl)
+    rival = min(rivals, key=lambda one: abs(math.log(one[1].total_bytes / row.total_bytes)))
+    return Verdict(winner, row, *rival)

@@ -118,8 +118,8 @@ def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) ->
     cells = {cells[0]: cells[1:] for cells in rows_of(found)}
     assert cells["budget"][1] == str(plan.predicted_bytes + 7_000_000)
     assert [cells[name][1] for name in ("weights", "workspace", "left over")] == ["3000000", "1000000", "3000000"]
-    assert cells["0"][:2] == ["3 channel g64", "2 token g32"]
-    assert "0.05000 ± 0.01000" in cells["m"] and "75.0 ± 14.7" in cells["m"]
+    assert cells["0"][:3] == ["3", "2", "uniform"]
+    assert "0.05000 ± 0.01000" in cells["m"] and "6 of 8" in cells["m"]
     assert cells["nested.key"] == ["m"] and cells["plan sha256"] == [plan.sha256]
     assert "allocation.safetensors: nothing was chosen" in found
 
@@ -145,7 +145,7 @@ def test_a_comparison_stands_for_its_evaluation(tmp_path: Path) -> None:
 def test_a_study_marks_the_chosen_trial(tmp_path: Path) -> None:
     tuned(tmp_path)
     [cells] = [cells for cells in rows_of(report(tmp_path)) if "(chosen)" in cells[0]]
-    assert cells[0] == "1 (chosen)" and cells[2:] == ["75.0 ± 5.0", "3.000", "", "3 MB"]
+    assert cells[0] == "1 (chosen)" and cells[1:4] == ["75.0 ± 5.0", "3.000", "3 MB"]
 
 
 @pytest.mark.parametrize("make", [planned, compared])

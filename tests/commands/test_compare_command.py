@@ -1,5 +1,6 @@
 """The kvcal compare command, with the pipeline itself, on a tiny random model."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,11 @@ def test_second_command_prints_the_table(finished: Finished) -> None:
     done = ran_well(*arguments, "--bits", 5, "--bits", 1, "--bits", 4)
     assert done.err.count("is measured already") == 6
     assert "profile: profile.safetensors is current" in done.err
-    for words in ("plan", "chain %", "small @ 5", "too small", " …"):
+    for words in ("plan", "small @ 5", "small @ 1 is refused: ", "too small"):
         assert words in done.out
+    assert re.search(r"^(fixed|small @ [45]): .*'?s? KL.* bytes$", done.out, re.M)
+    [winner] = re.findall(r"^next: kvcal generate .* --plan (\S+)", done.err, re.M)
+    assert Path(winner).is_file()
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert listing == {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]}  # nor is anything written
 

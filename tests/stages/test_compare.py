@@ -11,6 +11,7 @@ from cache_cases import KIVI_2
 from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, by_name, write_recipes
 from evaluation_cases import make_plan, text, tiny
 from listener import Listener
+from report_cases import UNIFORM, row
 from safetensors.torch import save_file
 
 from kvcal.data.reading import EvaluateSpec
@@ -21,8 +22,18 @@ from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import AllocateSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.compare import Build, Comparison, compare, comparison_columns, load_comparison, points_of
+from kvcal.stages.compare import (
+    Build,
+    Comparison,
+    Entry,
+    compare,
+    comparison_columns,
+    load_comparison,
+    points_of,
+    verdict,
+)
 from kvcal.strict import dump
+from kvcal.tables import comparison_table
 
 SPEC = EvaluateSpec(tasks=(), batch=2)
 WORKLOAD = Workload(2, 512)
@@ -73,11 +84,31 @@ def test_rows_and_a_refused_recipe(first: tuple[Path, Comparison]) -> None:
     assert dump(refused.refusal) == {"stage": "build", "message": "too small", "hint": "raise it", "exit_code": 3}
     assert load_comparison(folder / "compare.json") == comparison
     columns = dict(comparison_columns(comparison))
-    assert columns["plan"] == tuple(entries) and columns["refused"][3] == "too small"
+    assert columns["plan"] == tuple(entries)
+    assert comparison_table(comparison).legend == "small @ 1 is refused: too small"
     row = entries["small @ 3"].row
     assert row is not None and row.workload == WORKLOAD
     assert columns["KL to 16 bits"][3:5] == ("-", f"{row.text.kl:.5f} ± {row.text.kl_se:.5f}")
     assert columns["bits at 2 x 512"][4] == f"{row.bits_per_value:.3f}"
+
+
+def test_the_verdict_names_the_best_plan_within_the_rivals_bytes() -> None:
+    def found(*rows: tuple[str, int, float, float]) -> str:
+        base = row("", UNIFORM, 0.0, None)
+        entries = []
+        for name, nbytes, kl, error in rows:
+            measured = replace(base, name=name, total_bytes=nbytes, text=replace(base.text, kl=kl, kl_se=error))
+            entries.append(Entry(name, name, "r", None, name in BASELINE_NAMES, None, measured))
+        return str(verdict(Comparison("m", {}, "text", "f", 1, WORKLOAD, tuple(entries))))
+
+    rivals = ("16-bit", 800, 1e-7, 0.0), ("kivi-2", 100, 0.09, 0.002), ("kivi-4", 200, 0.01, 0.002)
+    assert (
+        found(*rivals, ("a", 90, 0.01, 0.001), ("b", 150, 0.001, 0.0)) == "a: 1/9 of kivi-2's KL at 0.90 of its bytes"
+    )
+    assert found(*rivals, ("b", 200, 0.03, 0.001)) == "b: 3 times kivi-4's KL at its bytes"
+    assert found(*rivals, ("a", 100, 0.088, 0.002)) == "a: the KL of kivi-2, within the errors, at its bytes"
+    assert found(*rivals, ("a", 100, 0.0, 0.0)) == "a: 1/1000 of kivi-2's KL at its bytes"
+    assert found(*rivals) == "None"
 
 
 def test_second_run_keeps_plans_and_rows(first: tuple[Path, Comparison], small_recipes: tuple[str, str]) -> None:

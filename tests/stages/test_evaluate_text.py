@@ -1,6 +1,7 @@
 """Text quality: decode-faithful, equal to independent loops, with errors where it must fail; and
 accuracy by generation, and the decoded copy that it reads through."""
 
+import itertools
 import math
 from copy import deepcopy
 from dataclasses import replace
@@ -21,7 +22,8 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.stages.evaluate import tasks
-from kvcal.stages.evaluate.tasks import measure_tasks, wilson_se
+from kvcal.stages.evaluate.stage import task_cell, task_header
+from kvcal.stages.evaluate.tasks import TaskResult, mean_interval, measure_tasks, task_result, wilson_se
 from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits, text_batches
 
 
@@ -233,3 +235,24 @@ def test_every_segment_compares_what_was_read_with_the_packed_cache(
     long = spec(num_problems=1, max_size=64, max_new_tokens=40)
     with pytest.raises(ArtifactError, match="layer 0: the decoded k differ from the packed cache"):
         measure_tasks(embedded, make_plan(embedded), long, Silent())
+
+
+def test_errors_of_shares_stay_within_0_and_100_percent() -> None:
+    """Few problems are counted; of more, an interval is told where the error would lead out."""
+
+    def task(correct: int, count: int) -> TaskResult:
+        return task_result("t", [True] * correct + [False] * (count - correct), [9])
+
+    assert [task_cell(task(correct, 4)) for correct in (0, 3, 4)] == ["0 of 4", "3 of 4", "4 of 4"]
+    assert task_header(task(3, 4)) == "t" and task_header(task(10, 40)) == "t %"
+    assert task_cell(task(10, 40)) == "25.0 ± 6.8"
+    assert [task_cell(task(correct, 40)) for correct in (0, 39, 40)] == [
+        "0.0 (0.0 to 2.4)", "97.5 (93.6 to 99.0)", "100.0 (97.6 to 100.0)",
+    ]  # fmt: skip
+    for correct, count in itertools.product((0, 1, 7, 8), (8, 64)):
+        one, other = task(correct, count), task(count // 2, count)
+        low, high = one.interval
+        assert 0 <= low <= one.accuracy <= high <= 1 and high - low == pytest.approx(2 * one.accuracy_se, abs=1e-12)
+        assert mean_interval([one]) == pytest.approx(one.interval)
+        low, high = mean_interval([one, other])
+        assert 0 <= low < (one.accuracy + other.accuracy) / 2 < high <= 1

@@ -1,5 +1,7 @@
 """Rows of an evaluation with given figures, and the plans they are of."""
 
+from dataclasses import replace
+
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.plan.plan import Format, LayerPlan, Plan, Workload
 from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
@@ -30,6 +32,11 @@ def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None 
     bits, at_text = plan.bits_per_value(), measured_bits(plan, [400, 600])
     at_tasks = measured_bits(plan, tasks[0].lengths) if tasks else None
     return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, at_text, tasks, at_tasks, 1.0)
+
+
+def with_tasks(one: Row, names: tuple[str, ...] = ("ledger", "chain", "times")) -> Row:
+    """The row with its task's result under each of these names."""
+    return replace(one, tasks=tuple(replace(one.tasks[0], task=name) for name in names))
 
 
 def evaluation(*rows: Row) -> Evaluation:

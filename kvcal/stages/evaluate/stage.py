@@ -42,7 +42,7 @@ from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.harness import measure_harness
-from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_reading, measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, mean_interval, measure_reading, measure_tasks
 from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, Amount, NumBytes, flat_records
@@ -50,6 +50,7 @@ from kvcal.strict import STRICT, Amount, NumBytes, flat_records
 KIND = "evaluation"
 SCHEMA = 3
 ALL_TASKS = "all"  # the mean over tasks
+FEW = 20  # problems, below which a share of them is told as "3 of 4"
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -62,7 +63,7 @@ class MeasuredBits:
     @property
     def header(self) -> str:
         """Of a table's column."""
-        return f"bits at measured length (mean {self.mean_tokens:.0f} tokens)"
+        return f"bits at {self.mean_tokens:.0f} tokens"
 
     @property
     def cell(self) -> str:
@@ -115,25 +116,29 @@ def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
 
 
 def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
-    """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
+    """The rows as (header, one cell a row) columns, those first that say most: text, ready to print. None without
+    rows."""
     if not rows:
         return []
     workload = rows[0].workload
     columns = [
         ("plan", [row.name for row in rows]),
         (f"bits at {workload.batch} x {workload.context}", [f"{row.bits_per_value:.3f}" for row in rows]),
-        ("cache", [format_bytes(row.total_bytes) for row in rows]),
         ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
-        ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
-        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
     ]
+    if len(rows[0].tasks) > 1:
+        means = [percent(*mean_accuracy(row.tasks), mean_interval(row.tasks)) for row in rows]
+        columns.append(("all tasks %", means))
+    tops = [(row.text.top1_agreement, row.text.top1_se) for row in rows]
+    columns.append(("top-1 %", [percent(top, error, _cut(top, error or 0.0)) for top, error in tops]))
+    columns.append(("cache", [format_bytes(row.total_bytes) for row in rows]))
     for results in zip(*(row.tasks for row in rows), strict=True):
-        columns.append((f"{results[0].task} %", [percent(task.accuracy, task.accuracy_se) for task in results]))
-    if rows[0].tasks:
-        columns.append(("all tasks %", [percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+        columns.append((task_header(results[0]), [task_cell(task) for task in results]))
+    perplexities = [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]
+    columns.append(("perplexity", perplexities))
     columns.append((rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]))
     if rows[0].tasks:
-        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
+        columns.append(("bits at tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
         columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
     return [(header, tuple(cells)) for header, cells in columns]
 
@@ -142,9 +147,32 @@ def _with_error(value: float, error: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def percent(share: float, error: float | None) -> str:
-    """A cell: a share and its standard error, None if unknown, in %."""
-    return _with_error(100 * share, None if error is None else 100 * error, 1)
+def percent(share: float, error: float | None, interval: tuple[float, float]) -> str:
+    """A cell: a share and its standard error, None if unknown, in %; or its interval, where the error would lead out of
+    0 to 100 %."""
+    if error is None or 0 <= share - error <= share + error <= 1:
+        return _with_error(100 * share, None if error is None else 100 * error, 1)
+    low, high = interval
+    return f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def _cut(share: float, error: float) -> tuple[float, float]:
+    return max(0.0, share - error), min(1.0, share + error)
+
+
+def _is_counted(task: TaskResult) -> bool:
+    return task.num_correct is not None and task.num_problems < FEW
+
+
+def task_header(task: TaskResult) -> str:
+    return task.task if _is_counted(task) else f"{task.task} %"
+
+
+def task_cell(task: TaskResult) -> str:
+    """A task's accuracy, in % with its error; of few problems, how many were solved."""
+    if _is_counted(task):
+        return f"{task.num_correct} of {task.num_problems}"
+    return percent(task.accuracy, task.accuracy_se, task.interval)
 
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:

@@ -10,7 +10,8 @@ Long contexts are read (``kvcal.data.reading``: retrieval and completion): texts
 (``divergence.feed``), so that every token of an answer reads packed pages, as in decoding.
 
 The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n + 1 / (4
-n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
+n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved. The interval lies
+around (p + 1 / (2 n)) / (1 + 1 / n), within 0 and 1.
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ class TaskResult:
     num_unfinished: Count | None
     generated_tokens: Count
     lengths: tuple[Count, ...]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's at z = 1; of the harness's metrics, a standard error to both sides. Within 0 and 1."""
+        n, middle = self.num_problems, self.accuracy
+        if self.num_correct is not None:
+            middle = (self.accuracy + 1 / (2 * n)) / (1 + 1 / n)
+        return max(0.0, middle - self.accuracy_se), min(1.0, middle + self.accuracy_se)
 
 
 @dataclass
@@ -132,6 +141,13 @@ def mean_accuracy(results: Collection[TaskResult]) -> tuple[float, float]:
     """Over one task or more, and its standard error: the tasks' errors are independent."""
     error = sum(result.accuracy_se**2 for result in results) ** 0.5 / len(results)
     return sum(result.accuracy for result in results) / len(results), error
+
+
+def mean_interval(results: Collection[TaskResult]) -> tuple[float, float]:
+    """Around ``mean_accuracy``: the ends of the tasks' intervals, as independent errors to each side."""
+    mean, count = mean_accuracy(results)[0], len(results)
+    below, above = (sum((one.interval[end] - one.accuracy) ** 2 for one in results) ** 0.5 / count for end in (0, 1))
+    return max(0.0, mean - below), min(1.0, mean + above)
 
 
 def task_result(task: str, right: list[bool], lengths: list[int]) -> TaskResult:
