@@ -132,7 +132,11 @@ class LatticeLayout(Layout):
 
     @property
     def record_bytes(self) -> int:
-        return aligned_size(sum(self.plane_sizes) + self.param_size)
+        return aligned_size(self.code_bytes + self.param_size)
+
+    @property
+    def code_bytes(self) -> int:
+        return sum(self.plane_sizes)
 
     def records_per_page(self, num_heads: int) -> int:
         return 1

@@ -43,6 +43,11 @@ class Layout(Protocol):
     @property
     def record_bytes(self) -> int: ...
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a record that hold codes, or values at 16 bits; the others are scales, zeros, indices, padding."""
+        ...
+
     def records_per_page(self, num_heads: int) -> int:
         """One record for each head, or one for all heads in a row."""
         return num_heads

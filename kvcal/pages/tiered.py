@@ -110,6 +110,10 @@ class TieredLayout(Layout):
         return aligned_size(sum(self._field_sizes))
 
     @property
+    def code_bytes(self) -> int:
+        return sum(self._field_sizes[:-3])
+
+    @property
     def _field_sizes(self) -> tuple[int, ...]:
         """Base planes, high planes of each tier, 16-bit values, scale, zero, index."""
         high = (sum(sizes) for sizes in self.high_sizes)

@@ -147,11 +147,14 @@ class UniformLayout(Layout):
 
     @property
     def record_bytes(self) -> int:
+        params = 0 if self.num_bits == RAW_BITS else (1 + self.has_zeros) * self.param_size
+        return aligned_size(self.code_bytes + params)
+
+    @property
+    def code_bytes(self) -> int:
         if self.num_bits == RAW_BITS:
-            size = PAGE_TOKENS * self.head_dim * ITEM_BYTES[self.cache_dtype]
-        else:
-            size = sum(self.plane_sizes) + (1 + self.has_zeros) * self.param_size
-        return aligned_size(size)
+            return PAGE_TOKENS * self.head_dim * ITEM_BYTES[self.cache_dtype]
+        return sum(self.plane_sizes)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         return self.encode(x, operands.get("feedback"))

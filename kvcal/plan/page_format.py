@@ -306,14 +306,32 @@ class Format:
     ) -> int:
         """Bytes that ``num_heads`` KV heads take for sequences of the given lengths, padded to ``columns`` (default:
         the longest)."""
+        return sum(self.parts(side, num_heads, head_dim, cache_dtype, lengths, columns).values())
+
+    def parts(
+        self,
+        side: Side,
+        num_heads: int,
+        head_dim: int,
+        cache_dtype: str,
+        lengths: Sequence[int],
+        columns: int | None = None,
+    ) -> dict[str, int]:
+        """The same bytes by what takes them."""
         columns = max(lengths, default=0) if columns is None else columns
-        token_bytes = head_dim * ITEM_BYTES[cache_dtype]
-        unquantized = (self.num_sink_tokens + self.ring_tokens) * token_bytes
-        statistic = head_dim * QUERY_ITEM_BYTES if self.needs_queries else 0
+        token_bytes = len(lengths) * num_heads * head_dim * ITEM_BYTES[cache_dtype]
         pages = sum(count * num_pages(length) for length, count in Counter(lengths).items())
         layout = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns))
-        page_bytes = layout.records_per_page(num_heads) * layout.record_bytes
-        return len(lengths) * num_heads * (unquantized + statistic) + pages * page_bytes
+        records = pages * layout.records_per_page(num_heads)
+        statistic = len(lengths) * num_heads * head_dim * QUERY_ITEM_BYTES
+        return {
+            "codes": records * layout.code_bytes,
+            "scales": records * (layout.record_bytes - layout.code_bytes),
+            "windows": self.max_window * token_bytes,
+            "open_pages": PAGE_TOKENS * token_bytes,
+            "sinks": self.num_sink_tokens * token_bytes,
+            "query_statistics": statistic if self.needs_queries else 0,
+        }
 
 
 def num_pages(num_tokens: int) -> int:

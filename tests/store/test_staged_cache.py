@@ -78,8 +78,8 @@ def test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget(batch: 
     by_count = [plan.nbytes([count] * batch) for count in range(1, max_tokens + 1)]
     assert static.nbytes == max(by_count) <= budget
     if max_tokens == 560:
-        own = [layer.side_nbytes(side, "float32", [count] * batch, count) for layer in layers for side in ("k", "v")
-               for count in range(1, 561)]  # fmt: skip
+        own = [layer.format(side).nbytes(side, 2, layer.head_dim(side), "float32", [count] * batch)
+               for layer in layers for side in ("k", "v") for count in range(1, 561)]  # fmt: skip
         assert sum(max(own[i : i + 560]) for i in range(0, len(own), 560)) > budget  # each with memory of its own
     if (max_tokens, batch) == (560, 1):
         q, states = torch.zeros(1, 8, 400, 8), torch.zeros(1, 2, 400, 8)
