@@ -90,9 +90,10 @@ EVERY_FAMILY = """
 `python tests/support/model_families.py --out docs/families.json` builds every family that transformers lists for causal
 language models with a tiny config and random weights, saves and loads it, and runs `kvcal plan` on it as it is, from
 the profile to the check of damage; then tokens are generated through the plan's cache. Of {total} families, {supported}
-are supported, {others} of them by another recipe than `default`; {refused} are refused, and {unbuilt} are not built: their
-configs stay large or inconsistent with sizes made small by name, or need what is not installed. Nothing is said about
-them. A checkpoint's own config may differ: the model itself is measured when it is loaded. `kvcal models` prints this.
+are supported, {others} of them by another recipe than `default`; {refused} are refused, and {unbuilt} are not built:
+their configs stay large or inconsistent with sizes made small by name, or need what is not installed. Nothing is said
+about them. A checkpoint's own config may differ: the model itself is measured when it is loaded. `kvcal models` prints
+this.
 
 {names}
 

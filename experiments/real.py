@@ -45,7 +45,7 @@ from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import KvcalError
 from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
-from kvcal.report import Point, Series, draw_quality
+from kvcal.pictures import Point, Role, Series, draw_quality
 from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
 
@@ -59,6 +59,15 @@ SYSTEMS = ("mixkvq-capped", "kvmix", "aqua-kv", "pm-kvq", "pm-kvq-2")
 BUDGETS = ("default@4", "default@3", "default@2.5", "default@2.25", "sensitivity@3", "sensitivity@2.5")
 SEARCHES = ("best@2.5",)
 QUICK = ("kivi-4", "kivi-4-sinks", "uniform-3", "kivi-2", "kivi-2-sinks", "kitty", "k3v2", "default@3", "default@2.5")
+# Names in the picture, where they are not those of recipes; and what users compare with.
+NAMES = {
+    "default": "kvcal", "sensitivity": "kvcal, by sensitivity", "kivi-4": "KIVI-4", "kivi-4-sinks": "KIVI-4, sinks",
+    "kivi-2": "KIVI-2", "kivi-2-sinks": "KIVI-2, sinks", "uniform-4": "uniform 4 bits", "uniform-3": "uniform 3 bits",
+    "uniform-2": "uniform 2 bits", "kitty": "Kitty", "kitty-pro": "Kitty-Pro", "mixkvq-capped": "MixKVQ, capped",
+    "kvmix": "KVmix", "aqua-kv": "AQUA-KV", "pm-kvq": "PM-KVQ", "pm-kvq-2": "PM-KVQ at 2 bits", "best": "kvcal, search",
+    "oscar": "OSCAR", "wush": "WUSH",
+}  # fmt: skip
+COMPARED_WITH = ("kivi-", "fp8", "int4", "tq-")
 # Kinds of text, and where they lie in --data; below, what stands for them without it.
 TEXTS = {"wikipedia": "wikitext2/wiki.test.raw", "books": "gutenberg", "mathematics": "latex"}
 INSTEAD = {"documentation": "python:docs", "word problems": "tasks"}
@@ -498,14 +507,18 @@ def draw(found: dict[str, Any], path: Path) -> None:
     series: dict[str, list[Point]] = {}
     for name, noted in found["plans"].items():
         groups = found["measured"].get(name, {})
-        if kl := Scores.of(groups, groups).kl:
-            texts = torch.cat(list(kl.values()))
-            point = Point(noted["bits"], *ratio_and_error(texts[:, 0], texts[:, 2]))
-            series.setdefault(name.partition("@")[0], []).append(point)
-    title = (
-        f"{found['name']}: texts of {found['settings']['tokens']} tokens, priced at {PRICED.batch} x {PRICED.context}"
-    )
-    draw_quality(title, [Series(*one) for one in series.items()], [], path)
+        if by_kind := Scores.of(groups, groups).kl:
+            texts, (recipe, _, bits) = torch.cat(list(by_kind.values())), name.partition("@")
+            kl, error = ratio_and_error(texts[:, 0], texts[:, 2])
+            label = f"{bits} bits" if bits else ""
+            series.setdefault(recipe, []).append(Point(noted["bits"], kl, error, label))
+    roles: dict[str, Role] = {recipe: "rival" for recipe in series if recipe.startswith(COMPARED_WITH)}
+    drawn = [
+        Series(NAMES.get(recipe, recipe), points, "kvcal" if recipe == "default" else roles.get(recipe, "other"))
+        for recipe, points in series.items()
+    ]
+    sizes = f"texts of {found['settings']['tokens']:,} tokens, priced at {PRICED.batch} x {PRICED.context:,}"
+    draw_quality(f"{found['name']}: {sizes}", drawn, [], path)
 
 
 if __name__ == "__main__":

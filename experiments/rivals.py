@@ -3,9 +3,10 @@
     python experiments/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,default@2.5
 
 Options are those of real.py, ``--rivals``, and ``--long`` for texts longer than --tokens. What OUT/real.json has of the
-same settings is not measured again; results go to OUT/rivals.json. All is written from descriptions. No codes are
-stored: attention gets the keys and values that a format gives back. So every token of a text reads in one forward what
-it reads in decoding: all tokens, itself too, from codes, but for the sinks, windows and layers that stay at 16 bits.
+same settings is not measured again; results go to OUT/rivals.json and rivals.png. All is written from descriptions.
+No codes are stored: attention gets the keys and values that a format gives back. So every token of a text reads in one
+forward what it reads in decoding: all tokens, itself too, from codes, but for the sinks, windows and layers that stay
+at 16 bits.
 
 fp8: e4m3 with scale 1, as vLLM's. int4: signs, Hadamard, fp32 scale that hides the zero (vLLM: int4_per_token_head).
 tq-4, tq-k3v4, tq-3 (vLLM: turboquant_4bit_nc, _k3v4_nc, _3bit_nc): keys with fp16 norm, Hadamard, Lloyd-Max codes and
@@ -308,6 +309,7 @@ def main() -> None:
             reporter.say(f"{len(new)} rivals: {label}, {len(texts)} texts")
             save()
     real.print_results(found)
+    real.draw(found, given.out / "rivals.png")
 
 
 if __name__ == "__main__":

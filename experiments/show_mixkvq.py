@@ -30,12 +30,12 @@ from kvcal.data.reading import TuneSpec
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.scores import Score
+from kvcal.pictures import Point, Series, draw_quality
 from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.report import Point, Series, draw_quality
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.tune import TaskObjective, Tuning, tune
@@ -177,8 +177,8 @@ def main() -> None:
             points = {
                 one.number: Point(one.outcome.bits_per_value, 100 * one.outcome.accuracy) for one in tuning.trials
             }
-            front = Series("Pareto front", [points[number] for number in tuning.front])
-            trials = Series("trial", list(points.values()), False)
+            front = Series("Pareto front", [points[number] for number in tuning.front], "kvcal")
+            trials = Series("trials", list(points.values()), is_joined=False)
             draw_quality("Search of thresholds", [], [trials, front], given.out.with_suffix(".png"))
             results["search"] = {"front": tuning.front}
             results["search"]["trials"] = [{**trial.thresholds, **asdict(trial.outcome)} for trial in tuning.trials]

@@ -56,6 +56,10 @@ class View(NamedTuple):
     legend: str = ""
     bits: Mapping[str, Sequence[int | None]] = {}
 
+    def is_short(self, number: int) -> bool:
+        """Whether a column's cells are aligned on the right: numbers, mostly."""
+        return number > 0 and all(len(row[number]) <= SHORT_CELL for row in self.rows)
+
 
 class TerminalReporter:
     """A Reporter: bars with the remaining time on a terminal, else a line now and then.
@@ -154,8 +158,7 @@ def show(part: View | str) -> None:
     for number, (header, longest) in enumerate(zip(part.headers, widths, strict=False)):
         cells = [row[number] for row in part.rows]
         is_sentence = max(map(cell_len, cells), default=0) > longest
-        is_short = all(len(cell) <= SHORT_CELL for cell in cells)
-        justify: JustifyMethod = "right" if number and is_short else "left"
+        justify: JustifyMethod = "right" if part.is_short(number) else "left"
         lines = "\n".join(wrap(header, longest))
         table.add_column(lines, justify=justify, overflow="fold", no_wrap=not is_sentence)
     for number, row in enumerate(part.rows):

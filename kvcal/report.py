@@ -1,224 +1,316 @@
-"""The report of a folder: one page of HTML with the tables of what lies there and its two figures, bits of every layer
-and quality against bits. A part whose artifact is missing is left out.
+"""The report of a folder: one page of HTML that needs no network, for people who did not make the plan. First what was
+gained and what was lost, then where the bytes go, the layers, what was measured, and what to do next. A part whose
+artifact is missing is left out.
 
-The page states no date and no path, the PNGs no date and no version: equal artifacts give equal bytes. Matplotlib is
-imported when a figure is drawn, on its Agg canvas: no window.
+The page states no date and no path: equal artifacts give equal bytes. Its template is report.html; the pictures next to
+it (kvcal.pictures) are for other pages.
 """
 
 from __future__ import annotations
 
-import io
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from kvcal import tables
-from kvcal.artifact import write_bytes_atomic, write_text_atomic
+from kvcal.artifact import write_text_atomic
 from kvcal.console import View
+from kvcal.embedded import MODEL_NAME
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
-from kvcal.plan.damage import load_damage
-from kvcal.plan.layer import LayerPlan
+from kvcal.geometry import AttentionGeometry
+from kvcal.measured_rows import decimal, dots_of, of_comparison, of_evaluation, series_of
+from kvcal.pictures import draw_bits, draw_quality
+from kvcal.plan.damage import VERDICTS, Damage, load_damage
+from kvcal.plan.layer import LayerPlan, parts_of
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan, load_plan
+from kvcal.plan.tensors import tensors_nbytes
+from kvcal.quantities import format_bytes
 from kvcal.recipe import Objective
+from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.allocate.stage import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
-from kvcal.stages.compare import load_comparison
-from kvcal.stages.evaluate.stage import Row, load_evaluation
+from kvcal.stages.compare import load_comparison, verdict
+from kvcal.stages.evaluate.stage import load_evaluation
+from kvcal.stages.memory_needs import gain_of
+from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search import load as load_search
 from kvcal.stages.tune import FILE as STUDY
 from kvcal.stages.tune import load_tuning
 from kvcal.strict import flat
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+# What takes a cache's bytes, by its name in the page, and what that is.
+PARTS = {
+    "codes": ("Codes", "keys and values in few bits"),
+    "scales": ("Scales", "with zeros and indices, of the codes"),
+    "windows": ("Recent tokens", "kept at 16 bits"),
+    "open_pages": ("Open pages", "the 128 tokens that are packed next, at 16 bits"),
+    "sinks": ("Sinks", "the first tokens, kept at 16 bits"),
+    "query_statistics": ("Query sums", "by which channels are chosen"),
+    "sliding_windows": ("Sliding layers", "read their last tokens alone, and stay at 16 bits"),
+    "states": ("States", "of layers that do not grow with tokens"),
+    "transforms": ("Transforms", "bases and factors, once for all sequences"),
+}
+SAID = {
+    "fine": "Fine: it predicts as the cache at 16 bits does",
+    "watch": "Watch: measure your own tasks before you serve it",
+    "destroyed": "Destroyed: do not serve this plan",
+    "unchecked": "Unchecked: nobody has compared this plan with 16 bits",
+}
 
-SIDE_NAMES: Mapping[Side, str] = {"k": "keys", "v": "values"}
-BITS = "bits per cached value, everything counted"
-# KL below this is rounding (a 16-bit cache against the model without it): the logarithmic axis ends here.
-SMALLEST_KL = 1e-6
-TICKS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12, 16, 20, 24)
-STYLES = [(f"C{number % 10}", "osD^vPX"[number % 7]) for number in range(70)]
 
+class Part(NamedTuple):
+    """A part of a cache's bytes; ``share``: of all, in %."""
 
-class Point(NamedTuple):
-    """A plan: all-in bits, and a value with its standard error."""
-
-    bits: float
-    value: float
-    error: float = 0.0
-
-
-class Series(NamedTuple):
-    """Points of one name, joined in the order of their bits if ``is_joined``."""
-
+    key: str
     name: str
-    points: Sequence[Point]
-    is_joined: bool = True
+    meaning: str
+    size: str
+    share: float
 
 
-def draw_bits(layers: Sequence[LayerPlan], sensitivity: Mapping[Side, Sequence[float]], path: Path) -> None:
-    """Write the code bits of every paged layer, and below them its ``sensitivity`` in the worst candidate, where that
-    was measured and is not 0 everywhere. Pages that shrink are shown in their final bits."""
-    sensitivity = {side: values for side, values in sensitivity.items() if any(values)}
-    paged = [layer for layer in layers if layer.is_paged]
-    figure = _figure(max(7.0, 0.22 * len(paged)), 5.5 if sensitivity else 3.2)
-    axes = figure.subplots(2 if sensitivity else 1, 1, sharex=True, squeeze=False)[:, 0]
-    indices = [layer.geometry.index for layer in paged]
-    for offset, side in ((-0.2, SIDES[0]), (0.2, SIDES[1])):
-        bits = [sum(fmt.num_bits for fmt in layer.formats(side)) / len(layer.formats(side)) for layer in paged]
-        bars = axes[0].bar([index + offset for index in indices], bits, 0.4, label=SIDE_NAMES[side])
-        if len(paged) <= 48:
-            axes[0].bar_label(bars, [f"{count:g}" for count in bits], fontsize=7)
-        if side in sensitivity:
-            axes[1].plot(indices, [value or float("nan") for value in sensitivity[side]], ".-", label=SIDE_NAMES[side])
-    axes[0].set(title="Bits of a code, by layer", ylabel="bits")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
-    if sensitivity:
-        axes[1].set(title="Sensitivity in the worst candidate (PM-KVQ, Eq. 5)", yscale="log")
-    axes[-1].set_xlabel("layer")
-    _save(figure, path)
+class Unit(NamedTuple):
+    """A layer in the heat map: a cell for its keys and one for its values, of (class, number, title)."""
 
-
-def draw_quality(title: str, kl: Sequence[Series], accuracy: Sequence[Series], path: Path) -> None:
-    """Write KL (nats per token, logarithmic) and accuracy (%) against bits: a panel for each that has points. Bars are
-    one standard error."""
-    shown = [(name, series) for name, series in (("kl", kl), ("accuracy", accuracy)) if any(s.points for s in series)]
-    figure = _figure(7.0 * max(1, len(shown)), 5.5)
-    figure.suptitle(title, fontsize=11)
-    for axes, (name, series) in zip(figure.subplots(1, max(1, len(shown)), squeeze=False)[0], shown, strict=False):
-        for (colour, marker), one in zip(STYLES, series, strict=False):
-            points = sorted(one.points)
-            values = [max(point.value, SMALLEST_KL) if name == "kl" else point.value for point in points]
-            below = [min(p.error, 0.7 * v) if name == "kl" else p.error for p, v in zip(points, values, strict=True)]
-            axes.errorbar(
-                [point.bits for point in points], values, [below, [point.error for point in points]],
-                color=colour, marker=marker, linestyle="-" if one.is_joined else "", capsize=3, label=one.name,
-            )  # fmt: skip
-        found = [point.bits for one in series for point in one.points]
-        axes.set(xscale="log", xlim=(min(found) / 1.1, max(found) * 1.1), xlabel=f"{BITS} (logarithmic)")
-        axes.set_xticks([tick for tick in TICKS if min(found) / 1.1 < tick < max(found) * 1.1])
-        axes.minorticks_off()
-        axes.xaxis.set_major_formatter("{x:g}")
-        if name == "kl":
-            axes.set(yscale="log", ylabel=f"KL to 16 bits (nats per token); {SMALLEST_KL:g} and less drawn there")
-        else:
-            axes.set(ylabel="accuracy (%), mean over tasks")
-        axes.grid(alpha=0.25)
-    if shown:
-        handles, names = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
-    _save(figure, path)
-
-
-def rows_series(rows: Iterable[tuple[str, Row]]) -> tuple[list[Series], list[Series]]:
-    """KL and accuracy of measured plans (for ``draw_quality``), a series for each name."""
-    kl, accuracy = dict[str, list[Point]](), dict[str, list[Point]]()
-    for name, row in rows:
-        kl.setdefault(name, []).append(Point(row.bits_per_value, row.text.kl, row.text.kl_se or 0.0))
-        points = accuracy.setdefault(name, [])
-        if row.accuracy is not None:
-            points.append(Point(row.bits_per_value, 100 * row.accuracy, 100 * (row.accuracy_se or 0.0)))
-    return [Series(*one) for one in kl.items()], [Series(*one) for one in accuracy.items()]
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Figure, path: Path) -> None:
-    png = io.BytesIO()
-    figure.savefig(png, format="png", metadata={"Software": None})
-    write_bytes_atomic(path, png.getvalue())
+    layer: int
+    cells: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True)
-class Section:
-    """``figure``: the file of a picture, which the page holds itself."""
+class Folded:
+    """Tables that are shown when they are asked for."""
 
     name: str
     tables: tuple[View, ...]
-    figure: Path | None = None
+    is_open: bool = False
     note: str = ""
-
-    @property
-    def png(self) -> str:
-        return "" if self.figure is None or not self.figure.is_file() else b64encode(self.figure.read_bytes()).decode()
 
 
 def write_report(folder: Folder) -> Path:
-    """Write report.html of what ``folder`` holds, with its figures bits.png and quality.png, and return its path."""
+    """Write report.html of what ``folder`` holds, with the pictures bits.png and quality.png, and return its path."""
     from jinja2 import Environment
 
     plan = load_plan(folder.plan) if folder.plan.is_file() else None
-    sections = [*(_plan_sections(folder, plan) if plan else ()), *_measured_sections(folder, plan)]
-    if not sections:
+    page = _measured_parts(folder) | ({} if plan is None else _plan_parts(folder, plan))
+    folded = list(_folded(folder, plan))
+    if not page and not folded:
         raise ArtifactError(
             f"{folder.path}: nothing to report: no plan, evaluation, comparison or study lies there",
             hint="name the --out of `kvcal run`, `search`, `compare` or `tune`, or DIR/NAME of `kvcal plan`",
         )
-    template = Path(__file__).with_name("report.html").read_text()
-    title = f"kvcal: {sections[0].tables[0][0]}"
-    if plan is not None:
-        title = f"{plan.model.id}: {plan.bits_per_value():.2f} bits per cached value"
-        facts = {"plan sha256": plan.sha256, **flat("", plan.provenance)}
-        rows = [(name, str(value)) for name, value in sorted(facts.items())]
-        sections.append(Section("Provenance", (View("The plan was made from", ("", "value"), rows),)))
-    page = Environment(autoescape=True).from_string(template).render(title=title, sections=sections)
-    write_text_atomic(folder.report, page)
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    html = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    write_text_atomic(folder.report, html.render({"verdicts": SAID, "limits": VERDICTS, **page, "folded": folded}))
     return folder.report
 
 
-def _plan_sections(folder: Folder, plan: Plan) -> Iterator[Section]:
-    """The plan, its budget, its bits with the profile's sensitivity, what each option costs, and its search."""
-    shown = [tables.plan_table(plan, plan.workload, load_damage(folder.plan, plan))]
+def _plan_parts(folder: Folder, plan: Plan) -> dict[str, Any]:
+    """All that a plan by itself tells, and what its allocation and profile add."""
+    workload, damage = plan.workload, load_damage(folder.plan, plan)
+    raw, total = plan.raw_nbytes(workload.lengths), plan.predicted_bytes
+    ratio, word = (raw / total, "smaller") if total <= raw else (total / raw, "larger")
+    sequences = "1 sequence" if workload.batch == 1 else f"{workload.batch} sequences"
     try:
         allocation, inputs = allocation_of(plan, folder)
-        shown.append(tables.budget_table(allocation))
     except ArtifactError:  # none, or of another plan: the plan by itself is left
-        inputs = {}
-    yield Section("Plan", tuple(shown))
+        allocation, inputs = None, {}
+    profile = load_profile(folder.profile) if "profile.sha256" in inputs and folder.profile.is_file() else None
+    costs, of_costs = _costs(plan, profile)
+    draw_bits(plan.layers, costs, of_costs, folder.bits)
+    headline = f"{ratio:.1f}× {word}"
+    return {
+        "heading": plan.model.id,
+        "title": f"{plan.model.id}: {headline}",
+        "headline": headline,
+        "facts": f"{plan.model.model_type}, {len(plan.layers)} layers, cache in {plan.cache_dtype}"
+        + (f", recipe {plan.provenance['recipe']}" if plan.provenance.get("recipe") else ""),
+        "lead": f"The cache of {sequences} of {workload.context:,} tokens takes {format_bytes(total)} "
+        f"in place of {format_bytes(raw)}.",
+        "level": "unchecked" if damage is None else damage.verdict,
+        "lost": _lost(damage),
+        "bars": [
+            (name, format_bytes(nbytes), 100 * nbytes / max(raw, total))
+            for name, nbytes in (("16 bits", raw), ("this plan", total))
+        ],
+        "parts": _bytes_parts(plan),
+        "gains": _gains(plan, allocation, profile),
+        "units": [_unit(layer) for layer in plan.layers],
+        "costs": _cost_units(costs, plan.layers),
+        "of_costs": of_costs,
+        "next": _next(plan, damage),
+    }
 
-    sensitivity, choices, note = {}, [], ""
-    try:
-        found = choices_of(plan, folder)
-        choices.append(tables.choices_table(found))
-        if "profile.sha256" in inputs:
-            profile, indices = load_profile(folder.profile), [p.geometry.index for p in plan.layers if p.is_paged]
-            objective: Objective = "sensitivity" if profile.setup.spec.gradients else "kl"
-            sensitivity = {
-                side: [max(map(sum, profile.losses(objective, i, side).values())) for i in indices] for side in SIDES
-            }
-    except ArtifactError as refused:
-        note = refused.message.replace(f"{folder.path}/", "")
-    draw_bits(plan.layers, sensitivity, folder.bits)
-    layers = tables.layer_table(plan.layers, plan.cache_dtype, plan.workload)
-    yield Section("Bits", (layers, *choices), folder.bits, note)
-    if "search.sha256" in inputs and folder.search.is_file():
-        yield Section("Search", (tables.search_table(load_search(folder.search).report),))
+
+def _lost(damage: Damage | None) -> list[tuple[str, str, str]]:
+    """What a plan did to predictions: (name, value, what that is)."""
+    if damage is None:
+        return []
+    of = f"over {damage.num_tokens:,} tokens of {damage.texts.partition(':')[0]}"
+    found = [
+        ("KL to 16 bits", decimal(damage.kl, damage.kl_error), f"nats a token, {of}"),
+        ("Same next token", f"{100 * damage.top1:.1f} %", "of tokens whose most likely token stays"),
+    ]
+    places = [(f"layer {one.layer} {one.side.upper()}", f"KL {one.kl:.2g} alone") for one in damage.worst]
+    if places:
+        (most, alone), *others = places
+        found.append(("Most by", most, "; ".join([alone, *(f"then {name}, {kl}" for name, kl in others)])))
+    return found
 
 
-def _measured_sections(folder: Folder, plan: Plan | None) -> Iterator[Section]:
-    """A comparison, or an evaluation; and a study."""
+def _bytes_parts(plan: Plan) -> list[Part]:
+    lengths, context = plan.workload.lengths, plan.workload.context
+    found = parts_of(plan.layers, plan.cache_dtype, lengths, context)
+    found["transforms"] += tensors_nbytes(plan.tensors)
+    total = plan.predicted_bytes
+    return [Part(key, *PARTS[key], format_bytes(found[key]), 100 * found[key] / total) for key in PARTS if found[key]]
+
+
+def _gains(plan: Plan, allocation: Allocation | None, profile: Profile | None) -> list[tuple[str, str, str, str]]:
+    """(what, at 16 bits, with the plan, a note)."""
+    workload, rows = plan.workload, []
+    if allocation is not None and (allocation.split.weights is None or profile is not None):
+        # The vocabulary counts where a whole device is shared with logits.
+        gain = gain_of(plan, allocation.split, 0 if profile is None else profile.setup.vocab_size)
+        within = f"within {format_bytes(gain.budget)}" + ("" if allocation.split.weights is None else ", with weights")
+        for what, key in (
+            (f"Largest batch at {workload.context:,} tokens", "max_batch"),
+            (f"Longest context at batch {workload.batch}", "max_context"),
+        ):
+            with_plan = "its own alone" if gain.fit is None else f"{getattr(gain.fit, key):,}"
+            rows.append((what, f"{getattr(gain.raw_fit, key):,}", with_plan, within))
+    bounded = any(not layer.is_paged for layer in plan.layers)
+    of = "of the layers that grow with tokens" if bounded else "everything counted"
+    return [*rows, ("Bits per cached value", "16", f"{plan.bits_per_value():.2f}", of)]
+
+
+def _unit(layer: LayerPlan) -> Unit:
+    if layer.is_paged:
+        cells = [(layer.format(side).num_bits, tables.side_name(layer, side)) for side in SIDES]
+        return Unit(layer.geometry.index, tuple((f"b{bits}", str(bits), name) for bits, name in cells))
+    if isinstance(layer.geometry, AttentionGeometry):
+        return Unit(layer.geometry.index, (("bounded", "16", f"window of {layer.geometry.window} tokens"),) * 2)
+    return Unit(layer.geometry.index, (("bounded", "", "state"),) * 2)
+
+
+Costs = Mapping[Side, Mapping[int, float]]
+
+
+def _costs(plan: Plan, profile: Profile | None) -> tuple[Costs, str]:
+    """What the profile measured in the worst candidate of every layer, by side and index, and what that is."""
+    if profile is None:
+        return {}, ""
+    objective: Objective = "sensitivity" if profile.setup.spec.gradients else "kl"
+    indices = [layer.geometry.index for layer in plan.layers if layer.is_paged]
+    costs = {side: {i: max(map(sum, profile.losses(objective, i, side).values())) for i in indices} for side in SIDES}
+    if objective == "sensitivity":
+        return costs, "Sensitivity of each layer in its worst candidate (PM-KVQ, Eq. 5)"
+    return costs, f"KL of each layer's keys or values alone, at {min(profile.setup.spec.kl_bits)} bits"
+
+
+def _cost_units(costs: Costs, layers: Sequence[LayerPlan]) -> list[Unit]:
+    """A second heat map, over three decades below the largest cost. None where nothing costs anything."""
+    largest = max((cost for of_side in costs.values() for cost in of_side.values()), default=0.0)
+    if largest <= 0:
+        return []
+    units = []
+    for layer in layers:
+        index, cells = layer.geometry.index, []
+        for side in SIDES:
+            cost = costs[side].get(index)
+            decades = 9.0 if not cost else math.log10(largest / cost)
+            shade = "bounded" if cost is None else f"c{max(0, 5 - int(decades * 2))}"
+            cells.append((shade, "" if cost is None else f"{cost:.0e}".replace("e-0", "e-"), f"{side.upper()} {cost}"))
+        units.append(Unit(index, tuple(cells)))
+    return units
+
+
+def _next(plan: Plan, damage: Damage | None) -> list[tuple[str, str]]:
+    """(purpose, command line), for a shell in the plan's folder."""
+    model, file, workload = plan.model.id, "plan.safetensors", plan.workload
+    widest = max(plan.layers, key=lambda layer: layer.format("k").num_bits if layer.is_paged else 0)
+    sizes = f"--bits {math.ceil(plan.bits_per_value()) + 1} --batch {workload.batch} --context {workload.context}"
+    why = "Ask why a layer has its bits", _line("inspect", file, "--why", widest.geometry.index)
+    if damage is not None and damage.is_destroyed:
+        return [("Make a larger plan", _line("plan", model, *sizes.split())), why]
+    tasks = [] if model == MODEL_NAME else ["--tasks", "retrieval:4096"]
+    return [
+        ("Measure it next to 16 bits", _line("eval", file, "--model", model, *tasks)),
+        ("Generate with it", _generate(model, file)),
+        ("Serve it", _line("serve-args", file, "--engine", "vllm", "--model", model)),
+        why,
+    ]
+
+
+def _line(*words: object) -> str:
+    return shlex.join(["kvcal", *map(str, words)])
+
+
+def _generate(model: str, plan: str) -> str:
+    return _line("generate", "--model", model, "--plan", plan, "--prompt", "Once upon a time")
+
+
+def _folded(folder: Folder, plan: Plan | None) -> Iterator[Folded]:
+    """All tables of what lies there."""
     if (folder.path / COMPARISON).is_file():
-        comparison = load_comparison(folder.path / COMPARISON)
-        series = rows_series((entry.recipe, row) for entry, row in comparison.measured)
-        draw_quality(f"{comparison.model}: quality against size", *series, folder.quality)
-        yield Section("Comparison", (tables.comparison_table(comparison),), folder.quality)
+        yield Folded("All that was measured", (tables.comparison_table(load_comparison(folder.path / COMPARISON)),))
     elif folder.evaluation.is_file() and (evaluation := load_evaluation(folder.evaluation)).rows:
-        draw_quality("Quality against size", *rows_series((row.name, row) for row in evaluation.rows), folder.quality)
-        yield Section("Evaluation", (tables.evaluation_table(evaluation),), folder.quality)
+        yield Folded("All that was measured", (tables.evaluation_table(evaluation),))
     if (folder.path / STUDY).is_file():
         tuning = load_tuning(folder.path)
         thresholds = None if plan is None else plan.provenance.get("thresholds")
         table = tables.tuned_table(tuning, thresholds, None if plan is None else plan.workload)
-        yield Section("Study", (table,))
+        yield Folded("Study", (table,), is_open=True)
+    if plan is None:
+        return
+    yield Folded(
+        "Formats and bytes of every layer", (tables.layer_table(plan.layers, plan.cache_dtype, plan.workload),)
+    )
+    shown, note = [tables.plan_table(plan, plan.workload, load_damage(folder.plan, plan))], ""
+    try:
+        allocation, inputs = allocation_of(plan, folder)
+        shown.append(tables.budget_table(allocation))
+        if "search.sha256" in inputs and folder.search.is_file():
+            yield Folded("Search", (tables.search_table(load_search(folder.search).report),), is_open=True)
+        yield Folded("What each option would cost", (tables.choices_table(choices_of(plan, folder)),))
+    except ArtifactError as refused:
+        note = refused.message.replace(f"{folder.path}/", "")
+    yield Folded("The plan and its budget", tuple(shown), note=note)
+    facts = {"plan sha256": plan.sha256, **flat("", plan.provenance)}
+    rows = [(name, " ".join(map(str, v)) if isinstance(v, list) else str(v)) for name, v in sorted(facts.items())]
+    yield Folded("Provenance", (View("The plan was made from", ("", "value"), rows),))
+
+
+def _measured_parts(folder: Folder) -> dict[str, Any]:
+    """A comparison, or an evaluation."""
+    if (folder.path / COMPARISON).is_file():
+        comparison = load_comparison(folder.path / COMPARISON)
+        found = verdict(comparison)
+        rows = of_comparison(comparison, found)
+        draw_quality(f"{comparison.model}: quality against size", *series_of(rows), folder.quality)
+        winner = "" if found is None else found.winner.folder(Path("plans")).plan.as_posix()
+        return {
+            "heading": comparison.model,
+            "title": f"{comparison.model}: {found or 'plans side by side'}",
+            "headline": str(found or "Plans side by side"),
+            "facts": f"priced at {comparison.workload.batch} × {comparison.workload.context:,} tokens",
+            **dots_of(rows),
+            "texts": comparison.data,
+            "refused": [(e.name, e.refusal.message) for e in comparison.entries if e.refusal is not None],
+            "next": [] if found is None else [("Generate with it", _generate(comparison.model, winner))],
+        }
+    if folder.evaluation.is_file() and (evaluation := load_evaluation(folder.evaluation)).rows:
+        rows, ours = of_evaluation(evaluation), evaluation.rows[-1]
+        draw_quality("Quality against size", *series_of(rows), folder.quality)
+        return {
+            "heading": ours.name,
+            "title": f"{ours.name}: next to 16 bits",
+            "headline": f"KL {decimal(ours.text.kl, ours.text.kl_se)}",
+            **dots_of(rows),
+            "texts": evaluation.data,
+        }
+    return {}

@@ -350,5 +350,7 @@ def choices_table(found: Choices) -> View:
         "sensitivity": ["" if one.sensitivity is None else f"{one.sensitivity:.4g}" for one in found.options],
     }
     said = columns[found.measure]  # not twice, and no empty column
-    shown = [(name, cells) for name, cells in columns.items() if any(cells) and (cells is said or cells != said)]
+    shown = [
+        (name, cells) for name, cells in columns.items() if cells is said or (cells != said and set(cells) > {"0"})
+    ]
     return _of_columns("What each option costs", shown)

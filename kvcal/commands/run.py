@@ -350,7 +350,7 @@ def compare(
     given.show(strict.dump(comparison), tables.comparison_table(comparison), *([] if found is None else [str(found)]))
     reporter.say(f"table: {folder.path / compare_stage.FILE}\nreport: {folder.report}")
     if found is not None:
-        [winner] = [point.folder(folder.path / "plans").plan for point in points if point.name == found.winner.name]
+        winner = found.winner.folder(folder.path / "plans").plan
         following = options.command_line("generate", "--model", model, "--plan", winner, "--prompt", "-")
         reporter.say(f"next: {following} < prompt.txt")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]

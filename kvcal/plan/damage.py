@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -19,6 +19,12 @@ DAMAGE, DAMAGE_SCHEMA = "damage", 1
 # A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that is sure of
 # nothing changes its most likely token for nothing.
 MAX_KL, MIN_TOP1, MIN_KL = 0.5, 0.8, 0.1
+# Up to FINE_KL, with a top-1 from FINE_TOP1 on, look-ups and problems were those of 16 bits (docs/real.md).
+FINE_KL, FINE_TOP1 = 0.02, 0.94
+VERDICTS = (
+    f"Fine: up to {FINE_KL:g}, with {FINE_TOP1:.0%} of next tokens the same. Destroyed: above {MAX_KL:g}, or above "
+    f"{MIN_KL:g} with fewer than {MIN_TOP1:.0%}."
+)
 LIMITS = f"allowed: KL up to {MAX_KL:g} and, where it is above {MIN_KL:g}, top-1 from {MIN_TOP1:.0%} on"
 
 
@@ -49,6 +55,12 @@ class Damage:
     @property
     def is_destroyed(self) -> bool:
         return is_destroyed(self.kl, self.top1)
+
+    @property
+    def verdict(self) -> Literal["fine", "watch", "destroyed"]:
+        if self.is_destroyed:
+            return "destroyed"
+        return "fine" if self.kl <= FINE_KL and self.top1 >= FINE_TOP1 else "watch"
 
     def __str__(self) -> str:
         error = "" if self.kl_error is None else f" ± {self.kl_error:.1g}"

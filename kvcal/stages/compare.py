@@ -58,8 +58,12 @@ class Point:
 
     def folder(self, plans: Path) -> Folder:
         """Its folder below ``plans``, with the profile of all budgets one folder up; no name leads elsewhere."""
-        above = plans / re.sub(r"^\.+|[^\w.+-]", "_", self.recipe.name)
-        return Folder(above / ("own" if self.bits is None else format(self.bits, "g")), above)
+        return _folder(plans, self.recipe.name, self.bits)
+
+
+def _folder(plans: Path, recipe: str, bits: float | None) -> Folder:
+    above = plans / re.sub(r"^\.+|[^\w.+-]", "_", recipe)
+    return Folder(above / ("own" if bits is None else format(bits, "g")), above)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -83,6 +87,10 @@ class Entry:
     is_baseline: bool
     refusal: Refusal | None = None
     row: Row | None = None
+
+    def folder(self, plans: Path) -> Folder:
+        """Where its plan is; see ``Point.folder``."""
+        return _folder(plans, self.recipe, self.bits)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

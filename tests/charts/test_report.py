@@ -1,28 +1,27 @@
-"""The report: what the records say stands in it, it refers to nothing outside, hostile text stays text;
-and its two figures are PNGs of equal bytes, with the points where their values are."""
+"""The report: the verdict, the bytes, the layers and what was measured are those of the records; it refers to nothing
+outside, and hostile text stays text."""
 
-import errno
 import hashlib
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from artifact_subjects import save_comparison, search_result
-from report_cases import K3, UNIFORM, V2, V8, attention, evaluation, plan_of, row
+from artifact_subjects import profile, save_comparison, search_result
+from report_cases import K3, UNIFORM, V2, attention, evaluation, plan_of, row
 
-from kvcal import report as figures
 from kvcal.data.reading import TuneSpec
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.geometry import StateGeometry
-from kvcal.plan.plan import RAW, LayerPlan, Plan, save_plan
+from kvcal.measured_rows import decimal, dots_of, of_evaluation
+from kvcal.plan.damage import Damage, SideDamage, save_damage
+from kvcal.plan.layer import parts_of
+from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.progress import SILENT
-from kvcal.report import SMALLEST_KL, Point, Series, draw_bits, draw_quality, rows_series, write_report
+from kvcal.report import _cost_units, _costs, write_report
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import BudgetSplit, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
@@ -33,21 +32,21 @@ from kvcal.stages.tune import Outcome, tune
 
 HOSTILE = """</td></title><script>alert("1")</script><img src='http://x.example/a.png' onerror=alert(1)>&amp;"""
 LOADS = r"<(script|link|iframe|object|embed|base|form|a|image|use)\b|\s(href|action|srcset|on\w+)=|url\(|@import"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def report(folder: Path) -> str:
     """A page that no browser would load anything for, and that runs nothing."""
     text = write_report(Folder(folder)).read_text()
     assert not re.search(LOADS, text) and POLICY in text
-    assert set(re.findall(r'src="(.{22})', text)) <= {"data:image/png;base64,"}
+    assert "src=" not in text and "://" not in re.sub(r">[^<]*<", "><", text)  # in text alone, if at all
     return text
 
 
 def rows_of(text: str) -> list[list[str]]:
     """Cells of all tables."""
-    rows = re.findall(r"<tr>(.*?)</tr>", text, re.S)
-    return [[unescape(cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, re.S)] for row in rows]
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text, re.S)
+    return [[unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)] for row in rows]
 
 
 def sections_of(text: str) -> list[str]:
@@ -81,8 +80,14 @@ def searched(folder: Path) -> None:
 
 def compared(folder: Path, name: str = "a-model") -> None:
     entries = tuple(
-        Entry(n, n.split(" @")[0], "r", None, n in ("16-bit", "kivi-2"), None, row(n, UNIFORM, kl, correct))
-        for n, kl, correct in (("16-bit", 1e-7, 8), ("kivi-2", 0.05, 3), (f"{name} @ 3", 0.01, 7))
+        Entry(
+            n, n.split(" @")[0], "r", bits, bits is None, None, row(n, UNIFORM, kl, correct, 0.01 if kl < 0.05 else 0.0)
+        )
+        for n, bits, kl, correct in (
+            ("16-bit", None, 1e-7, 8),
+            ("kivi-2", None, 0.05, 3),
+            (f"{name} @ 3", 3.0, 0.01, 7),
+        )
     )
     save_comparison(Comparison(name, {}, "text", "f", 1, UNIFORM.workload, entries), folder / "compare.json")
 
@@ -113,7 +118,7 @@ def test_equal_records_give_equal_bytes_that_stand_alone(name: str, tmp_path: Pa
 def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     found = report(tmp_path)
-    assert sections_of(found) == ["plan", "bits", "evaluation", "provenance"] and found.count("<img") == 2
+    assert sections_of(found) == ["gain", "lost", "measured", "bytes", "layers", "next", "details"]
     assert {path.name for path in tmp_path.glob("*.png")} == {"bits.png", "quality.png"}
     cells = {cells[0]: cells[1:] for cells in rows_of(found)}
     assert cells["budget"][1] == str(plan.predicted_bytes + 7_000_000)
@@ -127,7 +132,7 @@ def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) ->
 def test_a_search_has_the_plans_of_all_systems(tmp_path: Path) -> None:
     searched(tmp_path)
     found = report(tmp_path)
-    assert sections_of(found) == ["plan", "bits", "search", "provenance"]
+    assert "<summary>Search</summary>" in found
     assert ["kitty (ships)", "2.500", "0.2 ± 0.01", "0.25 ± 0.02", "0 ± 0", ""] in rows_of(found)
     assert ["kivi-2", "3.100", "0.4 ± 0.03", "", "", ""] in rows_of(found)
     assert ["b", "", "", "", "", "too slow"] in rows_of(found)
@@ -137,9 +142,13 @@ def test_a_comparison_stands_for_its_evaluation(tmp_path: Path) -> None:
     compared(tmp_path)
     save_evaluation(evaluation(row("16-bit", UNIFORM, 1e-7, 8)), Folder(tmp_path).evaluation)
     found = report(tmp_path)
-    assert sections_of(found) == ["comparison"] and found.count("<img") == 1
-    [cells] = [cells for cells in rows_of(found) if cells[0] == "a-model @ 3"]
+    assert sections_of(found) == ["measured", "next", "details"]
+    shown, cells = (cells for cells in rows_of(found) if cells[0] == "a-model @ 3")
     assert cells[1] == "3.750" and "0.01000 ± 0.01000" in cells
+    assert shown[1] == "3.75" and "0.010 ± 0.010" in shown and "7 of 8" in shown
+    winner = "a-model @ 3: 1/5 of kivi-2's KL at its bytes"
+    assert f"<title>a-model: {winner}</title>" in unescape(found) and f">{winner}</h1>" in unescape(found)
+    assert "--plan plans/a-model/3/plan.safetensors" in found
 
 
 def test_a_study_marks_the_chosen_trial(tmp_path: Path) -> None:
@@ -162,56 +171,116 @@ def test_an_empty_folder_has_no_report(tmp_path: Path) -> None:
 
 
 MIXED = plan_of(
-    LayerPlan(attention(0), (RAW,), (V8,)),
+    LayerPlan(attention(0, window=512)),
     LayerPlan(attention(1), (K3,), (V2,)),
-    LayerPlan(attention(2, window=128)),
-    LayerPlan(StateGeometry(3, 4096)),
+    LayerPlan(attention(5), (replace(K3, num_bits=16, axis="token", group_size=128),), (V2,)),
+    LayerPlan(StateGeometry(6, 4096)),
 )
-DEEP = plan_of(*(LayerPlan(attention(i), (K3,), (V8,)) for i in range(80)))
-MANY = [Series(f"system {i}", [Point(b - 0.01 * i, 0.06 / b, 0.01) for b in (2.25, 2.5, 3.0)]) for i in range(40)]
+
+
+def damaged(plan: Plan, kl: float, top1: float, worst: tuple[SideDamage, ...] = ()) -> Damage:
+    return Damage(plan.sha256, kl, 0.0003, top1, 1024, "tasks: all of them", worst, {})
 
 
 @pytest.mark.parametrize(
-    "draw",
+    ("kl", "top1", "level"),
     [
-        lambda path: draw_bits(MIXED.layers, {"k": [0.1, 0.0], "v": [0.2, 0.3]}, path),
-        lambda path: draw_bits(DEEP.layers, {}, path),
-        lambda path: draw_quality("t", MANY, MANY, path),
-        lambda path: draw_quality("t", [], [], path),
+        (0.0025, 0.973, "fine"),
+        (0.02, 0.93, "watch"),
+        (0.03, 0.99, "watch"),
+        (0.2, 0.7, "destroyed"),
+        (None, 1, "unchecked"),
     ],
 )
-def test_equal_content_gives_equal_bytes(tmp_path: Path, draw: Callable[[Path], None]) -> None:
-    paths = [tmp_path / name for name in ("a.png", "b.png")]
-    for path in paths:
-        draw(path)
-    first, second = (path.read_bytes() for path in paths)
-    assert first == second and first[:8] == b"\x89PNG\r\n\x1a\n"
-    assert b"Software" not in first and b"Creation" not in first
+def test_the_verdict_and_the_factor_come_first(kl: float | None, top1: float, level: str, tmp_path: Path) -> None:
+    """And a plan that destroys the model is not recommended."""
+    save_plan(MIXED, Folder(tmp_path).plan)
+    if kl is not None:
+        worst = (SideDamage(1, "k", 0.15), SideDamage(5, "v", 0.05)) if level == "destroyed" else ()
+        save_damage(damaged(MIXED, kl, top1, worst), Folder(tmp_path).plan)
+    text = report(tmp_path)
+    factor = f"{MIXED.raw_nbytes(MIXED.workload.lengths) / MIXED.predicted_bytes:.1f}× smaller"
+    assert f"<title>m: {factor}</title>" in text and f"<h1>{factor}</h1>" in text
+    header = text[text.index("<header>") : text.index("</header>")]
+    assert re.findall(r'class="verdict (\w+)"', header) == [level] and f"{MIXED.bits_per_value():.2f}" not in header
+    assert ("kvcal serve-args" in text) == (level != "destroyed") == ("kvcal plan" not in text)
+    assert ("Most by</dt><dd><b>layer 1 K</b><small>KL 0.15 alone; then layer 5 V, KL 0.05 alone" in text) == (
+        level == "destroyed"
+    )
+    assert ("Nothing was measured" in text) == (level == "unchecked")
+    assert (">0.0025 ± 0.0003</b>" in text and ">97.3 %</b>" in text) == (level == "fine")
 
 
-def test_points_lie_where_their_values_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
-    rows = [("a", row("a @ 3", UNIFORM, 0.05, 6)), ("b", row("b", MIXED, -1e-9, 8))]
-    draw_quality("t", *rows_series(rows), tmp_path / "a.png")
-    kl, accuracy = drawn[0].axes
-    assert [line.get_xydata()[0].tolist() for line in kl.lines[::3]] == [
-        [UNIFORM.bits_per_value(), 0.05], [MIXED.bits_per_value(), SMALLEST_KL]
+def test_bars_and_parts_are_the_bytes(tmp_path: Path) -> None:
+    save_plan(MIXED, Folder(tmp_path).plan)
+    text = report(tmp_path)
+    raw, total = MIXED.raw_nbytes(MIXED.workload.lengths), MIXED.predicted_bytes
+    assert re.findall(r'class="(raw|ours)" style="width:([\d.]+)%', text) == [
+        ("raw", "100.00"), ("ours", f"{100 * total / raw:.2f}")
     ]  # fmt: skip
-    assert [line.get_ydata()[0] for line in accuracy.lines[::3]] == [75.0, 100.0]
-    assert [text.get_text() for text in drawn[0].legends[0].texts] == ["a", "b"]
-    draw_bits(MIXED.layers, {"k": [0.1, 0.0], "v": [0.2, 0.3]}, tmp_path / "b.png")
-    bits, sensitivity = drawn[1].axes
-    assert [patch.get_height() for patch in bits.patches] == [16, 3, 8, 2]
-    assert sensitivity.lines[1].get_ydata().tolist() == [0.2, 0.3] and sensitivity.get_yscale() == "log"
-    draw_bits(MIXED.layers, {"k": [0.0, 0.0], "v": [0.0, 0.0]}, tmp_path / "c.png")
-    assert len(drawn[2].axes) == 1  # nothing is lost anywhere: no logarithm to draw
+    parts = parts_of(MIXED.layers, "bfloat16", MIXED.workload.lengths, MIXED.workload.context)
+    assert sum(parts.values()) == total and {"sliding_windows", "states", "codes"} <= parts.keys()
+    stack = dict(re.findall(r'<i class="(\w+)" style="width:([\d.]+)%" title', text))
+    assert stack == {name: f"{100 * nbytes / total:.2f}" for name, nbytes in parts.items()}
+    assert sum(map(float, stack.values())) == pytest.approx(100, abs=0.1)
 
 
-def test_full_disk_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(b"old")
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(ArtifactError, match="No space left"):
-        draw_quality("t", MANY, [], path)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+def test_every_layer_has_a_cell_for_keys_and_one_for_values(tmp_path: Path) -> None:
+    """Sliding layers, 16 bits and states, too; names of formats are told where one points at them."""
+    save_plan(MIXED, Folder(tmp_path).plan)
+    text = report(tmp_path)
+    heat = text[text.index('<div class="layers bits">') : text.index('<section id="next">')]
+    cells = re.findall(r'<span class="(\w+)" title="([^"]*)">(\d*)</span>', heat)
+    assert [(shade, bits) for shade, _, bits in cells] == [
+        ("bounded", "16"), ("bounded", "16"), ("b3", "3"), ("b2", "2"), ("b16", "16"), ("b2", "2"), ("bounded", ""),
+        ("bounded", ""),
+    ]  # fmt: skip
+    assert cells[0][1] == "window of 512 tokens" and cells[2][1] == "3 channel g64" and cells[-1][1] == "state"
+    assert re.findall(r"<small>(\d+)</small>", heat) == ["0", "1", "5", "6"]
+    styles = text[: text.index("</style>")]
+    assert all(f".{shade}" in styles and f"--{shade}:" in styles for shade in ("b1", "b2", "b3", "b4", "b8", "b16"))
+
+
+def test_the_reach_within_the_budget_is_told_with_weights(tmp_path: Path) -> None:
+    """Only with the profile, which knows the vocabulary, where a device holds weights as well."""
+    plan = planned(tmp_path)
+    assert "Largest batch" not in report(tmp_path)
+    allocation = unbudgeted(plan.layers, plan.model, plan.cache_dtype, plan.workload, plan.provenance)
+    save_allocation(allocation, {}, Folder(tmp_path).allocation)
+    [found] = re.findall(r"Largest batch at 4,096 tokens</dt><dd><s>(\d+) → </s><b>(\d+)</b>", report(tmp_path))
+    assert int(found[0]) < int(found[1]) == plan.workload.batch
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_costs_are_named_by_what_was_measured(gradients: bool, tmp_path: Path) -> None:
+    measured = profile()
+    spec = replace(measured.setup.spec, gradients=gradients)
+    found = replace(measured, setup=replace(measured.setup, spec=spec))
+    plan = plan_of(*(LayerPlan(layer, (K3,), (V2,)) for layer in measured.setup.layers))
+    costs, title = _costs(plan, found)
+    lowest = min(spec.kl_bits)
+    assert title == (
+        "Sensitivity of each layer in its worst candidate (PM-KVQ, Eq. 5)" if gradients
+        else f"KL of each layer's keys or values alone, at {lowest} bits"
+    )  # fmt: skip
+    first = measured.setup.layers[0].index
+    kl = max(found.kl(first, "k").tolist()), float(measured.sensitivity(first, "k").sum(0).max())
+    assert costs["k"][first] == pytest.approx(kl[gradients])
+    units = _cost_units(costs, plan.layers)
+    assert len(units) == len(plan.layers) and any(shade == "c5" for unit in units for shade, _, _ in unit.cells)
+    nothing = {side: dict.fromkeys(of_side, 0.0) for side, of_side in costs.items()}
+    assert _cost_units(nothing, plan.layers) == []
+
+
+def test_points_lie_on_one_axis_of_kl() -> None:
+    rows = [row("16-bit", MIXED, 1e-8, 8), row("kivi-2", UNIFORM, 0.1, None), row("plan", UNIFORM, 0.01, None)]
+    found = dots_of(of_evaluation(evaluation(*[replace(one, tasks=()) for one in rows])))
+    assert found["ends"] == ["0.01", "1"] and found["columns"] == ["same next token"]
+    places = {dot.name: (dot.role, dot.at, dot.low) for dot in found["dots"]}
+    assert places == {
+        "16-bit": ("rival", 0, 0), "kivi-2": ("rival", pytest.approx(50), pytest.approx(47.7, abs=0.1)),
+        "plan": ("kvcal", 0, 0),
+    }  # fmt: skip
+    assert [decimal(kl, error) for kl, error in ((0.81, 0.002), (0.0078, 0.01), (5e-5, 1e-5), (0.25, None))] == [
+        "0.810 ± 0.002", "0.0078 ± 0.0100", "below 0.0001", "0.25"
+    ]  # fmt: skip

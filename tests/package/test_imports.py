@@ -24,7 +24,7 @@ LEVELS = (
     {"store"},
     {"cache"},
     {"stages", "bench", "engines"},
-    {"commands", "console", "tables", "lm_eval", "__main__", "report"},
+    {"commands", "console", "tables", "lm_eval", "__main__", "report", "pictures", "measured_rows"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages",
