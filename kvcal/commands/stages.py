@@ -48,8 +48,6 @@ def profile(
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         base = given.for_model(base, loaded, {}, reporter)
-        if base.chooses_in_a_basis:
-            transform.basis_folder(artifacts.Job(base, loaded, folder, reporter))
         result = formats.profile_folder(loaded, folder, base, reporter)
     given.show(tables.profile_json(result), tables.profile_table(result))
     reporter.say(f"profile: {folder.profile}")

@@ -48,6 +48,7 @@ from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup
 from kvcal.stages.tier_capacity import score_quantile
+from kvcal.stages.transform import basis_folder
 from kvcal.stages.tune import HIGHEST_SHARE, TaskObjective, Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
 
@@ -77,7 +78,8 @@ def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: 
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:
-    """The profile stage: the sensitivity of every layer to the candidates of the recipe's [profile], on its [data].
+    """The profile stage: the sensitivity of every layer to the candidates of the recipe's [profile], on its [data]; in
+    the basis of its [basis], which is fitted first.
 
     Raises:
         UsageError: data that cannot be read, or are too few.
@@ -91,7 +93,7 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         **data_inputs(data),
         **compute_dtype(loaded),
     }
-    basis = basis_stage.load(folder.basis) if recipe.chooses_in_a_basis else None
+    basis = basis_folder(Job(recipe, loaded, folder, reporter)) if recipe.chooses_in_a_basis else None
     inputs |= {} if basis is None else {"basis.sha256": sha256_file(folder.basis)}
     make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache, basis=basis)
     made_on = data.description

@@ -310,7 +310,6 @@ def _budgeted(job: Job, layers: tuple[LayerPlan, ...]) -> Allocation:
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
 # takes every system through its own stages.
 STAGES = (
-    Stage("basis", lambda r: r.chooses_in_a_basis, basis_folder),
     Stage(
         "profile",
         lambda r: bool(r.importance or (r.allocate and not r.search)),

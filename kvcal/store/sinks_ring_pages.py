@@ -270,9 +270,10 @@ class PagedTensor:
             self.pool.records[slots[:, part].flatten()] = records
 
 
+@torch.no_grad()
 def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values_at_once: int | None = None) -> Tensor:
     """out, which gets ``change`` of tokens x [b, n, T, D], handed over as [b, T, n, D]; of some at a time, which bounds
-    the scratch: as many as are encoded, unless told."""
+    the scratch: as many as are encoded, unless told. Without gradients, as packed tokens have none."""
     batch, heads, _, dim = x.shape
     at_once = PAGE_TOKENS * max(1, ENCODE_PAGES // batch)
     if values_at_once is not None:

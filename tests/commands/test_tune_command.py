@@ -142,7 +142,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(whole: Path, model: Path, rec
     ("content", "arguments", "reason"),
     [
         (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "lm-evaluation-harness, of which lm_eval is not"),
-        (UNTUNED + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam]"),
+        (UNTUNED + "[reparam]\n", (), "[tune] needs [formats], and no stage that works on its formats"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
         (RECIPE.replace("seq_len = 300", "seq_len = 100"), (), "fill no page"),
     ],

@@ -164,7 +164,8 @@ def test_every_recipe_is_listed_with_what_it_chooses_by() -> None:
     listed = run_kvcal("recipes", "--ablations", "--json").json
     assert tuple(one["name"] for one in listed) == recipe_names()
     chosen = {one["name"]: one["chooses_by"] for one in listed}
-    assert chosen["default"] == "integer program, combined"
+    assert chosen["sensitivity"] == "integer program, combined"
+    assert chosen["default"] == "integer program, kl; basis"
     assert chosen["best"] == "measured KL of all systems"
     assert chosen["mixkvq"] == "task accuracy, thresholds" and chosen["kvmix"] == "gradient norms"
     assert chosen["kivi-2"] == "fixed formats" and chosen["pm-kvq-2"] == "fixed formats; progressive, λ"

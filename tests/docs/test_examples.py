@@ -113,9 +113,9 @@ def test_the_page_runs_from_a_model_to_text(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "artifacts" / "api"
     plans = [kvcal.load_plan(place / "plan.safetensors") for place in (folder, tmp_path)]
     assert plans == [names["plan"]] * 2
-    sizes = [kvcal.load_plan(folder / f"{bits}bits" / "plan.safetensors").bits_per_value() for bits in (2.5, 4)]
-    assert sizes[0] <= 2.5 < sizes[1] <= 4 and names["plan"].bits_per_value() <= 3
-    assert not (folder / "2.5bits" / "profile.safetensors").exists()  # one profile for all
+    sizes = [kvcal.load_plan(folder / f"{bits}bits" / "plan.safetensors").bits_per_value() for bits in (3.25, 4)]
+    assert sizes[0] <= 3.25 < sizes[1] <= 4 and names["plan"].bits_per_value() <= 3.5
+    assert not (folder / "3.25bits" / "profile.safetensors").exists()  # one profile for all
 
 
 def test_every_name_of_the_package_is_there_and_on_the_page() -> None:
@@ -140,7 +140,9 @@ def test_the_commands_call_them() -> None:
     for path in (ROOT / "kvcal" / "commands").glob("*.py"):
         calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         called |= {ast.unparse(function).rpartition(".")[2] for function in calls}
-    assert {getattr(kvcal, name).__name__ for name in RETURNS} <= called
+    # `kvcal compile` measures a plan before it is written; what is written is the plan of ``compiled``, as in compile.
+    expected = {getattr(kvcal, name).__name__ for name in RETURNS} - {"compile_folder"} | {"compiled"}
+    assert expected <= called
 
 
 def test_a_new_score_chooses_channels(monkeypatch: pytest.MonkeyPatch) -> None:

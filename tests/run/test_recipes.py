@@ -70,7 +70,7 @@ def test_every_section_of_a_recipe_is_read_by_a_stage_that_runs() -> None:
         given = set(tomllib.loads(find_recipe(name).read_text())) - {"description", "model", "evaluate"}
         recipe = load_recipe(name)
         measures = recipe.importance is not None or (recipe.allocate is not None and recipe.search is None)
-        transforms = {"reparam", "predictors", "feedback"}
+        transforms = {"reparam", "predictors", "basis", "feedback"}
         read = {"formats", "importance", "allocate", "search", "progressive", "tune"} | transforms
         read |= {"profile"} if measures else set()
         read |= {"cache"} if measures or recipe.search is not None else set()
