@@ -201,7 +201,7 @@ def _widths(view: View, width: int, header_lines: int) -> list[int]:
 def print_error_json(error: KvcalError) -> None:
     """One line of JSON on stderr, its last: what went wrong, where, what to do, and the exit code. stdout is empty, or
     has the result that the error is about."""
-    names = ("message", "hint", "place", "exit_code", "smallest_bytes")
+    names = ("message", "hint", "place", "exit_code", "smallest_bytes", "least_bits", "parts")
     about = {name: getattr(error, name) for name in names if hasattr(error, name)}
     with suppress(OSError):
         print(json.dumps({"error": {"kind": type(error).__name__} | about}), file=sys.stderr, flush=True)

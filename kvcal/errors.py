@@ -5,7 +5,7 @@ A message names the value, the place and the allowed set; the optional hint says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Self
@@ -50,13 +50,23 @@ class UsageError(KvcalError):
 
 
 class InfeasibleBudget(KvcalError):
-    """No allocation fits; ``smallest_bytes`` is the smallest budget (bytes) that would."""
+    """No allocation fits; ``smallest_bytes`` is the smallest budget (bytes) that would. Where formats are chosen:
+    ``least_bits`` per cached value, rounded up to hundredths, and ``parts``, the bytes by what takes them."""
 
     exit_code = 3
 
-    def __init__(self, message: str, smallest_bytes: int, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        smallest_bytes: int,
+        hint: str | None = None,
+        least_bits: float | None = None,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message, hint)
         self.smallest_bytes = smallest_bytes
+        self.least_bits = least_bits
+        self.parts = parts
 
 
 class UnsupportedModel(KvcalError):

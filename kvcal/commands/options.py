@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from glob import escape, glob
@@ -19,7 +20,7 @@ import typer
 
 from kvcal import console, distributed
 from kvcal.embedded import MODEL_NAME
-from kvcal.errors import UsageError
+from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.lazy_torch import lazy_imports
 from kvcal.progress import Reporter
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
@@ -253,7 +254,11 @@ class WorkloadOptions:
     ] = None
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of each; default: a plan's or a recipe's, or 4096.", min=1, max=MAX_CONTEXT),
+        typer.Option(
+            help="Tokens of each; default: a plan's or a recipe's, or 4096; of `kvcal plan` the model's own maximum.",
+            min=1,
+            max=MAX_CONTEXT,
+        ),
     ] = None
 
     def workload(self, default: plan_file.Workload) -> plan_file.Workload:
@@ -298,6 +303,30 @@ class BudgetOptions(WorkloadOptions):
 def command_line(*words: object) -> str:
     """A command of kvcal, as a shell takes it: also with spaces in a path."""
     return shlex.join(["kvcal", *map(str, words)])
+
+
+@contextmanager
+def naming_what_works(budgets: BudgetOptions, besides: str = "") -> Iterator[None]:
+    """A context whose InfeasibleBudget has this command with the least budget as its hint, and ``besides``."""
+    try:
+        yield
+    except InfeasibleBudget as refused:
+        if refused.least_bits is not None:
+            kind = next(iter(budgets.kinds()), "bits")
+            value = f"{refused.least_bits:.2f}" if kind == "bits" else f"{refused.smallest_bytes}B"
+            line = command_line(*_with_option(sys.argv[1:], f"--{kind.replace('_', '-')}", value))
+            fewer = "; a longer --context or a larger --batch takes fewer bits" if kind == "bits" else ""
+            refused.hint = f"{line}{besides}{fewer}"
+        raise
+
+
+def _with_option(words: Sequence[str], option: str, value: str) -> list[str]:
+    """The words of a command line, with this value of an option."""
+    for number, word in enumerate(words):
+        if word.partition("=")[0] == option:
+            rest = words[number + 1 :] if "=" in word else words[number + 2 :]
+            return [*words[:number], option, value, *rest]
+    return [*words, option, value]
 
 
 def is_model(text: str) -> bool:

@@ -13,6 +13,7 @@ from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
+from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
@@ -20,11 +21,12 @@ with lazy_imports():
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import report as report_page
+    from kvcal.models import load as model_load
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import compare as compare_stage
-    from kvcal.stages import formats, memory_needs, pipeline
+    from kvcal.stages import fit_budget, formats, memory_needs, pipeline
     from kvcal.stages import search as search_stage
     from kvcal.stages import tune as tune_stage
     from kvcal.stages import verify as verify_stage
@@ -55,10 +57,13 @@ def plan(
         str | None, typer.Option(help="Name of this plan's folder in --out; default: recipe, budget and workload.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the plan here.")] = None,
+    closest: Annotated[
+        bool, typer.Option("--closest", help="Where the budget is too small, take the smallest that is feasible.")
+    ] = False,
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
-    and what to do next.
+    and what to do next. A budget that 16 bits fit needs no plan: that is told, and nothing is written.
 
     Resumes if interrupted. The profile is kept for all budgets; each of them has a folder of its own. A plan whose KL
     to 16 bits is above .5 nats a token, or above .1 with a top-1 agreement below 80 %, ends in exit code 7 with the
@@ -77,14 +82,26 @@ def plan(
             "no budget given; expected one of --budget, --kv-budget and --bits",
             hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
         )
+    if search and closest:
+        raise UsageError("--closest with --search: a search leaves out what does not fit", "leave out one of them")
     chosen = given.change(base, budgets.whole_plan())
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
     if out is not None:
         artifacts.Folder.create(out)
-    with given.reporting() as reporter:
+    besides = " makes the smallest plan, and so does --closest"
+    with given.reporting() as reporter, options.naming_what_works(budgets, besides):
         loaded = given.load(model, chosen.data, reporter)
         chosen = given.for_model(chosen, loaded, budgets.whole_plan(), reporter)
+        if not budgets.context and recipe in (None, *recipe_files.recipe_names()):
+            chosen = _in_own_context(chosen, loaded, given, reporter)
+        job, asked = artifacts.Job(chosen, loaded, artifacts.Folder(Path()), reporter), chosen.allocate
+        need = fit_budget.need_of_16_bits(job)
+        if need.fits:
+            given.show({"verdict": "16-bit-fits", "plan": None, "folder": None, **asdict(need)})
+            reporter.say(f"plan: 16 bits fit: {need}; nothing to quantize, and nothing was written")
+            return
+        chosen = fit_budget.closest_recipe(job) if closest else chosen
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
@@ -100,6 +117,7 @@ def plan(
             path = output
         report_page.write_report(folder)
     value = {
+        "verdict": "made" if chosen.allocate == asked else "closest",
         "plan": str(path),
         "folder": str(folder.path),
         "report": str(folder.report),
@@ -110,8 +128,22 @@ def plan(
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
     given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
-    reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: {following}")
+    reporter.say(f"plan: {path}\nfolder: {folder.path}\nreport: {folder.report}\nnext: {following}")
     damage_file.require_undamaged(damage, allow_damage)
+
+
+def _in_own_context(
+    chosen: recipe_keys.Recipe, loaded: model_load.LoadedModel, given: options.RecipeOptions, reporter: Reporter
+) -> recipe_keys.Recipe:
+    """The recipe for texts as long as the model takes, unless --set says how long; of a model that does not state it,
+    as long as the recipe says."""
+    assert chosen.allocate is not None
+    if "allocate.context" in recipe_files.read_settings(given.sets or ()):
+        return chosen
+    context = loaded.max_context or chosen.allocate.context
+    own = "the model's own maximum" if loaded.max_context else "the recipe's: the model states none"
+    reporter.say(f"plan: --context {context}, {own}")
+    return recipe_files.with_knobs(chosen, {"allocate.context": context})
 
 
 def budget_name(spec: recipe_keys.AllocateSpec) -> str:
@@ -174,7 +206,7 @@ def run(
     chosen = given.change(base, others)
     workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
     folder = artifacts.Folder.create(out)
-    with given.reporting() as reporter:
+    with given.reporting() as reporter, options.naming_what_works(budgets):
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         chosen = given.for_model(chosen, loaded, others, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)

@@ -102,7 +102,8 @@ def allocate(
     reserved = 0 if reserve is None else parse_bytes(reserve)
     paths = artifacts.Folder(folder) if name is None else artifacts.Folder(folder).named(name)
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
-    result = formats.allocate_folder(paths, spec, reporter, reserved=reserved)
+    with options.naming_what_works(budgets):
+        result = formats.allocate_folder(paths, spec, reporter, reserved=reserved)
     layers = tables.layer_table(result.layers, result.cache_dtype, result.workload)
     given.show(strict.dump(result), tables.budget_table(result), layers)
     if before is not None and before != paths.allocation.read_bytes():

@@ -92,7 +92,7 @@ def test_reserved_bytes_are_taken_from_the_formats() -> None:
     assert allocated(30_000, kv_budget="700000B").split.paged <= 670_000 < given.split.paged
     with pytest.raises(InfeasibleBudget) as caught:
         allocated(kv_budget="1000B")
-    with pytest.raises(InfeasibleBudget, match="777 B reserved for transforms") as more:
+    with pytest.raises(InfeasibleBudget, match="transforms 777 B") as more:
         allocated(777, kv_budget="1000B")
     assert more.value.smallest_bytes == caught.value.smallest_bytes + 777
     allocated(777, kv_budget=f"{more.value.smallest_bytes}B")
@@ -101,10 +101,38 @@ def test_reserved_bytes_are_taken_from_the_formats() -> None:
 def test_the_smallest_bits_have_the_reserved_bytes_in_them() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         allocated(5000, bits=1.0)
-    smallest = float(caught.value.message.split(" bits per cached value")[0].split(", ")[-1])
+    smallest = caught.value.least_bits
+    assert smallest is not None and f"{smallest:.2f} bits per cached value" in caught.value.message
     allocated(5000, bits=smallest)
     with pytest.raises(InfeasibleBudget):
-        allocated(5000, bits=smallest - 0.002)
+        allocated(5000, bits=smallest - 0.01)
+
+
+@pytest.mark.parametrize("kind", ["budget", "kv_budget", "bits"])
+def test_a_refused_budget_says_what_takes_the_smallest(kind: str) -> None:
+    """By hand: three layers with two heads of 32, 2 bits with a scale and a zero for each token, a sink, windows, and
+    of a whole device weights and workspace."""
+    cache = CacheSpec(num_sink_tokens=1, k_recent_window=16, v_recent_window=0)
+    found = profile(spec=ProfileSpec(num_bits=(2,), k_axes=("token",), group_sizes=(32,), kl_samples=0), cache=cache)
+    knobs = {"budget": {"budget": "1MB"}, "kv_budget": {"kv_budget": "1KB"}, "bits": {"bits": 1.0}}[kind]
+    spec = AllocateSpec(batch=BATCH, context=CONTEXT, objective="sensitivity", **knobs)
+    with pytest.raises(InfeasibleBudget) as caught:
+        allocate(found, spec, {}, 300)
+    parts, heads = dict(caught.value.parts or {}), 3 * BATCH * 2
+    device = {"weights": WEIGHTS, "workspace": parts.get("workspace", 0)} if kind == "budget" else {}
+    values, token = 2 * heads * CONTEXT * 32, heads * 32 * 2
+    assert parts == device | {
+        "codes": values * 2 // 8,
+        "scales": 2 * heads * CONTEXT * 2 * 2,
+        "windows": 16 * token,
+        "open_pages": 2 * 128 * token,
+        "sinks": 2 * token,
+        "transforms": 300,
+    }
+    assert sum(parts.values()) == caught.value.smallest_bytes and "open pages 196.6 KB" in caught.value.message
+    exact = {"budget": {"budget": f"{caught.value.smallest_bytes}B"}, "bits": {"bits": caught.value.least_bits},
+             "kv_budget": {"kv_budget": f"{caught.value.smallest_bytes}B"}}[kind]  # fmt: skip
+    allocate(found, replace(spec, **exact), {}, 300)
 
 
 def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:

@@ -20,7 +20,7 @@ from kvcal.pages.basis import basis_specs
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.rotated import gain_spec
-from kvcal.plan.layer import LayerPlan, fixed_layers
+from kvcal.plan.layer import LayerPlan, describe_parts, fixed_layers, parts_of
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
@@ -187,18 +187,27 @@ def reserve_hint(nbytes: int) -> str:
     )
 
 
-def infeasible(spec: AllocateSpec, split: BudgetSplit, smallest: int, bits: float) -> InfeasibleBudget:
-    """``smallest`` in bytes, ``bits`` what that is per cached value (shown rounded up, so that it is feasible)."""
-    rounded_up = math.ceil(bits * 1000) / 1000
-    others = {"weights": split.weights, "workspace": split.workspace, "reserved for transforms": split.reserved}
-    named = " + ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in others.items() if nbytes)
-    device = f" ({named})" if named else ""
+def infeasible(
+    spec: AllocateSpec, split: BudgetSplit, layers: tuple[LayerPlan, ...], cache_dtype: CacheDtype
+) -> InfeasibleBudget:
+    """The error where the smallest ``layers`` are beyond the budget: what it would have to be, in bytes and in bits per
+    cached value (rounded up, so that it is feasible), and what takes it."""
+    workload = workload_of(spec)
+    others = {"transforms": split.reserved, "engine": split.engine}
+    device = {"weights": split.weights or 0, "workspace": split.workspace or 0}
+    parts = dict(parts_of(layers, cache_dtype, workload.lengths, workload.context)) | others | device
+    parts = {name: nbytes for name, nbytes in parts.items() if nbytes}
+    smallest, values = sum(parts.values()), num_values(layers, workload)
+    cents = math.ceil(800 * (smallest - sum(device.values()) - split.fixed) / values)
+    while int(cents / 100 * values / 8) < smallest - sum(device.values()) - split.fixed:  # as a budget is counted
+        cents += 1
+    way = "--context, over which windows, sinks and open pages spread" if spec.bits else "the budget, or lower --batch"
     return InfeasibleBudget(
         f"a budget of {format_bytes(split.budget)} is too small for batch {spec.batch} x {spec.context} tokens: the "
-        f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes{device}, {rounded_up:.3f} bits per "
-        "cached value",
+        f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes, {cents / 100:.2f} bits per cached value"
+        f": {describe_parts(parts)}",
         smallest,
-        hint="raise the bits, or --context, over which sinks, windows and half pages spread, or profile fewer bits"
-        if spec.bits is not None
-        else "raise the budget, lower --batch or --context, or profile fewer bits or larger groups",
+        f"take that, or raise {way}",
+        cents / 100,
+        parts,
     )

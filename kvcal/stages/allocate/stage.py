@@ -30,7 +30,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.recipe import AllocateSpec, Objective
 from kvcal.stages.allocate.budget import infeasible, resolve_budget, workload_of
-from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, load, num_values
+from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, load
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
@@ -74,10 +74,8 @@ def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int
     sizes = setup.geometry.cache_dtype, setup.weight_bytes, setup.vocab_size
     split = resolve_budget(spec, layers, *sizes, reserved)
     split = replace(split, engine=_beside_pages(problem, spec, setup.identity, problem.smallest))
-    missing = problem.nbytes(problem.smallest) - _capacity(split)
-    if missing > 0:
-        taken = problem.nbytes(problem.smallest) + reserved + split.engine
-        raise infeasible(spec, split, split.budget + missing, 8 * taken / num_values(layers, problem.workload))
+    if problem.nbytes(problem.smallest) > _capacity(split):
+        raise infeasible(spec, split, problem.layers_of(problem.smallest), setup.geometry.cache_dtype)
     return split
 
 

@@ -1,0 +1,59 @@
+"""A budget next to a model, before anything is measured: enough for 16 bits, for a plan, or too small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcal.errors import InfeasibleBudget
+from kvcal.folder import Job
+from kvcal.models.load import weight_bytes
+from kvcal.plan.layer import bare_layers
+from kvcal.plan.plan import Plan
+from kvcal.quantities import format_bytes
+from kvcal.recipe import Recipe
+from kvcal.recipe_files import with_knobs
+from kvcal.stages.allocate.budget import resolve_budget, workload_of
+from kvcal.stages.formats import require_feasible
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that the model's own cache takes, of a whole device with weights and workspace, and those of the budget."""
+
+    needed_bytes: int
+    budget_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget_bytes
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.needed_bytes)} of {format_bytes(self.budget_bytes)}"
+
+
+def need_of_16_bits(job: Job) -> Need:
+    """What the recipe's budget would have to hold without a plan."""
+    loaded, spec = job.loaded, job.recipe.allocate
+    assert spec is not None
+    layers, cache_dtype = bare_layers(loaded.geometry), loaded.geometry.cache_dtype
+    split = resolve_budget(spec, layers, cache_dtype, weight_bytes(loaded.model), loaded.vocab_size)
+    plan = Plan(loaded.identity, cache_dtype, layers, workload_of(spec), {})
+    return Need(split.overhead + plan.raw_nbytes(plan.workload.lengths), split.budget)
+
+
+def closest_recipe(job: Job) -> Recipe:
+    """The job's recipe; where its budget is too small, with the smallest that is feasible, which is told."""
+    try:
+        require_feasible(job)
+    except InfeasibleBudget as refused:
+        spec = job.recipe.allocate
+        assert spec is not None
+        if spec.bits is None:
+            kind, value = "budget" if spec.budget is not None else "kv_budget", f"{refused.smallest_bytes}B"
+            size = format_bytes(refused.smallest_bytes)
+        else:
+            kind, value = "bits", refused.least_bits
+            size = f"{value:.2f} bits"
+        job.reporter.say(f"warning: {refused.message}\nplan: makes the closest plan, of {size}")
+        return with_knobs(job.recipe, {f"allocate.{kind}": value})
+    return job.recipe
