@@ -61,7 +61,8 @@ def inspect(
     why: Annotated[
         int | None,
         typer.Option(
-            metavar="LAYER", help="What each option would cost this layer, from the artifacts next to the plan."
+            metavar="LAYER",
+            help="What each option would cost this layer, from the plan of `kvcal plan`, or its folder.",
         ),
     ] = None,
 ) -> None:
@@ -70,11 +71,12 @@ def inspect(
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
 
-    Example: `kvcal inspect artifacts/first/plan.safetensors --why 7`
+    Example: `kvcal inspect plan.safetensors --why 7`
     """
     loaded = plan_file.load_plan(plan)
     if why is not None:
-        found = allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
+        found = allocate_stage.read_choices(plan, why)
+        found = found or allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         given.show(asdict(found), tables.choices_table(found))
         return
     damage = damage_file.load_damage(plan, loaded)

@@ -31,6 +31,7 @@ with lazy_imports():
     from kvcal.stages import tune as tune_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import record as allocation_record
+    from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.evaluate import harness
 
 
@@ -113,7 +114,8 @@ def plan(
         gain = memory_needs.gain_of(made, allocation.split, loaded.vocab_size)
         damage = damage_stage.measure_damage(made, loaded, given.data or (), reporter, folder.plan)
         path = folder.plan
-        if output is not None and damage_file.save_measured(made, damage, output, allow_damage):
+        reasons = allocate_stage.reasons_of(made, folder)
+        if output is not None and damage_file.save_measured(made, damage, output, allow_damage, reasons):
             path = output
         report_page.write_report(folder)
     value = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,14 +102,17 @@ def concern(damage: Damage | None) -> str | None:
     return f"the plan destroys the model: {damage}" if damage.is_destroyed else None
 
 
-def save_measured(plan: Plan, damage: Damage | None, path: Path, is_allowed: bool) -> bool:
-    """Write a plan after its measurement, so that it never lies there unmarked; not one that destroys the model, unless
-    that ``is_allowed``. Whether it was written; ArtifactError when a file cannot be."""
+def save_measured(
+    plan: Plan, damage: Damage | None, path: Path, is_allowed: bool, reasons: Mapping[str, Any] | None = None
+) -> bool:
+    """Write a plan, with its ``reasons`` (``plan_bytes``), after its measurement, so that it never lies there unmarked;
+    not one that destroys the model, unless that ``is_allowed``. Whether it was written; ArtifactError when a file
+    cannot be."""
     is_written = is_allowed or damage is None or not damage.is_destroyed
     if is_written:
         if damage is not None:
             save_damage(damage, path)
-        save_plan(plan, path)
+        save_plan(plan, path, reasons)
     return is_written
 
 

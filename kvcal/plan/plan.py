@@ -152,15 +152,16 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     return body | {"predicted_bytes": plan.predicted_bytes}
 
 
-def plan_bytes(plan: Plan) -> bytes:
-    """The plan's file, the same in any process."""
+def plan_bytes(plan: Plan, reasons: Mapping[str, Any] | None = None) -> bytes:
+    """The plan's file, the same in any process. ``reasons``: what its formats were chosen from, as the file's inputs,
+    which change neither the plan nor its digest; a plan in the folder of its artifacts needs none."""
     body = plan_record(plan)
-    return artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, inputs={}, body=body, tensors=plan.tensors))
+    return artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, dict(reasons or {}), body, plan.tensors))
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan atomically. ArtifactError when the file cannot be written."""
-    artifact.write_bytes_atomic(path, plan_bytes(plan))
+def save_plan(plan: Plan, path: str | Path, reasons: Mapping[str, Any] | None = None) -> None:
+    """Write the plan atomically, as ``plan_bytes``. ArtifactError when the file cannot be written."""
+    artifact.write_bytes_atomic(path, plan_bytes(plan, reasons))
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:

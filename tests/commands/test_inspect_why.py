@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     search = SEARCH.format(folder / "small.toml")
     (folder / "searched.toml").write_text(RECIPE.replace('same_bytes_as = "kivi-2"', "bits = 5.0") + search)
     small = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--name", "a", "--bits", 4.5)
-    ran_well("plan", model, *small, *SIZES, "--quiet")
+    ran_well("plan", model, *small, *SIZES, "--quiet", "-o", folder / "elsewhere.safetensors")
     ran_well("search", folder / "searched.toml", "--model", model, "--out", folder / "searched", *SIZES, "--quiet")
     return folder
 
@@ -69,6 +69,24 @@ def test_options_of_a_search_are_those_of_the_system_that_ships(made: Path) -> N
     assert "(chosen)" in ran_well("inspect", folder.plan, "--why", 0).out
 
 
+def test_a_plan_that_was_written_elsewhere_keeps_its_reasons(made: Path, tmp_path: Path) -> None:
+    """Also when it is moved: the file has them itself, and is the same plan, of little more bytes."""
+    here, moved = made / "plans" / "a" / "plan.safetensors", tmp_path / "moved.safetensors"
+    shutil.copy(made / "elsewhere.safetensors", moved)
+    assert load_plan(moved) == load_plan(here) and load_plan(moved).sha256 == load_plan(here).sha256
+    for layer in (0, 1):
+        ours, theirs = why(moved, layer), why(here, layer)
+        for one, other in zip(ours["options"], theirs["options"], strict=True):
+            assert one | {"loss": 0, "sensitivity": 0, "kl": 0} == other | {"loss": 0, "sensitivity": 0, "kl": 0}
+            numbers = [key for key in ("loss", "sensitivity", "kl") if other[key] is not None]
+            assert [one[key] for key in numbers] == pytest.approx([other[key] for key in numbers], rel=1e-5)
+    assert "layer 1 V" in (shown := ran_well("inspect", moved, "--why", 1).out) and "(chosen)" in shown
+    assert run_kvcal("inspect", moved, "--why", 7).code == 2
+    ran_well("compile", here.parent, "-o", tmp_path / "compiled.safetensors")
+    assert (tmp_path / "compiled.safetensors").read_bytes() == moved.read_bytes()
+    assert 0 < moved.stat().st_size - here.stat().st_size < 100 * (len(ours["options"]) + 1) * 2
+
+
 def test_without_its_artifacts_a_plan_has_no_reasons(made: Path, tmp_path: Path) -> None:
     path = made / "plans" / "a" / "plan.safetensors"
     done = run_kvcal("inspect", path, "--why", 7)
@@ -77,6 +95,7 @@ def test_without_its_artifacts_a_plan_has_no_reasons(made: Path, tmp_path: Path)
     shutil.copy(path, tmp_path / "plan.safetensors")
     done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
     assert done.code == 5 and "allocation.safetensors is missing" in done.err
+    assert "write the plan again with -o of `kvcal plan` or `compile`" in done.err
     shutil.copy(path.with_name("allocation.safetensors"), tmp_path)
     done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
     assert done.code == 5 and "profile.safetensors is missing" in done.err

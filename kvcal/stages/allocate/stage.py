@@ -12,13 +12,13 @@ a search, it is of the system that ships. Nothing is measured anew.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcal.artifact import sha256_file
+from kvcal.artifact import read_inputs, sha256_file
 from kvcal.engines.capacity import engine_bytes
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
@@ -190,6 +190,16 @@ class Choices:
     measure: str
     options: tuple[OptionCost, ...]
 
+    def of_layer(self, layer: int | None) -> Choices:
+        """Those of the layer with this cache index; of all of them, if None. UsageError for one without options."""
+        shown = [one for one in self.options if layer is None or one.place.startswith(f"layer {layer} ")]
+        if layer is not None and not shown:
+            places = dict.fromkeys(one.place.split()[1] for one in self.options)
+            raise UsageError(
+                f"layer {layer}: nothing was chosen there", hint=f"layers with options: {', '.join(places)}"
+            )
+        return Choices(self.measure, tuple(shown))
+
 
 def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
     """The options of all layers, or of the one with this cache index, from the artifacts in ``folder``."""
@@ -208,12 +218,30 @@ def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
     names = AllocateSpec.__dataclass_fields__
     asked = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
     spec = parse(AllocateSpec, asked, "the allocation's inputs", ArtifactError)
-    measure, options = f"{spec.objective} loss", [*_profiled(allocation, spec, load_profile(folder.profile))]
-    shown = [one for one in options if layer is None or one.place.startswith(f"layer {layer} ")]
-    if layer is not None and not shown:
-        places = dict.fromkeys(one.place.split()[1] for one in options)
-        raise UsageError(f"layer {layer}: nothing was chosen there", hint=f"layers with options: {', '.join(places)}")
-    return Choices(measure, tuple(shown))
+    options = tuple(_profiled(allocation, spec, load_profile(folder.profile)))
+    return Choices(f"{spec.objective} loss", options).of_layer(layer)
+
+
+# In the inputs of a plan's file that is written outside of its folder.
+MEASURE, OPTIONS = "choices.measure", "choices.options"
+
+
+def reasons_of(plan: Plan, folder: Folder) -> dict[str, Any]:
+    """The options of all layers for the plan's own file, numbers to six digits; nothing where none was chosen."""
+    try:
+        found = choices_of(plan, folder)
+    except ArtifactError:
+        return {}
+    rows = [[float(f"{x:.6g}") if isinstance(x, float) else x for x in astuple(one)] for one in found.options]
+    return {MEASURE: found.measure, OPTIONS: rows}
+
+
+def read_choices(path: Path, layer: int | None = None) -> Choices | None:
+    """Those that a plan's own file has. None where it has none: it lies in its folder, or is of an earlier kvcal."""
+    inputs = read_inputs(path)
+    if OPTIONS not in inputs:
+        return None
+    return Choices(inputs[MEASURE], tuple(OptionCost(*row) for row in inputs[OPTIONS])).of_layer(layer)
 
 
 def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any]]:
@@ -222,7 +250,8 @@ def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any
     if not folder.allocation.is_file():
         raise ArtifactError(
             f"{folder.allocation} is missing: a plan by itself does not hold why it was chosen",
-            hint="name the plan in the folder where `kvcal plan`, `run`, `search` or `allocate` left its artifacts",
+            hint="name the plan in the folder where `kvcal plan`, `run`, `search` or `allocate` left its artifacts, or "
+            "write the plan again with -o of `kvcal plan` or `compile`, which keeps the reasons in the file",
         )
     allocation, inputs = load(folder.allocation)
     ours, theirs = ([(p.geometry, p.k, p.v) for p in layers] for layers in (plan.layers, allocation.layers))
