@@ -113,7 +113,7 @@ def compiled(folder: Folder, reporter: Reporter = SILENT, recipe: Recipe | None 
         plan = compile_plan(allocation, *found.apply(allocation.layers))
     reserved = allocation.split.reserved
     taken = max(0, transform_bytes(allocation, plan.layers, tensors_nbytes(plan.tensors)))
-    if taken < reserved:
+    if recipe is None and taken < reserved:  # stage by stage: who allocates can reserve less
         reporter.say(
             f"compile: transforms take {taken} of the {reserved} bytes that were reserved for them; "
             f"`kvcal allocate` with --reserve {taken} spends the others on formats"
