@@ -14,6 +14,7 @@ from kvcal.console import View
 from kvcal.geometry import AttentionGeometry
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.damage import concern
+from kvcal.plan.layer import describe_parts
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import SIDES, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes, format_measured
@@ -164,24 +165,48 @@ def search_table(report: SearchReport) -> View:
 
 
 def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:
-    """A plan's totals, what it does to the model where that was measured, and where it came from."""
+    """A plan's totals, and what it does to the model where that was measured."""
     raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
     factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
+    rows = [
+        ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
+        ("cache", f"{factor} than 16 bits: {format_bytes(total)} ({total} bytes)"),
+        ("of which", describe_parts(plan.parts(workload))),
+        ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
+        (bits_name(plan), f"{plan.bits_per_value(workload):.3f}"),
+        ("damage", concern(damage) or str(damage)),
+        ("recipe", str(_origin(plan).get("recipe"))),
+    ]
+    title = f"Plan at batch {workload.batch} x {workload.context} tokens"
+    return View(title, ("", "value"), rows, bounded_note(plan, workload))
+
+
+def bits_name(plan: Plan) -> str:
+    """The row of all-in bits: of the layers that are quantized, where others are bounded."""
+    paged = sum(layer.is_paged for layer in plan.layers)
+    return "all-in bits per value" + ("" if paged == len(plan.layers) else f" of {paged} layers")
+
+
+def bounded_note(plan: Plan, workload: Workload) -> str:
+    """What layers take that a plan leaves as they are, and that bits per value do not count; "" without any."""
+    parts, others = plan.parts(workload), sum(not layer.is_paged for layer in plan.layers)
+    nbytes = parts.get("sliding_windows", 0) + parts.get("states", 0)
+    if not nbytes:
+        return ""
+    named = " and ".join(name.replace("_", " ") for name in ("sliding_windows", "states") if parts.get(name))
+    return (
+        f"{named}: {others} of {len(plan.layers)} layers stay as the model has them, {format_bytes(nbytes)} of "
+        f"{format_bytes(sum(parts.values()))}; bits per value do not count them"
+    )
+
+
+def origin_table(plan: Plan) -> View:
+    """Where a plan came from: its recipe, data and libraries."""
     origin = _origin(plan)
     libraries = origin.get("libraries")
     facts = [(key, value) for key, value in sorted(origin.items()) if not isinstance(value, dict | list)]
     facts += sorted(libraries.items()) if isinstance(libraries, dict) else []
-    made_from = ", ".join(f"{key} {_SHORT.sub('…', str(value))}" for key, value in facts)
-    rows = [
-        ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
-        ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
-        ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
-        ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
-        ("damage", concern(damage) or str(damage)),
-        ("recipe", str(origin.get("recipe"))),
-    ]
-    title = f"Plan at batch {workload.batch} x {workload.context} tokens"
-    return View(title, ("", "value"), rows, f"made from: {made_from}" if facts else "")
+    return View("Made from", ("", "value"), [(key, _SHORT.sub("…", str(value))) for key, value in facts])
 
 
 def _origin(plan: Plan) -> dict[str, Any]:
@@ -201,7 +226,7 @@ def budget_table(allocation: Allocation) -> View:
         ("budget", split.budget, True),
         ("weights", split.weights or 0, device),
         ("workspace", split.workspace or 0, device),
-        ("bounded layers and states", split.fixed, split.fixed),
+        ("sliding windows and states", split.fixed, split.fixed),
         ("cache, chosen formats", split.paged, True),
         ("reserved for transforms", split.reserved, split.reserved),
         ("rings and padding of the engine", split.engine, split.engine),
@@ -291,6 +316,7 @@ def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
         "workload": dump(workload),
         "bytes": plan.nbytes(workload.lengths),
         "bits_per_value": plan.bits_per_value(workload),
+        "parts": plan.parts(workload),
         "layer_bytes": [p.nbytes(plan.cache_dtype, workload.lengths, workload.context) for p in plan.layers],
     }
 

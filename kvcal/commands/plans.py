@@ -65,9 +65,12 @@ def inspect(
             help="What each option would cost this layer, from the plan of `kvcal plan`, or its folder.",
         ),
     ] = None,
+    provenance: Annotated[
+        bool, typer.Option("--provenance", help="Also show what the plan was made from: data, digests, versions.")
+    ] = False,
 ) -> None:
-    """Show a plan: formats and bytes of every layer, all-in bits, where it came from; or, with --why, the options that
-    a layer had.
+    """Show a plan: how much smaller, what takes its bytes, formats and bytes of every layer; or, with --why, the
+    options that a layer had.
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
 
@@ -83,7 +86,8 @@ def inspect(
     workload = sizes.workload(loaded.workload)
     value = tables.plan_json(loaded, workload) | {"damage": strict.dump(damage), "is_checked": damage is not None}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
-    given.show(value, tables.plan_table(loaded, workload, damage), layers)
+    origin = [tables.origin_table(loaded)] if provenance else []
+    given.show(value, tables.plan_table(loaded, workload, damage), layers, *origin)
 
 
 @options.spread
@@ -290,10 +294,12 @@ def generate(
     reporter = given.reporter()
     if prefix is not None:
         reporter.say(f"{result['prefix_tokens']} tokens of the prompt came from {prefix}")
-    reporter.say(
-        f"{result['new_tokens']} tokens; the cache of {result['cached_tokens']} tokens took {result['cache_bytes']} "
-        f"bytes, {result['raw_bytes']} in 16 bits"
-    )
+    taken, raw_bytes = format_bytes(result["cache_bytes"]), format_bytes(result["raw_bytes"])
+    said = f"the cache of {result['cached_tokens']} tokens took {taken}, {raw_bytes} at 16 bits"
+    if result["cache_bytes"] > result["raw_bytes"] and result["pays_from"] is not None:
+        fixed = "transforms, sinks, windows and open pages come first"
+        said += f": {fixed}, and one sequence pays from {result['pays_from']} tokens on"
+    reporter.say(f"{result['new_tokens']} tokens; {said}")
 
 
 @options.spread

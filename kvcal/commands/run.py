@@ -128,7 +128,7 @@ def plan(
         "damage": strict.dump(damage),
     }
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
-    given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made.workload))
+    given.show(value, layers, tables.budget_table(allocation), gain_table(gain, made))
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
     reporter.say(f"plan: {path}\nfolder: {folder.path}\nreport: {folder.report}\nnext: {following}")
     damage_file.require_undamaged(damage, allow_damage)
@@ -154,18 +154,17 @@ def budget_name(spec: recipe_keys.AllocateSpec) -> str:
     return f"{size.replace(' ', '')}-{spec.batch}x{spec.context}"
 
 
-def gain_table(gain: memory_needs.Gain, workload: plan_file.Workload) -> console.View:
+def gain_table(gain: memory_needs.Gain, plan: plan_file.Plan) -> console.View:
     """The plan next to 16 bits."""
-    batch, context = workload.batch, workload.context
+    workload = plan.workload
     rows = [
-        ("cache", format_bytes(gain.raw_bytes), f"{format_bytes(gain.cache_bytes)}, {gain.ratio:.2f}x smaller"),
-        ("all-in bits per value", "", f"{gain.bits_per_value:.3f}"),
-        (f"largest batch at {context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
-        (f"largest context at batch {batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
+        ("cache", format_bytes(gain.raw_bytes), f"{gain.ratio:.2f}x smaller: {format_bytes(gain.cache_bytes)}"),
+        (tables.bits_name(plan), "", f"{gain.bits_per_value:.3f}"),
+        (f"largest batch at {workload.context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
+        (f"largest context at batch {workload.batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
     ]
-    return console.View(
-        f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
-    )
+    title = f"Gain within {format_bytes(gain.budget)}, at {workload.batch} x {workload.context}"
+    return console.View(title, ("", "16 bits", "plan"), rows, tables.bounded_note(plan, workload))
 
 
 def _fit(gain: memory_needs.Gain, name: str) -> str:

@@ -24,7 +24,7 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import RAW_BITS
-from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.layer import LayerPlan, Predictor, bare_layers, parts_of
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
@@ -102,6 +102,12 @@ class Plan:
             for layer in self.layers
         )
         return stored + tensors_nbytes(self.tensors)
+
+    def parts(self, workload: Workload) -> dict[str, int]:
+        """The bytes at ``workload`` by what takes them."""
+        found = parts_of(self.layers, self.cache_dtype, workload.lengths, workload.context)
+        transforms = tensors_nbytes(self.tensors)
+        return {**found, **({"transforms": transforms} if transforms else {})}
 
     def raw_nbytes(self, lengths: Sequence[int]) -> int:
         """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the cache's

@@ -20,6 +20,7 @@ from kvcal.folder import tokenizer_of
 from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
+from kvcal.stages.memory_needs import pays_from
 
 # A template is a small program of the model's author.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -53,6 +54,7 @@ def complete(
         "cached_tokens": cache.get_seq_length(),
         "cache_bytes": cache.nbytes,
         "raw_bytes": cache.plan.raw_nbytes(cache.lengths),
+        "pays_from": pays_from(plan),
         "prefix_tokens": len(known_T),
     }
 

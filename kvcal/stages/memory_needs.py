@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
@@ -29,6 +30,7 @@ from kvcal.store.workspace import logits_bytes, step_workspace
 if TYPE_CHECKING:  # what measures is not needed for sizes
     from kvcal.stages.allocate.record import BudgetSplit
 
+MAX_PAGES = MAX_CONTEXT // PAGE_TOKENS
 RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
 
 
@@ -117,6 +119,21 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
     state_bytes = -(-layer.state_bytes // devices)
     heads = max(1, heads // devices)
     return replace(layer, num_query_heads=queries // devices, num_kv_heads=heads, state_bytes=state_bytes)
+
+
+def pays_from(plan: Plan) -> int | None:
+    """The number of tokens from which on one sequence takes fewer bytes with the plan than with the model's own cache;
+    None where pages shrink on a schedule, or where it never does."""
+
+    def pays(num_tokens: int) -> bool:
+        return plan.nbytes((num_tokens,)) < plan.raw_nbytes((num_tokens,))
+
+    if plan.is_progressive or not pays(PAGE_TOKENS * MAX_PAGES):
+        return None
+    # A page adds less than its tokens take at 16 bits, and within a page the plan takes no more.
+    pages = bisect_left(range(1, MAX_PAGES), True, key=lambda count: pays(PAGE_TOKENS * count)) + 1
+    last = range(PAGE_TOKENS * (pages - 1) + 1, PAGE_TOKENS * pages)
+    return last.start + bisect_left(last, True, key=pays)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import SILENT
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.generate import prompt_tokens
+from kvcal.stages.memory_needs import pays_from
 
 MANUAL = "Times. 12 x 34 = 408\n" * 30
 QUESTION = "Times. 56 x 78 = ?\n" * 3
@@ -87,6 +88,18 @@ class Case:
 @pytest.fixture
 def case(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Case:
     return Case(tmp_path, tokenizer)
+
+
+def test_a_cache_larger_than_16_bits_says_from_how_many_tokens_on_it_pays(case: Case) -> None:
+    found = case.generate(QUESTION, with_prefix=False)
+    (pays,) = {found["pays_from"], pays_from(case.plan)}
+    assert isinstance(pays, int) and int(str(found["cached_tokens"])) < pays
+    said = case.run("generate", "--prompt", QUESTION, "--max-new-tokens", 2).err
+    assert f"one sequence pays from {pays} tokens on" in said and "at 16 bits: transforms, sinks" in said
+    prompt = MANUAL * 2
+    assert len(prompt_tokens(case.loaded, prompt, False, 2)) > pays
+    longer = case.run("generate", "--prompt", prompt, "--max-new-tokens", 2).err
+    assert "at 16 bits" in longer and "pays from" not in longer
 
 
 def test_settings_of_the_checkpoint_change_neither_caches_nor_greedy_decoding(case: Case) -> None:
