@@ -33,7 +33,7 @@ from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
-from kvcal.distributed import gather, map_over_ranks
+from kvcal.distributed import gather, map_over_ranks, world_size
 from kvcal.errors import GateFailed, UsageError
 from kvcal.folder import compute_dtype, model_inputs, require_model
 from kvcal.models.load import LoadedModel
@@ -41,6 +41,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.records import read_json, write_json
+from kvcal.stages.evaluate.estimate import AllPlans
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, mean_interval, measure_reading, measure_tasks
 from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits
@@ -298,11 +299,13 @@ def evaluate(
             numbers[digest] = number
     logits = reference_logits(loaded, data, spec.batch) if len(numbers) > 1 else []
 
+    progress = AllPlans(reporter, math.ceil(len(numbers) / world_size()), bool(spec.tasks))
+
     def measure(number: int) -> Row:
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
-        reporter(number, len(plans), "evaluate: plans")
-        return _measure(loaded, name, plan, spec, data, logits, reporter)
+        progress.begin()
+        return _measure(loaded, name, plan, spec, data, logits, progress)
 
     gather(None)  # all ranks have read the rows that are kept
     for digest, row in zip(numbers, map_over_ranks(list(numbers.values()), measure), strict=True):

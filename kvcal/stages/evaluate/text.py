@@ -34,6 +34,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.stages.divergence import feed, kl_divergence
+from kvcal.stages.evaluate.estimate import TEXT
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
@@ -113,7 +114,7 @@ def measure_text(
                 reference_MV = _reference(loaded, text, start, stop, reference)
             rows, values = _token_values(text, start, logits_BTV, reference_MV)
             sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
-            reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
+            reporter(done + stop * len(text.sequences), data.num_tokens, TEXT)
         require_predicted_bytes(cache)
         done += text.input_ids_BT.numel()
     counts = torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
