@@ -74,7 +74,9 @@ class Folder:
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except OSError as refused:
-            raise UsageError(f"--out {path}: cannot make this folder: {refused.strerror}") from None
+            raise UsageError(
+                f"--out {path}: cannot make this folder: {refused.strerror}", "choose one where you may write"
+            ) from None
         artifact.remove_stale(Path(path))
         return cls(Path(path))
 

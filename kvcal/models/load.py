@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -33,6 +35,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
 
 from kvcal.artifact import sha256_file
 from kvcal.errors import UnsupportedModel, UsageError
@@ -135,14 +138,29 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return parameters + sum(buffer.nbytes for buffer in model.buffers())
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which transformers logs errors alone: what its tables say of a checkpoint is checked here, and told
+    in one line."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UsageError(f"device {device!r}; allowed: auto, cpu, cuda, cuda:N")
     index = int(device.partition(":")[2] or 0)
-    if device != "cpu" and index >= torch.cuda.device_count():
-        raise UsageError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device != "cpu" and index >= (count := torch.cuda.device_count()):
+        hint = (
+            f"cuda:0 to cuda:{count - 1}, or auto" if count else "leave it out; `kvcal doctor` tells why there is none"
+        )
+        raise UsageError(f"device {device!r}: this machine has {count} CUDA devices", hint)
     return torch.device(device)
 
 
@@ -164,10 +182,11 @@ def read_config(location: Location) -> PreTrainedConfig:
         config.dtype = torch.bfloat16
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
-            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers"
+            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers",
+            hint="kvcal quantizes the caches of models that generate text token by token: `kvcal models` lists families",
         )
     try:
-        with torch.device("meta"):  # shapes alone, so that what fails later is the weights'
+        with _quiet(), torch.device("meta"):  # shapes alone, so that what fails later is the weights'
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, ImportError) as error:
         raise UnsupportedModel(f"{place}: {_reason(error)}") from error
@@ -180,9 +199,10 @@ def read_config(location: Location) -> PreTrainedConfig:
 def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """On the CPU, where its parameters are maps of the files, unless they are converted."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location.pretrained, **location.options, config=config, dtype=dtype, output_loading_info=True
-        )
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                location.pretrained, **location.options, config=config, dtype=dtype, output_loading_info=True
+            )
     except WEIGHT_ERRORS as error:
         paths = [location.gguf] if location.gguf else weight_files(location.folder, location.id)
         names = ", ".join(path.name for path in paths[:2])

@@ -195,7 +195,10 @@ def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
     tolerance = 1e-3 if logits.dtype == torch.float32 else 5e-2
     change = (logits[:, 0] - other_logits[:, 0]).abs().max()
     if change > tolerance * logits[:, 0].abs().max():
-        raise UnsupportedModel(f"{type(model).__name__} is not causal: a later token changes earlier logits")
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not causal: a later token changes earlier logits",
+            hint="an encoder has no cache to quantize; kvcal is for models that generate text token by token",
+        )
 
 
 def _module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -192,6 +192,7 @@ def test_outputs_are_checked_before_a_model_is_loaded(command: str, made: Path, 
     file.write_text("")
     done = run_kvcal(*command.format(made=made, file=file).split())
     assert done.code in (2, 5) and "cannot make" in done.err and str(file) in done.err.replace("\n", "")
+    assert done.code == 5 or "hint: choose one where you may write" in done.err
 
 
 def test_folders_of_outputs_are_made(made: Path, tmp_path: Path) -> None:

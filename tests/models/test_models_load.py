@@ -1,10 +1,12 @@
 """Loading: what is found where, in which dtype, under which identity, and every way to be refused."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,11 @@ import pytest
 import torch
 import transformers as hf
 from cache_cases import model_plan
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS
 
 from kvcal.embedded import MODEL_NAME, model_folder
-from kvcal.errors import ArtifactError, KvcalError, UsageError
+from kvcal.errors import ArtifactError, KvcalError, UnsupportedModel, UsageError
 from kvcal.models.files import embedded_models
 from kvcal.models.load import identity_of, load, weight_bytes
 from kvcal.progress import Silent
@@ -177,7 +180,43 @@ def test_weights_of_another_shape_or_depth(folder: Path):
         load(str(folder), device="cpu")
 
 
-def test_wrong_dtype_and_device():
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """What transformers logs meanwhile, at its own verbosity."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    hf.utils.logging.add_handler(handler)
+    yield found
+    hf.utils.logging.remove_handler(handler)
+
+
+def test_a_refusal_is_one_line_without_transformers_tables(folder: Path, tmp_path: Path, heard: list[str]) -> None:
+    """Of a checkpoint that lacks weights, and of encoders: models of masked tokens, and with a decoder next to them."""
+    before = hf.utils.logging.get_verbosity()
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(next(name for name in weights if "mlp" in name))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(folder, UsageError, "lacks 1 of the model's tensors")
+    small = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    bert = hf.BertForMaskedLM(hf.BertConfig(**small, num_attention_heads=2))
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=99, d_model=32, d_ff=32, num_layers=1, num_heads=2))
+    for name, model, reason in (("bert", bert, "is not causal"), ("t5", t5, "no decoder-only causal language model")):
+        model.save_pretrained(tmp_path / name)
+        error = refused(tmp_path / name, UnsupportedModel, reason, need_tokenizer=False)
+        assert "generate text token by token" in (error.hint or "")
+    assert not heard and hf.utils.logging.get_verbosity() == before
+
+
+def test_wrong_dtype_and_device(monkeypatch: pytest.MonkeyPatch):
     refused(MODEL_NAME, UsageError, "'int8'", "auto, bfloat16, float16, float32", dtype="int8")
     with pytest.raises(UsageError, match="allowed: auto, cpu, cuda"):
         load(MODEL_NAME, device="tpu")
+    for count, device, hint in (
+        (0, "cuda", "leave it out; `kvcal doctor` tells why"),
+        (2, "cuda:2", "cuda:0 to cuda:1"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(UsageError, match=f"has {count} CUDA devices") as caught:
+            load(MODEL_NAME, device=device)
+        assert hint in (caught.value.hint or "")

@@ -297,7 +297,7 @@ def evaluate(
             reporter.say(f"evaluate: {plans[number][0]} is measured already, kept")
         else:
             numbers[digest] = number
-    logits = reference_logits(loaded, data, spec.batch) if len(numbers) > 1 else []
+    logits = reference_logits(loaded, data, spec.batch, reporter) if len(numbers) > 1 else []
 
     progress = AllPlans(reporter, math.ceil(len(numbers) / world_size()), bool(spec.tasks))
 

@@ -32,7 +32,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
-from kvcal.progress import Reporter
+from kvcal.progress import SILENT, Reporter
 from kvcal.stages.divergence import feed, kl_divergence
 from kvcal.stages.evaluate.estimate import TEXT
 from kvcal.stages.verify import require_predicted_bytes
@@ -82,13 +82,15 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
 
 
 @torch.inference_mode()
-def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int) -> list[Tensor]:
+def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int, reporter: Reporter = SILENT) -> list[Tensor]:
     """The reference's logits fp32 [M, V] at the predicting positions of each batch, by token, then by sequence; no item
     where they would take more than ``KEPT_BYTES``."""
     found: list[Tensor] = []
     if 4 * data.num_loss_tokens * loaded.vocab_size > KEPT_BYTES:
         return found
-    for text in text_batches(data, batch, loaded.model.device):
+    batches = text_batches(data, batch, loaded.model.device)
+    for number, text in enumerate(batches):
+        reporter(number, len(batches), "evaluate: texts at 16 bits")
         cache = DynamicCache(config=loaded.model.config)
         chunks = range(0, len(text.scored_TB), CHUNK)
         found.append(torch.cat([_reference(loaded, text, start, start + CHUNK, cache) for start in chunks]))
