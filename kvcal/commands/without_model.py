@@ -64,6 +64,7 @@ def size(
         facts = replace(facts, weight_bytes=parse_bytes(weights))
     rows = list(memory_needs.uniform_sizes(facts, workload, limit, tp))
     fitting = next((row for row in rows if row.fit is not None and limit is not None and row.fit.total <= limit), None)
+    least = None if facts.uncalibrated else memory_needs.least_bits(facts.geometry, workload)
     value = {
         "model": facts.id,
         "model_type": facts.geometry.model_type,
@@ -75,6 +76,7 @@ def size(
         "memory_bytes": limit,
         "devices": tp,
         "rows": [asdict(row) for row in rows],
+        "least_bits": least,
         "finest_that_fits": None if fitting is None else fitting.recipe,
     }
     title = f"{facts.id} at batch {workload.batch} x {workload.context} tokens; weights "
@@ -93,7 +95,8 @@ def size(
             cells += [format_bytes(row.fit.total), "no" if limit is None or row.fit.total > limit else "yes"]
             cells += [str(row.fit.max_batch), str(row.fit.max_context)]
         table.append(cells)
-    given.show(value, console.View(title, headers, table))
+    legend = "" if least is None else f"kvcal plan takes {least:.2f} bits or more at this batch and context"
+    given.show(value, console.View(title, headers, table, legend))
 
     say = given.reporter().say
     if facts.uncalibrated is not None:

@@ -182,8 +182,9 @@ def read_config(location: Location) -> PreTrainedConfig:
         config.dtype = torch.bfloat16
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
-            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers",
-            hint="kvcal quantizes the caches of models that generate text token by token: `kvcal models` lists families",
+            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in "
+            "transformers",
+            hint="kvcal is for models that generate text token by token: `kvcal models` lists families",
         )
     try:
         with _quiet(), torch.device("meta"):  # shapes alone, so that what fails later is the weights'

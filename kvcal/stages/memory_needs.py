@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry, LayerGeometry, ModelIdentity, StateGeometry
+from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import bare_layers, fixed_layers
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import RAW, SIDES
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import tensors_nbytes
+from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.recipe_files import load_recipe
 from kvcal.store.workspace import logits_bytes, step_workspace
@@ -119,6 +119,34 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
     state_bytes = -(-layer.state_bytes // devices)
     heads = max(1, heads // devices)
     return replace(layer, num_query_heads=queries // devices, num_kv_heads=heads, state_bytes=state_bytes)
+
+
+def least_bits(geometry: Geometry, workload: Workload) -> float | None:
+    """All-in bits of the smallest plan of `kvcal plan`; None where its recipe does not choose: without layers that grow
+    with tokens, and for latents."""
+    recipe, paged = load_recipe("default"), [layer for layer in bare_layers(geometry) if layer.takes_transforms]
+    if not paged or geometry.has_latents:
+        return None
+    spec, total = recipe.profile, 0
+    for layer in paged:
+        formats = {
+            side: recipe.cache.format(side, min(spec.kl_bits), spec.k_axes[0], spec.kl_group, spec.quantizers[0])
+            for side in SIDES
+        }
+        for side, fmt in formats.items():
+            shape = layer.attention.num_kv_heads, layer.head_dim(side), geometry.cache_dtype, workload.lengths
+            total += min(one.nbytes(side, *shape) for one in (fmt, RAW))
+        in_basis = {f"{side}_{part}": True for side in SIDES for part in ("basis", "feedback")}
+        whole = replace(layer, k=(formats["k"],), v=(formats["v"],), **in_basis, v_gain=True)  # type: ignore[arg-type]
+        total += needed_nbytes([whole], geometry.cache_dtype)
+    values = sum(layer.attention.values_per_token for layer in paged) * workload.batch * workload.context
+    return budget_bits(total, values)
+
+
+def budget_bits(nbytes: int, num_values: int) -> float:
+    """The least bits per cached value, in hundredths, whose budget holds so many bytes."""
+    cents = -(-800 * nbytes // num_values)
+    return next(bits for bits in (cents / 100, (cents + 1) / 100) if int(bits * num_values / 8) >= nbytes)
 
 
 def pays_from(plan: Plan) -> int | None:

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,13 +14,17 @@ from cli_cases import ran_well, run_kvcal, save_family
 from transformers import FalconForCausalLM, PreTrainedTokenizerBase
 
 from kvcal.commands import without_model
+from kvcal.errors import InfeasibleBudget
+from kvcal.folder import Folder, Job
 from kvcal.models.config import families, read_sizes
 from kvcal.models.load import load
 from kvcal.plan.layer import bare_layers, fixed_layers
 from kvcal.plan.plan import Plan, Workload, load_plan
+from kvcal.progress import SILENT
 from kvcal.recipe import AllocateSpec
-from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
+from kvcal.recipe_files import find_recipe, load_recipe, recipe_names, with_knobs
 from kvcal.stages.allocate.budget import resolve_budget
+from kvcal.stages.formats import require_feasible
 from kvcal.stages.memory_needs import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +70,21 @@ def test_what_fits_is_what_a_budget_of_the_device_counts() -> None:
         assert needed(name, batch, fit["max_context"]) <= memory < needed(name, batch, fit["max_context"] + 1)
     fitting = [row["recipe"] for row in value["rows"] if row["fit"]["total"] <= memory]
     assert value["finest_that_fits"] == (fitting[0] if fitting else None)
+
+
+@pytest.mark.parametrize("family", ["reasoner-10m", "gemma3"])
+def test_size_tells_the_least_bits_of_a_plan(family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Those that `kvcal plan` refuses less than, of short contexts and long ones, and with layers that slide."""
+    model = family if family == "reasoner-10m" else save_family(tmp_path / family, tokenizer, family)
+    loaded, recipe = load(str(model), device="cpu"), load_recipe("default")
+    for batch, context in ((1, 100), (8, 300), (8, 4096), (2, 32768)):
+        found = sized(model, "--batch", batch, "--context", context)["least_bits"]
+        for bits, is_enough in ((found, True), (round(found - 0.01, 2), False)):
+            knobs = {"allocate.bits": bits, "allocate.batch": batch, "allocate.context": context}
+            job = Job(with_knobs(recipe, knobs), loaded, Folder(tmp_path), SILENT)
+            with nullcontext() if is_enough else pytest.raises(InfeasibleBudget, match=f"{found:.2f} bits"):
+                require_feasible(job)
+    assert f"kvcal plan takes {found:.2f} bits or more" in ran_well("size", model, "--batch", 2, "--context", 32768).out
 
 
 def test_size_says_what_to_do_next() -> None:

@@ -8,7 +8,6 @@ the budget.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
@@ -29,6 +28,7 @@ from kvcal.recipe import AllocateSpec, BasisSpec, CacheSpec, FeedbackSpec, Predi
 from kvcal.recipe_files import load_recipe
 from kvcal.records import refusing
 from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, layers_in, num_values
+from kvcal.stages.memory_needs import budget_bits
 from kvcal.stages.predictors.record import every_finding, with_predictors
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
 
@@ -198,16 +198,14 @@ def infeasible(
     parts = dict(parts_of(layers, cache_dtype, workload.lengths, workload.context)) | others | device
     parts = {name: nbytes for name, nbytes in parts.items() if nbytes}
     smallest, values = sum(parts.values()), num_values(layers, workload)
-    cents = math.ceil(800 * (smallest - sum(device.values()) - split.fixed) / values)
-    while int(cents / 100 * values / 8) < smallest - sum(device.values()) - split.fixed:  # as a budget is counted
-        cents += 1
+    bits = budget_bits(smallest - sum(device.values()) - split.fixed, values)
     way = "--context, over which windows, sinks and open pages spread" if spec.bits else "the budget, or lower --batch"
     return InfeasibleBudget(
         f"a budget of {format_bytes(split.budget)} is too small for batch {spec.batch} x {spec.context} tokens: the "
-        f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes, {cents / 100:.2f} bits per cached value"
+        f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes, {bits:.2f} bits per cached value"
         f": {describe_parts(parts)}",
         smallest,
         f"take that, or raise {way}",
-        cents / 100,
+        bits,
         parts,
     )
