@@ -10,6 +10,7 @@
 # GATES         limits of `kvcal eval`; exit code 7 beyond one of them
 # OUT           folder of the results; default artifacts/ci
 #
+# Where 16 bits fit in the budget there is no plan, and the exit code is 0: report.txt says so.
 # OUT then holds plan.safetensors, report.txt, size.json, plan.json and evaluation.json; OUT/made holds what another run
 # resumes from. Options are split at spaces.
 set -euo pipefail
@@ -25,6 +26,12 @@ kvcal doctor
 kvcal size "$MODEL" --json > "$out/size.json"
 kvcal plan "$MODEL" "${budget[@]}" "${plan_options[@]}" --out "$out/made" -o "$out/plan.safetensors" --json \
   > "$out/plan.json"
+
+if grep -q '"verdict": "16-bit-fits"' "$out/plan.json"; then
+  rm -f "$out/plan.safetensors"  # of an earlier budget
+  echo "16 bits fit: $MODEL needs no plan for $BUDGET" > "$out/report.txt"
+  exit 0
+fi
 
 # The report repeats the evaluation from the rows that the JSON's call has measured, and never decides.
 evaluate=(kvcal eval "$out/plan.safetensors" --model "$MODEL" "${eval_options[@]}" "${gates[@]}" --out "$out/made/eval")

@@ -74,15 +74,7 @@ def plan(
 
     Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
-    base = recipe_files.load_recipe(recipe or ("best" if search else "default"))
-    if base.allocate is None or (search and base.search is None):
-        lacking = "allocate" if base.allocate is None else "search"
-        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
-    if not budgets.kinds():
-        raise UsageError(
-            "no budget given; expected one of --budget, --kv-budget and --bits",
-            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
-        )
+    base = _base_of_plan(recipe, model, search, budgets)
     if search and closest:
         raise UsageError("--closest with --search: a search leaves out what does not fit", "leave out one of them")
     chosen = given.change(base, budgets.whole_plan())
@@ -96,13 +88,14 @@ def plan(
         chosen = given.for_model(chosen, loaded, budgets.whole_plan(), reporter)
         if not budgets.context and recipe in (None, *recipe_files.recipe_names()):
             chosen = _in_own_context(chosen, loaded, given, reporter)
-        job, asked = artifacts.Job(chosen, loaded, artifacts.Folder(Path()), reporter), chosen.allocate
-        need = fit_budget.need_of_16_bits(job)
-        if need.fits:
+        job = artifacts.Job(chosen, loaded, artifacts.Folder(Path()), reporter)
+        if (need := fit_budget.need_of_16_bits(job)).fits:
             given.show({"verdict": "16-bit-fits", "plan": None, "folder": None, **asdict(need)})
             reporter.say(f"plan: 16 bits fit: {need}; nothing to quantize, and nothing was written")
             return
-        chosen = fit_budget.closest_recipe(job) if closest else chosen
+        fitting = fit_budget.closest_recipe(job) if closest else chosen
+        verdict = "made" if fitting == chosen else "closest"
+        chosen = fitting
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
@@ -119,7 +112,7 @@ def plan(
             path = output
         report_page.write_report(folder)
     value = {
-        "verdict": "made" if chosen.allocate == asked else "closest",
+        "verdict": verdict,
         "plan": str(path),
         "folder": str(folder.path),
         "report": str(folder.report),
@@ -132,6 +125,20 @@ def plan(
     following = options.command_line("eval", path, "--model", model, "--out", folder.path)
     reporter.say(f"plan: {path}\nfolder: {folder.path}\nreport: {folder.report}\nnext: {following}")
     damage_file.require_undamaged(damage, allow_damage)
+
+
+def _base_of_plan(name: str | None, model: str, search: bool, budgets: options.BudgetOptions) -> recipe_keys.Recipe:
+    """The recipe of a plan, unchanged. UsageError for one that does not choose, and without a budget."""
+    base = recipe_files.load_recipe(name or ("best" if search else "default"))
+    if base.allocate is None or (search and base.search is None):
+        lacking = "allocate" if base.allocate is None else "search"
+        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
+    if not budgets.kinds():
+        raise UsageError(
+            "no budget given; expected one of --budget, --kv-budget and --bits",
+            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
+        )
+    return base
 
 
 def _in_own_context(

@@ -48,12 +48,10 @@ def closest_recipe(job: Job) -> Recipe:
     except InfeasibleBudget as refused:
         spec = job.recipe.allocate
         assert spec is not None
-        if spec.bits is None:
-            kind, value = "budget" if spec.budget is not None else "kv_budget", f"{refused.smallest_bytes}B"
-            size = format_bytes(refused.smallest_bytes)
-        else:
-            kind, value = "bits", refused.least_bits
-            size = f"{value:.2f} bits"
-        job.reporter.say(f"warning: {refused.message}\nplan: makes the closest plan, of {size}")
+        kinds = {"bits": spec.bits, "budget": spec.budget, "kv_budget": spec.kv_budget}
+        kind = next((name for name, given in kinds.items() if given is not None), "kv_budget")
+        least, size = refused.least_bits, format_bytes(refused.smallest_bytes)
+        value = least if kind == "bits" else f"{refused.smallest_bytes}B"
+        job.reporter.say(f"warning: {refused.message}\nplan: makes the closest plan, of {size}, {least} bits")
         return with_knobs(job.recipe, {f"allocate.{kind}": value})
     return job.recipe

@@ -101,10 +101,10 @@ def test_the_container_copies_what_is_there_and_runs_the_command() -> None:
     assert ("RUN", "kvcal doctor") in instructions()
 
 
-# A kvcal that writes its words down, and whose evaluation ends with $CODE.
+# A kvcal that writes its words down, whose plan is $ANSWER, and whose evaluation ends with $CODE.
 STUB = """#!/bin/sh
 for word in "$@"; do printf '%s|' "$word"; done >> calls; echo >> calls
-echo "output of $1"
+if [ "$1" = plan ] && [ -n "$ANSWER" ]; then echo "$ANSWER"; else echo "output of $1"; fi
 if [ "$1" = eval ]; then exit "${CODE:-0}"; fi
 """
 
@@ -132,6 +132,18 @@ def test_the_script_makes_a_plan_and_ends_as_its_gates_do(code: int, tmp_path: P
         "size.json": "output of size\n", "plan.json": "output of plan\n", "evaluation.json": "output of eval\n",
         "report.txt": "output of inspect\noutput of eval\n",
     }  # fmt: skip
+
+
+def test_the_script_ends_well_without_a_plan_where_16_bits_fit(tmp_path: Path) -> None:
+    answer = json.dumps({"plan": None, "verdict": "16-bit-fits"}, indent=2)  # as kvcal plan --json prints it
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "plan.safetensors").write_text("of an earlier budget")
+    done = run_script(tmp_path, MODEL="a/model", BUDGET="--bits 16", OUT="out", ANSWER=answer)
+    assert done.returncode == 0, done.stderr
+    calls = [line.partition("|")[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert calls == ["doctor", "size", "plan"] and set(files) == {"size.json", "plan.json", "report.txt"}
+    assert "16 bits fit: a/model needs no plan for --bits 16" in files["report.txt"]
 
 
 def test_the_script_names_what_is_missing(tmp_path: Path) -> None:
