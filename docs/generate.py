@@ -292,7 +292,7 @@ def furnish(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
     save_llama(folder / "tiny-llama", tokenizer)
     save_family(folder / "tiny-falcon", tokenizer, "falcon", 2048)
-    recipe_text = (ROOT / "recipes/default.toml").read_text()
+    recipe_text = (ROOT / "recipes/sensitivity.toml").read_text()
     short = {"num_samples = 8": "num_samples = 2", "seq_len = 1536": "seq_len = 512", "[1, 2, 3, 4, 8]": "[2, 4]"}
     for old, new in short.items():
         recipe_text = recipe_text.replace(old, new, 1)
