@@ -175,7 +175,7 @@ def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         (bits_name(plan), f"{plan.bits_per_value(workload):.3f}"),
         ("damage", concern(damage) or str(damage)),
-        ("recipe", str(_origin(plan).get("recipe"))),
+        *([("recipe", str(origin["recipe"]))] if "recipe" in (origin := _origin(plan)) else []),
     ]
     title = f"Plan at batch {workload.batch} x {workload.context} tokens"
     return View(title, ("", "value"), rows, bounded_note(plan, workload))
@@ -226,7 +226,7 @@ def budget_table(allocation: Allocation) -> View:
         ("budget", split.budget, True),
         ("weights", split.weights or 0, device),
         ("workspace", split.workspace or 0, device),
-        ("sliding windows and states", split.fixed, split.fixed),
+        ("sliding layers and states", split.fixed, split.fixed),
         ("cache, chosen formats", split.paged, True),
         ("reserved for transforms", split.reserved, split.reserved),
         ("rings and padding of the engine", split.engine, split.engine),
@@ -351,6 +351,6 @@ def choices_table(found: Choices) -> View:
     }
     said = columns[found.measure]  # not twice, and no empty column
     shown = [
-        (name, cells) for name, cells in columns.items() if cells is said or (cells != said and set(cells) > {"0"})
+        (name, cells) for name, cells in columns.items() if cells is said or (cells != said and set(cells) - {"", "0"})
     ]
     return _of_columns("What each option costs", shown)

@@ -13,7 +13,6 @@ from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
-from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
@@ -21,7 +20,6 @@ with lazy_imports():
     from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import report as report_page
-    from kvcal.models import load as model_load
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
@@ -86,16 +84,16 @@ def plan(
     with given.reporting() as reporter, options.naming_what_works(budgets, besides):
         loaded = given.load(model, chosen.data, reporter)
         chosen = given.for_model(chosen, loaded, budgets.whole_plan(), reporter)
-        if not budgets.context and recipe in (None, *recipe_files.recipe_names()):
-            chosen = _in_own_context(chosen, loaded, given, reporter)
         job = artifacts.Job(chosen, loaded, artifacts.Folder(Path()), reporter)
+        is_stated = budgets.context or "allocate.context" in recipe_files.read_settings(given.sets or ())
+        if not is_stated and recipe in (None, *recipe_files.recipe_names()):
+            job = fit_budget.in_own_context(job)
         if (need := fit_budget.need_of_16_bits(job)).fits:
             given.show({"verdict": "16-bit-fits", "plan": None, "folder": None, **asdict(need)})
             reporter.say(f"plan: 16 bits fit: {need}; nothing to quantize, and nothing was written")
             return
-        fitting = fit_budget.closest_recipe(job) if closest else chosen
-        verdict = "made" if fitting == chosen else "closest"
-        chosen = fitting
+        chosen = fit_budget.closest_recipe(job) if closest else job.recipe
+        verdict = "made" if chosen == job.recipe else "closest"
         assert chosen.allocate is not None
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
         folder = artifacts.Folder.create(out)
@@ -139,20 +137,6 @@ def _base_of_plan(name: str | None, model: str, search: bool, budgets: options.B
             hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
         )
     return base
-
-
-def _in_own_context(
-    chosen: recipe_keys.Recipe, loaded: model_load.LoadedModel, given: options.RecipeOptions, reporter: Reporter
-) -> recipe_keys.Recipe:
-    """The recipe for texts as long as the model takes, unless --set says how long; of a model that does not state it,
-    as long as the recipe says."""
-    assert chosen.allocate is not None
-    if "allocate.context" in recipe_files.read_settings(given.sets or ()):
-        return chosen
-    context = loaded.max_context or chosen.allocate.context
-    own = "the model's own maximum" if loaded.max_context else "the recipe's: the model states none"
-    reporter.say(f"plan: --context {context}, {own}")
-    return recipe_files.with_knobs(chosen, {"allocate.context": context})
 
 
 def budget_name(spec: recipe_keys.AllocateSpec) -> str:

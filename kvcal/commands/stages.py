@@ -28,6 +28,7 @@ with lazy_imports():
     from kvcal.stages import formats, pipeline, transform
     from kvcal.stages import reparam as reparam_stage
     from kvcal.stages import verify as verify_stage
+    from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.predictors import record as predictors_record
     from kvcal.stages.profile import record as profile_record
 
@@ -222,7 +223,8 @@ def compile_command(
     if loaded is not None:
         verify_stage.require_same_model(plan, loaded)
         damage = damage_stage.measure_damage(plan, loaded, (), reporter, path if output is None else None)
-    if damage_file.save_measured(plan, damage, path, allow_damage or output is None):
+    reasons = None if output is None else allocate_stage.reasons_of(plan, paths)
+    if damage_file.save_measured(plan, damage, path, allow_damage or output is None, reasons):
         reporter.say(f"compile: {path}")
     if loaded is None:
         check = options.command_line("verify", path, "--model", plan.model.id)

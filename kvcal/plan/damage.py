@@ -105,8 +105,9 @@ def concern(damage: Damage | None) -> str | None:
 def save_measured(
     plan: Plan, damage: Damage | None, path: Path, is_allowed: bool, reasons: Mapping[str, Any] | None = None
 ) -> bool:
-    """Write a plan after its measurement, so that it never lies there unmarked; not one that destroys the model, unless
-    that ``is_allowed``. Whether it was written; ArtifactError when a file cannot be."""
+    """Write a plan, with its ``reasons`` (``plan_bytes``), after its measurement, so that it never lies there unmarked;
+    not one that destroys the model, unless that ``is_allowed``. Whether it was written; ArtifactError when a file
+    cannot be."""
     is_written = is_allowed or damage is None or not damage.is_destroyed
     if is_written:
         if damage is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import Job
@@ -29,6 +29,15 @@ class Need:
 
     def __str__(self) -> str:
         return f"{format_bytes(self.needed_bytes)} of {format_bytes(self.budget_bytes)}"
+
+
+def in_own_context(job: Job) -> Job:
+    """The job for texts as long as the model takes; of a model that does not say how long, as the recipe says."""
+    spec, most = job.recipe.allocate, job.loaded.max_context
+    assert spec is not None
+    own = f"{most}, the model's own maximum" if most else f"{spec.context}, the recipe's: the model states none"
+    job.reporter.say(f"plan: --context {own}")
+    return replace(job, recipe=with_knobs(job.recipe, {"allocate.context": most or spec.context}))
 
 
 def need_of_16_bits(job: Job) -> Need:

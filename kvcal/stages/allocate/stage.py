@@ -251,7 +251,7 @@ def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any
         raise ArtifactError(
             f"{folder.allocation} is missing: a plan by itself does not hold why it was chosen",
             hint="name the plan in the folder where `kvcal plan`, `run`, `search` or `allocate` left its artifacts, or "
-            "write the plan again with `kvcal plan -o`, which keeps the reasons in the file",
+            "write the plan again with -o of `kvcal plan` or `compile`, which keeps the reasons in the file",
         )
     allocation, inputs = load(folder.allocation)
     ours, theirs = ([(p.geometry, p.k, p.v) for p in layers] for layers in (plan.layers, allocation.layers))
