@@ -34,6 +34,12 @@ def default_plan(heads: int, head_dim: int, cache_dtype: str = "bfloat16") -> Pl
     return with_transforms(plan, "basis", 0.01)
 
 
+def without_feedback(plan: Plan) -> Plan:
+    layers = [replace(layer, k_feedback=False, v_feedback=False, v_gain=False) for layer in plan.layers]
+    tensors = {name: x for name, x in plan.tensors.items() if not name.endswith(("feedback", "gain"))}
+    return replace(plan, layers=tuple(layers), tensors=tensors)
+
+
 def default_cache(plan: Plan) -> PlanCache:
     attention = plan.layers[0].attention
     heads, head_dim = attention.num_kv_heads, attention.k_head_dim
@@ -136,26 +142,33 @@ def test_one_part_is_held_twice_when_pages_are_added(monkeypatch: pytest.MonkeyP
     assert pages - 128 * 2 * 8 * 2 * 4 <= beyond <= pages + SCRATCH_BYTES * 128 * 128 * 8
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("heads", "head_dim"), [(4, 16), (2, 64), (1, 80), (2, 128), (1, 256)])
+@pytest.mark.parametrize("has_feedback", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "cache_dtype"),
+    [(4, 16, "bfloat16"), (2, 64, "float32"), (1, 130, "float32"), (2, 128, "bfloat16"), (1, 256, "float32")],
+)
 def test_the_bound_holds_in_a_basis(
-    heads: int, head_dim: int, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+    heads: int, head_dim: int, cache_dtype: str, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts longer than what enters at once, steps, chunks, and the step that fills a page; of several rows."""
-    cache = default_cache(default_plan(heads, head_dim, cache_dtype))
+    plan = default_plan(heads, head_dim, cache_dtype)
+    plan = plan if has_feedback else without_feedback(plan)
+    cache = default_cache(plan)
     for tokens in (128 * ENCODE_PAGES + 300, 1, 20, 62, 1, 300):
         assert_bounded(cache, random_states(1, heads, tokens, head_dim), monkeypatch)
-    cache = default_cache(cache.plan)
+    cache = default_cache(plan)
     for tokens in (700, 1, 67):
         assert_bounded(cache, random_states(3, heads, tokens, head_dim), monkeypatch)
 
 
+@pytest.mark.parametrize("has_feedback", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int) -> None:
+def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int, has_feedback: bool) -> None:
     """The whole of an update, what it hands to attention included: of a prompt that enters in several parts, and of
     the step after it, which reads all of it."""
     heads, head_dim, tokens = 2, 64, 128 * ENCODE_PAGES * 3
     plan = default_plan(heads, head_dim)
+    plan = plan if has_feedback else without_feedback(plan)
     cache, states = default_cache(plan), random_states(batch, heads, tokens, head_dim).bfloat16()
     with PeakBytes(held_by(cache)) as peak:
         handed = cache.update(states, states, 0)
