@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from cache_cases import KINDS, KIVI_2, SINKS_3, llama_plan, padded, plan_of, random_states, recipe_formats, tiny_llama
+from cache_cases import (
+    KINDS,
+    KIVI_2,
+    SINKS_3,
+    attended,
+    llama_plan,
+    padded,
+    plan_of,
+    random_qkv,
+    random_states,
+    recipe_formats,
+    tiny_llama,
+)
 from form_cases import with_tensors
 from peak_bytes import PeakBytes
 from progressive_cases import K_2, V_2, fixed, scheduled
@@ -18,6 +30,7 @@ from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
 from kvcal.store.layer_store import LayerStore
+from kvcal.store.step import KernelCodec
 from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
 
 ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
@@ -181,3 +194,18 @@ def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int, has_feedback
     with PeakBytes(held_by(cache)) as peak:
         cache.update(states[:, :, :1], states[:, :, :1], 0)
     assert peak.peak <= cache.nbytes + step_workspace(plan.layers, plan.cache_dtype, batch, tokens + 1).nbytes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_are_handed_what_enters_at_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a whole prompt, of which a copy in its basis would lie beside it."""
+    plan, tokens, sizes = PLANS["default"], 128 * ENCODE_PAGES * 2, list[int]()
+    cache, packed = PlanCache(plan, tiny_llama(2, 1).config, max_tokens=tokens), KernelCodec.pack
+
+    def counted(self: KernelCodec, x: torch.Tensor, *more: Any) -> None:
+        sizes.append(x.shape[0] * x.shape[2])
+        packed(self, x, *more)
+
+    monkeypatch.setattr(KernelCodec, "pack", counted)
+    attended(cache, *random_qkv(batch, 2, tokens))
+    assert max(sizes) <= 128 * ENCODE_PAGES and sum(sizes) == 2 * batch * tokens
