@@ -27,8 +27,10 @@ from static_cases import with_transforms
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.pages.basis import Basis
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
+from kvcal.store import sinks_ring_pages
 from kvcal.store.layer_store import LayerStore
 from kvcal.store.step import KernelCodec
 from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
@@ -209,3 +211,23 @@ def test_kernels_are_handed_what_enters_at_once(batch: int, monkeypatch: pytest.
     monkeypatch.setattr(KernelCodec, "pack", counted)
     attended(cache, *random_qkv(batch, 2, tokens))
     assert max(sizes) <= 128 * ENCODE_PAGES and sum(sizes) == 2 * batch * tokens
+
+
+def test_what_is_read_leaves_a_basis_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every temporary in fp32 is as large as a part, whatever the past; and what is read stays."""
+    cache, left, leave, reads = PlanCache(PLANS["default"], tiny_llama(2, 1).config), list[int](), Basis.leave, []
+    states = random_states(3, 2, 500)
+    cache.update(states, -states, 0)
+
+    def counted(self: Basis, y: torch.Tensor) -> torch.Tensor:
+        left.append(y.numel())
+        return leave(self, y)
+
+    monkeypatch.setattr(Basis, "leave", counted)
+    for at_once in (10**6, 3 * 2 * 8 * 70):
+        monkeypatch.setattr(sinks_ring_pages, "VALUES_AT_ONCE", at_once)
+        left.clear()
+        reads.append(cache.update(states[:, :, :0], states[:, :, :0], 0))
+        assert sum(left) == 2 * states.numel() and max(left) <= at_once
+    for one, other in zip(*reads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
