@@ -42,9 +42,9 @@ from kvcal.stored_tensor import ITEM_BYTES
 # Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29 on a
 # lattice, 26 into a basis.
 SCRATCH_BYTES = 32
-# With error feedback, 47 measured; 131 where it searches scales. (On a GPU kernels take less.)
-FEEDBACK_BYTES = 56
-SEARCH_BYTES = 144
+# Of rotated pages, or with error feedback: 47 measured. With both, which searches scales: 135. (Kernels take less.)
+ROTATED_BYTES = 56
+SEARCH_BYTES = 152
 # Of an entry of a basis while tokens enter it.
 DOUBLE_BYTES = 8
 # Indices of rows and pages, for each sequence.
@@ -126,9 +126,11 @@ class _Part:
     @property
     def _scratch_bytes(self) -> int:
         """Of a value that is encoded."""
-        if not self.layer.feedback(self.side):
-            return SCRATCH_BYTES
-        return FEEDBACK_BYTES if self.format.quantizer == UNIFORM else SEARCH_BYTES
+        is_rotated = self.format.quantizer != UNIFORM
+        has_feedback = self.layer.feedback(self.side)
+        if is_rotated and has_feedback:
+            return SEARCH_BYTES
+        return ROTATED_BYTES if is_rotated or has_feedback else SCRATCH_BYTES
 
     def _entering(self, batch: int, tokens: int) -> int:
         """Scratch of so many new tokens of every sequence that enter a basis; those of the ring then lie in it."""

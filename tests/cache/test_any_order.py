@@ -109,7 +109,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.feed(1 + min(given, self.lookahead))
             self.crop(min(given, rejected))
 
-    @rule(counts=some.lists(some.integers(0, 130), min_size=1, max_size=3))
+    @rule(counts=some.lists(some.integers(0, 260), min_size=1, max_size=3))
     def crops(self, counts: list[int]) -> None:
         for count in counts:
             self.crop(count)

@@ -176,6 +176,38 @@ def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(name, kept)
     assert_exact_bytes(cache, [kept + 300] * 2)
 
 
+@pytest.mark.parametrize("name", CROPPED)
+@pytest.mark.parametrize("crops", [(500, 300), (590, 500, 470, 460), (599, 598, 480, 8), (520, 130, 129)])
+def test_crops_in_a_row_are_one_crop(name, crops):
+    """The ring keeps what it has, exactly, and no place of a removed token counts as another's."""
+    plan = llama_plan(*CROPPED[name], num_layers=1)
+    cache, plain = filled(plan, 600, batch=2), filled(plan, 600, batch=2)
+    for kept in crops:
+        cache.crop(kept - cache.get_seq_length())
+    plain.crop(crops[-1] - 600)
+    assert all(torch.equal(now, expected) for now, expected in zip(read(cache), read(plain), strict=True))
+
+
+@pytest.mark.parametrize("lookahead", [0, 5])
+def test_rows_that_are_reordered_between_crops(lookahead):
+    """Padded rows have lost different tokens; each takes along what it has."""
+    plan, config, lengths = llama_plan(*SINKS_3, num_layers=1), tiny_llama(2, 1).config, (400, 340)
+    rows, caches = [random_states(1, 2, n, seed=n)[0] for n in lengths], []
+    for order in ((0, 1), (1, 0)):
+        states, mask = padded([rows[row] for row in order], 400, "left")
+        cache = PlanCache(plan, config, mask, lookahead=lookahead)
+        cache.update(states, states, 0)
+        cache.crop(-20)
+        if order == (0, 1):
+            cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-80)
+        caches.append(cache)
+    assert caches[0].lengths == caches[1].lengths == [240, 300]
+    for now, expected in zip(*map(read, caches), strict=True):
+        assert torch.equal(now[0, :, 60:], expected[0, :, 60:])
+        assert torch.equal(now[1], expected[1])
+
+
 CHANGES = {
     "crop": lambda cache: cache.crop(-100),
     "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),

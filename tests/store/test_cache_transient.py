@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from cache_cases import KINDS, KIVI_2, SINKS_3, llama_plan, padded, plan_of, random_states, recipe_formats, tiny_llama
+from cache_cases import (
+    KINDS,
+    KIVI_2,
+    SINKS_3,
+    attended,
+    llama_plan,
+    padded,
+    plan_of,
+    random_qkv,
+    random_states,
+    recipe_formats,
+    tiny_llama,
+)
 from form_cases import with_tensors
 from peak_bytes import PeakBytes
 from progressive_cases import K_2, V_2, fixed, scheduled
@@ -15,9 +27,12 @@ from static_cases import with_transforms
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.pages.basis import Basis
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
+from kvcal.store import sinks_ring_pages
 from kvcal.store.layer_store import LayerStore
+from kvcal.store.step import KernelCodec
 from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
 
 ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
@@ -32,6 +47,12 @@ def default_plan(heads: int, head_dim: int, cache_dtype: str = "bfloat16") -> Pl
     attention = AttentionGeometry(0, heads, heads, head_dim, head_dim)
     plan = plan_of(Geometry("llama", cache_dtype, (attention,)), ROTATED, ROTATED)
     return with_transforms(plan, "basis", 0.01)
+
+
+def without_feedback(plan: Plan) -> Plan:
+    layers = [replace(layer, k_feedback=False, v_feedback=False, v_gain=False) for layer in plan.layers]
+    tensors = {name: x for name, x in plan.tensors.items() if not name.endswith(("feedback", "gain"))}
+    return replace(plan, layers=tuple(layers), tensors=tensors)
 
 
 def default_cache(plan: Plan) -> PlanCache:
@@ -136,26 +157,33 @@ def test_one_part_is_held_twice_when_pages_are_added(monkeypatch: pytest.MonkeyP
     assert pages - 128 * 2 * 8 * 2 * 4 <= beyond <= pages + SCRATCH_BYTES * 128 * 128 * 8
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("heads", "head_dim"), [(4, 16), (2, 64), (1, 80), (2, 128), (1, 256)])
+@pytest.mark.parametrize("has_feedback", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "cache_dtype"),
+    [(4, 16, "bfloat16"), (2, 64, "float32"), (1, 130, "float32"), (2, 128, "bfloat16"), (1, 256, "float32")],
+)
 def test_the_bound_holds_in_a_basis(
-    heads: int, head_dim: int, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+    heads: int, head_dim: int, cache_dtype: str, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts longer than what enters at once, steps, chunks, and the step that fills a page; of several rows."""
-    cache = default_cache(default_plan(heads, head_dim, cache_dtype))
+    plan = default_plan(heads, head_dim, cache_dtype)
+    plan = plan if has_feedback else without_feedback(plan)
+    cache = default_cache(plan)
     for tokens in (128 * ENCODE_PAGES + 300, 1, 20, 62, 1, 300):
         assert_bounded(cache, random_states(1, heads, tokens, head_dim), monkeypatch)
-    cache = default_cache(cache.plan)
+    cache = default_cache(plan)
     for tokens in (700, 1, 67):
         assert_bounded(cache, random_states(3, heads, tokens, head_dim), monkeypatch)
 
 
+@pytest.mark.parametrize("has_feedback", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int) -> None:
+def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int, has_feedback: bool) -> None:
     """The whole of an update, what it hands to attention included: of a prompt that enters in several parts, and of
     the step after it, which reads all of it."""
     heads, head_dim, tokens = 2, 64, 128 * ENCODE_PAGES * 3
     plan = default_plan(heads, head_dim)
+    plan = plan if has_feedback else without_feedback(plan)
     cache, states = default_cache(plan), random_states(batch, heads, tokens, head_dim).bfloat16()
     with PeakBytes(held_by(cache)) as peak:
         handed = cache.update(states, states, 0)
@@ -168,3 +196,38 @@ def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int) -> None:
     with PeakBytes(held_by(cache)) as peak:
         cache.update(states[:, :, :1], states[:, :, :1], 0)
     assert peak.peak <= cache.nbytes + step_workspace(plan.layers, plan.cache_dtype, batch, tokens + 1).nbytes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_are_handed_what_enters_at_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a whole prompt, of which a copy in its basis would lie beside it."""
+    plan, tokens, sizes = PLANS["default"], 128 * ENCODE_PAGES * 2, list[int]()
+    cache, packed = PlanCache(plan, tiny_llama(2, 1).config, max_tokens=tokens), KernelCodec.pack
+
+    def counted(self: KernelCodec, x: torch.Tensor, *more: Any) -> None:
+        sizes.append(x.shape[0] * x.shape[2])
+        packed(self, x, *more)
+
+    monkeypatch.setattr(KernelCodec, "pack", counted)
+    attended(cache, *random_qkv(batch, 2, tokens))
+    assert max(sizes) <= 128 * ENCODE_PAGES and sum(sizes) == 2 * batch * tokens
+
+
+def test_what_is_read_leaves_a_basis_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every temporary in fp32 is as large as a part, whatever the past; and what is read stays."""
+    cache, left, leave, reads = PlanCache(PLANS["default"], tiny_llama(2, 1).config), list[int](), Basis.leave, []
+    states = random_states(3, 2, 500)
+    cache.update(states, -states, 0)
+
+    def counted(self: Basis, y: torch.Tensor) -> torch.Tensor:
+        left.append(y.numel())
+        return leave(self, y)
+
+    monkeypatch.setattr(Basis, "leave", counted)
+    for at_once in (10**6, 3 * 2 * 8 * 70):
+        monkeypatch.setattr(sinks_ring_pages, "VALUES_AT_ONCE", at_once)
+        left.clear()
+        reads.append(cache.update(states[:, :, :0], states[:, :, :0], 0))
+        assert sum(left) == 2 * states.numel() and max(left) <= at_once
+    for one, other in zip(*reads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
