@@ -150,7 +150,8 @@ def diff(
         "provenance": provenance,
     }
     headers = ("layer", "K", "V", "sinks + window", "bytes per token", "bytes")
-    others = [(name, *map(str, pair)) for name, pair in (facts | provenance).items()]
+    readable = {name: pair for name, pair in provenance.items() if not name.endswith(".windows")}
+    others = [(name, *map(str, pair)) for name, pair in (facts | readable).items()]
     others += [(f"tensor {name}", "", word) for name, word in tensors.items()]
     parts = [_totals_table(totals, workload), console.View("Layers that differ", headers, rows)]
     parts += [console.View("Model, tensors and provenance", ("", "before", "after"), others)]

@@ -144,6 +144,10 @@ def test_a_difference_shows_models_and_tensors(made: Path, tmp_path: Path, token
     assert value["layers"][3]["before"] is None and value["provenance"]["recipe"] == ["uniform-2", "higgs-2"]
     table = run_kvcal("diff", *paths).out
     assert "tensor lattice.d2.b2" in table and "none -> 2 lattice" in table
+    calibrated = (made / "new" / "first.safetensors", paths[1])  # kilobytes of digests are for programs
+    shown, listed = (run_kvcal("diff", *calibrated, *form) for form in ((), ("--json",)))
+    assert "calibration.profile.purpose" in "".join(shown.out.split()) and "profile.windows" not in shown.out
+    assert "calibration.profile.windows" in listed.json["provenance"]
 
 
 FIRST = [  # what is typed, exit code, what is said

@@ -342,4 +342,5 @@ def test_a_small_file_reaches_every_pool(tmp_path: Path, tokenizer: PreTrainedTo
         assert load_sequences(DataSpec(str(path), 2, 128), tokenizer, None, purpose).num_tokens == 256
         with pytest.raises(UsageError) as caught:
             load_sequences(DataSpec(str(path), 16, 1024), tokenizer, None, purpose)
-        assert_says(caught.value, [f"pool '{purpose}'", "64 records", "65536 tokens", "of its own"])
+        assert_says(caught.value, [f"pool '{purpose}'", "64 records", "65536 tokens", "--samples"])
+        assert ("of its own" in str(caught.value.hint)) == (purpose == "report")
