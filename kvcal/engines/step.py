@@ -10,9 +10,9 @@ sequence in them. Two kinds of sequences are served:
               precision. Sizes come from the host
 
 Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
-hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins after
-shared blocks begins at a multiple of 128. Its ring then needs sinks, which the engine's plug-in brings, and the tokens
-of its window, which are decoded from their pages (``begin``).
+hashed, moved or kept from then on; nothing in it depends on the sequence that filled it, but for channels that the
+queries of its chunk choose. A sequence that begins after shared blocks begins at a multiple of 128. Its ring then needs
+sinks, which the engine's plug-in brings, and the tokens of its window, which are decoded from their pages (``begin``).
 
 Drafts are stored, and attend, as tokens that come alone. A sequence takes them back by its length at the next step, of
 which the device alone may know: nothing of this depends on the host. The page that drafts complete is packed with them,
@@ -171,7 +171,8 @@ class PagedStep:
         return mean
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
-        """The second half of :meth:`extend`, of what :meth:`store` returned."""
+        """The second half of :meth:`extend`, of what :meth:`store` returned. Turned queries are rounded to the dtype of
+        q, which FlashAttention takes; a decode step has them in fp32."""
         k_basis, v_basis = self._k_basis, self._v_basis
         keys, values = (new.to(self.dtype).to(q.dtype) for new in self._held.entered(k, v))
         queries = q if k_basis is None else k_basis.turned_queries(q).to(q.dtype)

@@ -5,6 +5,8 @@ tests."""
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from test_vllm import (
 from test_vllm import gemma as gemma
 from test_vllm import served as served
 from test_vllm import version as version
-from vllm_environment import run_in
+from vllm_environment import python_with_vllm, run_in, variables_in
 
 from kvcal import Plan
 
@@ -85,6 +87,28 @@ def test_sinks_beside_sliding_windows(version: str, tmp_path: Path, gemma: Serve
     plan, more = with_sinks(gemma.plan), {**SHORT, "max_num_batched_tokens": 256}
     _, replay = serve(version, tmp_path, gemma, random_requests(80), plan, **more)
     assert sum(replay.cached.values()) > 1000
+
+
+NOTED = """
+from types import SimpleNamespace as Some
+from kvcal.engines.vllm.serving import Serving
+known = Some(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+new = [Some(req_id=str(past), num_computed_tokens=past, block_ids=([1, 2], [3])) for past in (0, 130, 128)]
+counts = dict.fromkeys(("0", "130", "128"), 9)
+step = Some(scheduled_cached_reqs=known, scheduled_new_reqs=new, num_scheduled_tokens=counts)
+serving = Some(first=Some(layer_name="pages"), ring=Some(name="rings"), device="cpu")
+Serving.note(serving, [Some(layer_names=["pages"]), Some(layer_names=["rings"])], step)
+print("NOTED", [(one.num_past, one.total, one.table.tolist(), one.rings.tolist()) for one in serving.begun])
+"""
+
+
+def test_a_session_that_goes_on_within_a_page_keeps_its_ring(version: str, tmp_path: Path) -> None:
+    """vLLM says of a session with new input what it says of a new request, and it has computed tokens already."""
+    variables = os.environ | variables_in(tmp_path)
+    done = subprocess.run(
+        [python_with_vllm(version), "-c", NOTED], env=variables, capture_output=True, text=True, timeout=300
+    )
+    assert "NOTED [(128, 137, [1, 2], [3])]" in done.stdout, done.stderr[-2000:]
 
 
 def test_two_ranks(version: str, tmp_path: Path, served: Served) -> None:

@@ -116,8 +116,9 @@ class Serving:
             [self.ring, *self.sinks][-1].begin = self.begin
 
     def note(self, groups: list[Any], step: Any) -> None:
-        """Requests that begin with a step of vLLM's scheduler, after blocks of others. ``groups``: of layers, in the
-        order in which a request has its blocks."""
+        """Requests that begin with a step of vLLM's scheduler, after blocks of others, and so after whole pages: one
+        that goes on with new input, within a page, has its ring. ``groups``: of layers, in the order in which a
+        request has its blocks."""
         known = step.scheduled_cached_reqs
         begun = [(one.req_id, one.num_computed_tokens, one.block_ids) for one in step.scheduled_new_reqs]
         again = zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)
@@ -131,7 +132,7 @@ class Serving:
                 torch.tensor(blocks[group], dtype=torch.int32).to(self.device, non_blocking=True)
                 for group in (pages, rings)
             ))
-            for name, past, blocks in begun if past
+            for name, past, blocks in begun if past and past % PAGE_TOKENS == 0
         ]  # fmt: skip
 
     def begin(self) -> None:
