@@ -79,6 +79,9 @@ def test_tokens_count_once_they_read_a_packed_page_of_every_layer(loaded: Loaded
     assert texts is not None and texts.mask_BT.any(1).all()
     first = texts.mask_BT.any(0).nonzero()[0].item()
     assert 128 + 60 <= first < 2 * 128 and texts.tokens_BT.shape[1] >= first + 64
+    shrinking = Format(2, "token", 128, param_dtype="float32", shrink_at=(200,))  # on a schedule for no more than this
+    texts = check_damage._texts(replace(with_keys(loaded, 0, shrinking), workload=Workload(1, 300)), loaded, (), SILENT)
+    assert texts is not None and texts.tokens_BT.shape == (1, 300)
 
 
 def test_the_error_is_that_of_texts_and_the_agreement_that_of_tokens(loaded: LoadedModel, monkeypatch) -> None:

@@ -11,7 +11,14 @@ import torch
 from test_layout_contract import random_page
 from torch import Tensor
 
-from kvcal.pages.error_feedback import factor_row, factor_spec, factor_weights, feedback_factor, round_with_feedback
+from kvcal.pages.error_feedback import (
+    LARGEST_FACTOR,
+    factor_row,
+    factor_spec,
+    factor_weights,
+    feedback_factor,
+    round_with_feedback,
+)
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.rotated import CANDIDATES, LOWEST, SCALE_DTYPE, STEPS, RotatedLayout, random_signs, rotate
 from kvcal.pages.tiered import TieredLayout
@@ -34,6 +41,14 @@ def upper_of(factor: Tensor, head_dim: int) -> Tensor:
     for channel in range(head_dim):
         upper[:, channel, channel + 1 :] = factor_row(factor, channel, head_dim).double()
     return upper
+
+
+def test_factors_stay_finite_where_a_channel_all_but_follows_another() -> None:
+    upper = torch.tensor([[1.0, 1e6], [0.0, 1.0]], dtype=torch.float64)
+    factor, _ = feedback_factor((upper @ upper.T)[None], 0.0)
+    assert factor_row(factor, 0, 2).item() == LARGEST_FACTOR
+    factor, _ = feedback_factor((upper.inverse().T @ upper.inverse())[None].flip(1, 2), 0.0)
+    assert bool(factor.isfinite().all()) and factor_row(factor, 0, 2).item() == -LARGEST_FACTOR
 
 
 def fp32(number: float) -> float:

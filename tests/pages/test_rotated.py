@@ -105,6 +105,24 @@ def test_gains_make_up_for_what_codes_of_two_bits_lose(head_dim: int) -> None:
     assert (with_gain - 1).abs().max() < 0.015, with_gain
 
 
+def test_gains_do_not_depend_on_the_unit_of_costs() -> None:
+    cost = torch.rand(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.01
+    gains = pages.value_gains(cost)
+    assert torch.equal(pages.value_gains(1e6 * cost), gains) and gains.dtype == torch.float16
+    assert (pages.value_gains(torch.ones(1, 8).double()) == torch.tensor(1 / pages.SLOPE).half()).all()
+
+
+def test_a_scale_next_to_the_largest_is_not_searched_beyond_it() -> None:
+    """Of the candidates, 57,344 is e5m2's last number; the next ones are infinity and NaN."""
+    layout, signs = RotatedLayout("v", 2, "token", 64, 64, SCALE_DTYPE, "float32"), random_signs(64, 0)
+    x = torch.randn(1, 128, 64, generator=torch.Generator().manual_seed(0))
+    x *= 49_000 / x.square().mean(-1, keepdim=True).sqrt()
+    factor, _ = feedback_factor(torch.eye(64, dtype=torch.float64)[None], 0.0)
+    operands = {"signs": signs, "feedback": factor}
+    read = layout.decode_pages(layout.encode_pages(x, operands), 1, operands)
+    assert float((read - x).norm() / x.norm()) < 0.45
+
+
 WIDTHS = (1, 20, 64, 96, 128, 1024)
 
 
