@@ -167,18 +167,20 @@ def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:
     """A plan's totals, what it does to the model where that was measured, and where it came from."""
     raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
     factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
+    paged = sum(layer.is_paged for layer in plan.layers)
+    of_layers = f", of {paged} layers; {len(plan.layers) - paged} do not grow" if paged < len(plan.layers) else ""
     origin = _origin(plan)
     libraries = origin.get("libraries")
-    facts = [(key, value) for key, value in sorted(origin.items()) if not isinstance(value, dict | list)]
+    facts = [(key, value) for key, value in sorted(origin.items()) if key != "recipe" and not isinstance(value, dict)]
     facts += sorted(libraries.items()) if isinstance(libraries, dict) else []
     made_from = ", ".join(f"{key} {_SHORT.sub('…', str(value))}" for key, value in facts)
     rows = [
         ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
         ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
-        ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
+        ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}{of_layers}"),
         ("damage", concern(damage) or str(damage)),
-        ("recipe", str(origin.get("recipe"))),
+        *([("recipe", str(origin["recipe"]))] if "recipe" in origin else []),
     ]
     title = f"Plan at batch {workload.batch} x {workload.context} tokens"
     return View(title, ("", "value"), rows, f"made from: {made_from}" if facts else "")
@@ -201,7 +203,7 @@ def budget_table(allocation: Allocation) -> View:
         ("budget", split.budget, True),
         ("weights", split.weights or 0, device),
         ("workspace", split.workspace or 0, device),
-        ("bounded layers and states", split.fixed, split.fixed),
+        ("sliding layers and states", split.fixed, split.fixed),
         ("cache, chosen formats", split.paged, True),
         ("reserved for transforms", split.reserved, split.reserved),
         ("rings and padding of the engine", split.engine, split.engine),
@@ -324,7 +326,5 @@ def choices_table(found: Choices) -> View:
         "sensitivity": ["" if one.sensitivity is None else f"{one.sensitivity:.4g}" for one in found.options],
     }
     said = columns[found.measure]  # not twice, and no empty column
-    shown = [
-        (name, cells) for name, cells in columns.items() if cells is said or (cells != said and set(cells) > {"0"})
-    ]
-    return _of_columns("What each option costs", shown)
+    told = {name: cells for name, cells in columns.items() if set(cells) - {"", "0"} or cells is said}
+    return _of_columns("What each option costs", [one for one in told.items() if one[1] is said or one[1] != said])
