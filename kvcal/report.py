@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +175,10 @@ def _gains(plan: Plan, allocation: Allocation | None, profile: Profile | None) -
     workload, rows = plan.workload, []
     if allocation is not None and (allocation.split.weights is None or profile is not None):
         # The vocabulary counts where a whole device is shared with logits.
-        gain = gain_of(plan, allocation.split, 0 if profile is None else profile.setup.vocab_size)
+        split = allocation.split
+        if split.kind is None:  # formats were fixed: their own bytes, transforms included
+            split = replace(split, budget=plan.predicted_bytes)
+        gain = gain_of(plan, split, 0 if profile is None else profile.setup.vocab_size)
         within = f"within {format_bytes(gain.budget)}" + ("" if allocation.split.weights is None else ", with weights")
         for what, key in (
             (f"Largest batch at {workload.context:,} tokens", "max_batch"),

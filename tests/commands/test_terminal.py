@@ -59,7 +59,7 @@ VIEWS = {
     "eval": lambda: tables.evaluation_table(evaluation(*ROWS)),
     "compare": lambda: tables.comparison_table(COMPARISON),
     "layers": lambda: tables.layer_table(SLIDING, "bfloat16", UNIFORM.workload),
-    "plan": lambda: tables.plan_table(UNIFORM, UNIFORM.workload),
+    "plan": lambda: tables.plan_table(UNIFORM, UNIFORM.workload, None),
     "profile": lambda: tables.profile_table(profile()),
     "choices": lambda: tables.choices_table(COSTS),
 }

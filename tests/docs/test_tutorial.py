@@ -40,7 +40,7 @@ def form(output: str) -> list[str]:
 
 def layer_bits(output: str) -> list[tuple[int, int]]:
     """(of keys, of values) in the rows of a table of layers."""
-    rows = re.findall(r"^│ \d+ +│ +(\d+) \w+ g\d+ │ +(\d+) \w+ g\d+ │", output, re.M)
+    rows = re.findall(r"^│ \d+ +│ +(\d+) │ +(\d+) │ +[a-z]+", output, re.M)
     return [(int(keys), int(values)) for keys, values in rows]
 
 
