@@ -204,8 +204,9 @@ def origin_table(plan: Plan) -> View:
     """Where a plan came from: its recipe, data and libraries."""
     origin = _origin(plan)
     libraries = origin.get("libraries")
-    facts = [(key, value) for key, value in sorted(origin.items()) if key != "recipe" and not isinstance(value, dict)]
+    facts = [(key, value) for key, value in sorted(origin.items()) if not isinstance(value, dict | list)]
     facts += sorted(libraries.items()) if isinstance(libraries, dict) else []
+    return View("Made from", ("", "value"), [(key, _SHORT.sub("…", str(value))) for key, value in facts])
 
 
 def _origin(plan: Plan) -> dict[str, Any]:
