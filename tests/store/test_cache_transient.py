@@ -231,3 +231,9 @@ def test_what_is_read_leaves_a_basis_in_parts(monkeypatch: pytest.MonkeyPatch) -
         assert sum(left) == 2 * states.numel() and max(left) <= at_once
     for one, other in zip(*reads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_ring_of_a_long_window_enters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = replace(ROTATED, recent_window=4000)
+    plan = without_feedback(with_transforms(llama_plan(fmt, fmt, num_layers=1), "basis", 0.1))
+    assert_bounded(PlanCache(plan, tiny_llama(2, 1).config), random_states(8, 2, 4200), monkeypatch)
