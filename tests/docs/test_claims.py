@@ -127,7 +127,7 @@ def test_python_blocks_import_what_exists(page: str) -> None:
 
 
 def test_recipes_of_the_readme_and_exit_codes_are_those_of_the_package() -> None:
-    section = README.split("## Five systems")[1].split("##")[0]
+    section = README.split("## Systems")[1].split("##")[0]
     recipes = set(re.findall(r"`([\w-]+)`", section)) - {"kvcal"}
     assert {"pm-kvq", "mixkvq", "aqua-kv", "kvmix", "kitty", "kitty-pro", "best"} <= recipes
     assert recipes <= {path.stem for path in (ROOT / "recipes").rglob("*.toml")}
@@ -142,27 +142,27 @@ def test_the_readme_asks_for_the_python_of_the_project() -> None:
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
 
 
-def test_the_results_of_the_readme_are_those_of_the_committed_evaluation() -> None:
-    content = json.loads((ROOT / "artifacts/plans/schema-3/evaluation.json").read_text())["body"]
+def test_the_results_of_the_readme_are_the_measured_ones() -> None:
+    content = json.loads((ROOT / "docs/measured/2026-11-28-real.json").read_text())
+    model = content["models"]["Qwen2.5-Coder-0.5B"]
     names = {
-        "16-bit": "16-bit", "kivi-4": "KIVI-4", "uniform-4": "uniform 4 bits", "uniform-3": "uniform 3 bits",
-        "kivi-2": "KIVI-2", "default": "**kvcal, at KIVI-2's bytes**", "uniform-2": "uniform 2 bits",
+        "fp8": "fp8 as in vLLM ([simulated](docs/real.md))", "kivi-4-sinks": "KIVI-4, with our sinks and window",
+        "default@4": "**kvcal plan --bits 4**", "default@3": "**kvcal plan --bits 3**",
+        "k3v2": "keys 3, values 2 bits in all layers", "default@2.74": "**kvcal plan --bits 2.74**, the same bytes",
+        "default@2.5": "**kvcal plan --bits 2.5**", "kivi-2-sinks": "KIVI-2, with our sinks and window",
     }  # fmt: skip
-    rows = {cells[0]: cells[1:] for cells in table_of(README, "## Results")}
-    assert {row["name"] for row in content["rows"]} == set(names)
-    for row in content["rows"]:
-        bits, cache, text_bits, kl, perplexity, accuracy = rows[names[row["name"]]]
-        assert float(bits) == pytest.approx(row["bits_per_value"], abs=0.0051)
-        assert float(cache.removesuffix(" MB")) == pytest.approx(row["total_bytes"] / 1e6, rel=2e-3)
-        assert float(text_bits) == pytest.approx(row["text_bits"]["bits_per_value"], abs=0.0051)
-        assert float(kl.split(" ± ")[0]) == pytest.approx(row["text"]["kl"], abs=6e-5)
-        assert float(perplexity) == pytest.approx(row["text"]["perplexity"], abs=6e-5)
-        correct = sum(task["num_correct"] for task in row["tasks"]) / sum(task["num_problems"] for task in row["tasks"])
-        assert float(accuracy.split(" ± ")[0]) == pytest.approx(100 * correct, abs=0.051)
-    kls = {row["name"]: row["text"]["kl"] for row in content["rows"]}
-    assert kls["default"] < kls["kivi-2"] / 10
-    sizes = {row["name"]: row["total_bytes"] for row in content["rows"]}
-    assert 4 < sizes["16-bit"] / sizes["default"] < 7
+    rows = {cells[0]: cells[1:] for cells in table_of(README, "# kvcal")}
+    assert set(rows) == {"16 bits", *names.values()}
+    for name, title in names.items():
+        bits, *cells = rows[title]
+        assert float(bits) == pytest.approx(model[name]["bits"], abs=0.0051)
+        keys = {"kl_1000": 0.051, "top1_percent": 0.051, "rows_of_16_bits": 0.0006, "retrieval:4096": 0.051}
+        for cell, (key, within) in zip(cells, keys.items(), strict=True):
+            if cell == "–":
+                assert key not in model[name]
+                continue
+            told = [float(number) for number in cell.replace("*", "").split(" ± ")]
+            assert told == pytest.approx(model[name][key], abs=within), (name, key)
 
 
 def table_of(text: str, heading: str) -> list[list[str]]:
