@@ -77,6 +77,8 @@ class UnsupportedModel(KvcalError):
 
 # The hint for a model that is served, but whose queries, keys, values or weights no stage can find.
 WITHOUT_CALIBRATION = "a recipe with [formats], such as kivi-2, compiles a plan without calibration"
+# The hint for a model that is not causal.
+AS_A_DECODER = "an encoder has no cache; one that was trained as a decoder says is_decoder = true in its config.json"
 
 
 class ArtifactError(KvcalError):

@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import AS_A_DECODER, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
@@ -104,8 +104,10 @@ def _uncalibrated(model_type: object, model_id: str, is_decoder: bool) -> str | 
         next((one for one in families()[part] if one["model_type"] == model_type), None)
         for part in ("refused", "families")
     )
-    if every is not None and every["is_decoder"] and is_decoder:
-        return None
+    if every is not None and every["is_decoder"]:
+        if not is_decoder:
+            raise UnsupportedModel(f"{model_id}: a model of the type {model_type!r} is not causal", hint=AS_A_DECODER)
+        return every["reason"] or None
     if refused is not None and refused["fails_in"] == EVERY_COMMAND:
         raise UnsupportedModel(f"{model_id}: models of the type {model_type!r} are not served: {refused['reason']}")
     if refused is None and every is not None and every["outcome"] == "supported":

@@ -31,7 +31,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvcal.errors import UnsupportedModel
+from kvcal.errors import AS_A_DECODER, UnsupportedModel
 from kvcal.geometry import (
     CACHE_DTYPES,
     AttentionGeometry,
@@ -197,7 +197,7 @@ def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
     if change > tolerance * logits[:, 0].abs().max():
         raise UnsupportedModel(
             f"{type(model).__name__} is not causal: a later token changes earlier logits",
-            hint="an encoder has no cache; one that was trained as a decoder says is_decoder = true in its config.json",
+            hint=AS_A_DECODER,
         )
 
 

@@ -81,6 +81,18 @@ def test_what_is_not_served_is_refused_with_the_reason(name: str, tmp_path: Path
         read_sizes(saved(name, tmp_path))
 
 
+@pytest.mark.parametrize("kind", [hf.BertConfig, hf.RobertaConfig])
+def test_an_encoder_is_served_as_a_decoder_alone(kind: type[hf.PreTrainedConfig], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    if kind is hf.BertConfig:  # RoBERTa's positions go by the values of tokens
+        kind(**sizes, is_decoder=True).save_pretrained(tmp_path)
+        assert len(read_sizes(str(tmp_path)).geometry.layers) == 2
+    kind(**sizes).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="is not causal") as caught:
+        read_sizes(str(tmp_path))
+    assert "is_decoder = true" in str(caught.value.hint)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", UNCALIBRATED)
 def test_what_fails_in_calibration_alone_has_its_sizes(name: str, tmp_path: Path) -> None:
