@@ -9,7 +9,7 @@ from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.__main__ import PANELS
-from kvcal.commands.options import RecipeOptions, users_evaluation
+from kvcal.commands.options import BudgetOptions, RecipeOptions, users_evaluation
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan.plan import load_plan
@@ -116,6 +116,21 @@ def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
     for name in recipe_names():
         recipe = load_recipe(name)
         assert with_knobs(recipe, {"data.seed": recipe.data.seed}) == recipe
+
+
+def test_samples_bound_the_texts_of_all_stages_and_refusals_name_options() -> None:
+    base = load_recipe("default")
+    assert base.basis is not None and base.basis.num_samples == base.data.num_samples == 16
+    for samples, fitted in ((2, 2), (64, 16)):
+        changed = RecipeOptions(samples=samples).change(base)
+        assert changed.basis is not None and (changed.data.num_samples, changed.basis.num_samples) == (samples, fitted)
+    with pytest.raises(UsageError, match="^--samples = 0: ") as caught:
+        RecipeOptions(samples=0).change(base)
+    assert "recipe" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="^--set data.num_samples: data.num_samples = 0: "):
+        RecipeOptions(sets=["data.num_samples=0"]).change(base)
+    with pytest.raises(UsageError, match="^--bits and --budget|^--budget and --bits"):
+        BudgetOptions(bits=3.0, budget="1GB")
 
 
 def test_run_calibrates_and_evaluates_on_the_file(folder: Path, done: Outcome) -> None:

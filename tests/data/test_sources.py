@@ -1,5 +1,6 @@
 """Several sources: how they are spelled, shared out, named and kept apart; and the sources that need no network."""
 
+import base64
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.data import installed
 from kvcal.data.pools import (
     PURPOSES,
+    DataRecord,
     Purpose,
     calibration,
     data_inputs,
@@ -182,6 +184,21 @@ def test_an_edited_copy_of_the_calibration_file_is_refused(tmp_path: Path, token
         older = {key: value for key, value in record.items() if key != "windows"}
         require_unseen({"calibration": {"feedback": older}}, copy)  # of a plan that has sequences alone
     assert outcomes == {True, False}
+
+
+def test_the_share_of_windows_is_that_of_a_sample_less_twice_its_error() -> None:
+    digests = [(1000 * number).to_bytes(4, "big") for number in range(512)]
+    largest, above = 1000 * 511, {(600_000 + number).to_bytes(4, "big") for number in range(5000)}
+    of_few, of_many = (
+        DataRecord("fit", None, None, (), (), base64.urlsafe_b64encode(b"".join(held)).decode())
+        for held in (digests[:100], digests)
+    )
+    others = {(1 + 1000 * number).to_bytes(4, "big") for number in range(75)}
+    measured = {*digests[:25], *others}
+    assert max(others) < largest.to_bytes(4, "big") and of_many.shared(measured) == pytest.approx((25 - 10) / 100)
+    assert of_many.shared(measured | above) == of_many.shared(measured)  # not in the sample
+    assert of_few.shared(measured | above) == pytest.approx(15 / 5100)  # all windows are kept
+    assert of_many.shared({*digests[:3]}) == of_many.shared(set()) == 0.0
 
 
 def test_a_prompt_that_all_records_begin_with_is_no_copy(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
