@@ -1,6 +1,7 @@
 """``kvcal inspect --why``: what each option of a layer costs, after a profile and a search; and what is refused."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.plan.page_format import RAW
-from kvcal.plan.plan import load_plan
+from kvcal.plan.plan import Workload, load_plan
+from kvcal.stages.allocate.stage import allocation_of
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search import load as load_search
 
@@ -99,9 +102,16 @@ def test_without_its_artifacts_a_plan_has_no_reasons(made: Path, tmp_path: Path)
     shutil.copy(path.with_name("allocation.safetensors"), tmp_path)
     done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
     assert done.code == 5 and "profile.safetensors is missing" in done.err
+    (tmp_path / "profile.safetensors").write_bytes(b"another")
+    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
+    assert done.code == 5 and "profile.safetensors is not the one that the plan was made from" in done.err
     shutil.copy(made / "searched" / "plan.safetensors", tmp_path)
     done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--why", 0)
     assert done.code == 5 and "allocation.safetensors is of another plan" in done.err
+    plan = load_plan(path)
+    for other in (replace(plan, workload=Workload(1, 4096)), replace(plan, model=replace(plan.model, id="other"))):
+        with pytest.raises(ArtifactError, match="is of another plan"):
+            allocation_of(other, Folder(path.parent))
 
 
 def test_fixed_formats_have_no_reason(made: Path, tmp_path: Path) -> None:

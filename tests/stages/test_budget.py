@@ -8,12 +8,30 @@ from allocation_cases import IDENTITY, VOCABULARY, WEIGHTS, geometry, profile
 from form_cases import NAMES, form_plan, static_of, with_tensors
 
 from kvcal.errors import InfeasibleBudget
+from kvcal.geometry import ExpandedHeads
 from kvcal.plan.layer import FormatsSpec, LayerPlan, Predictor
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ProgressiveSpec, ReparamSpec
-from kvcal.stages.allocate.budget import compile_plan, require_budget, reserved_bytes, transform_bytes, workspace_bytes
+from kvcal.recipe import (
+    AllocateSpec,
+    BasisSpec,
+    CacheSpec,
+    FeedbackSpec,
+    PredictorSpec,
+    ProfileSpec,
+    ProgressiveSpec,
+    ReparamSpec,
+)
+from kvcal.stages.allocate.budget import (
+    compile_plan,
+    require_budget,
+    reserved_bytes,
+    spared_lambdas,
+    transform_bytes,
+    workload_of,
+    workspace_bytes,
+)
 from kvcal.stages.allocate.record import Allocation, fixed_allocation, made_progressive
 from kvcal.stages.allocate.stage import allocate
 from kvcal.store.workspace import step_workspace
@@ -156,6 +174,32 @@ def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:
     spec = CacheSpec()
     k, v = (spec.format(side, 2, "token", 128) for side in SIDES)
     return tuple(replace(layer, k=(k,), v=(v,)) for layer in allocation.layers)
+
+
+def test_bases_are_reserved_with_all_that_they_bring() -> None:
+    """Of a latent, which takes none, nothing."""
+    model, cache, fmt = geometry(), CacheSpec(), Format(2, quantizer="rotated")
+    both = {"k_feedback": True, "v_feedback": True, "k_basis": True, "v_basis": True, "v_gain": True}
+    layers = tuple(LayerPlan(layer, (fmt,), (fmt,), **both) for layer in model.layers)
+    assert reserved_bytes(model, cache, None, calibration=BasisSpec()) == needed_nbytes(layers, model.cache_dtype)
+    latent = replace(model.layers[0], num_kv_heads=1, expanded=ExpandedHeads(32, 32))
+    latents = replace(model, layers=(latent, *model.layers[1:]))
+    rest = needed_nbytes(layers[1:], model.cache_dtype)
+    assert reserved_bytes(latents, cache, None, calibration=BasisSpec()) == rest
+
+
+def test_lambdas_that_other_formats_may_want_are_named_where_some_layer_has_one() -> None:
+    layers = quantized(allocated(bits=16))
+    assert spared_lambdas(layers) == 0
+    assert spared_lambdas((replace(layers[0], k_rescale=True), *layers[1:])) == LAMBDAS * 2 // 3
+    assert spared_lambdas([replace(layer, k_rescale=True) for layer in layers]) == 0
+
+
+def test_an_engine_holds_whole_pages() -> None:
+    asked = AllocateSpec(bits=3.0, batch=2, context=1000)
+    assert workload_of(asked) == Workload(2, 1000)
+    assert workload_of(replace(asked, engine="vllm")) == Workload(2, 1024)
+    assert workload_of(replace(asked, engine="vllm", context=1024)) == Workload(2, 1024)
 
 
 @pytest.mark.parametrize("transform", [rescaled, predicted])

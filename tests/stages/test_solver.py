@@ -18,7 +18,7 @@ from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.budget import resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes
-from kvcal.stages.allocate.solver import Option, Unit, solve
+from kvcal.stages.allocate.solver import CLOSED, Option, Unit, solve
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
@@ -73,8 +73,16 @@ def test_equals_brute_force_also_at_the_last_byte(style):
             picked = [unit.options[i] for unit, i in zip(units, found.choice, strict=True)]
             assert sum(option.nbytes for option in picked) == found.nbytes <= budget
             assert math.fsum(option.loss for option in picked) == found.loss
+            assert found.gap == 0 or found.gap > CLOSED  # below is rounding
             assert found.proof == "solver" and found.bound <= loss * (1 + 1e-9) + 1e-9
             assert loss <= found.loss <= loss * (1 + 1e-6) + 1e-9
+
+
+def test_an_answer_within_the_solvers_tolerance_is_counted_again():
+    """Both larger options take one byte too much of 4 TiB, less than HiGHS sees."""
+    units = units_of([(0, 1.0), (2**41, 0.4)], [(0, 1.0), (2**41 + 1, 0.5)], [(0, 1.0), (3, 1.0 - 1e-3)])
+    found = solve(units, 2**42)
+    assert found.choice == (1, 0, 1) and found.nbytes == 2**41 + 3 and found.proof == "solver"
 
 
 def test_dominated_options_are_never_chosen_and_the_first_of_equals_is():

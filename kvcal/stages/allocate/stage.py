@@ -43,11 +43,9 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
     problem = Problem(profile, spec)
     split = _split(problem, profile, spec, reserved)
     smallest = problem.nbytes(problem.smallest)
-    # Beyond the largest options' bytes nothing is left to spend a capacity on.
-    most = problem.nbytes(problem.largest)
     setup, cache_dtype, workload = profile.setup, profile.setup.geometry.cache_dtype, problem.workload
     while True:  # what lies next to the pages follows from the choice
-        solution = solve(problem.units, max(smallest, min(_capacity(split), most)))
+        solution = solve(problem.units, max(smallest, _capacity(split)))
         split = replace(split, engine=_beside_pages(problem, spec, setup.identity, solution.choice))
         if solution.nbytes <= _capacity(split):
             break
