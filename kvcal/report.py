@@ -25,10 +25,9 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.measured_rows import decimal, dots_of, of_comparison, of_evaluation, series_of
 from kvcal.pictures import draw_bits, draw_quality
 from kvcal.plan.damage import VERDICTS, Damage, load_damage
-from kvcal.plan.layer import LayerPlan, parts_of
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan, load_plan
-from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import format_bytes
 from kvcal.recipe import Objective
 from kvcal.stages.allocate.record import Allocation
@@ -36,7 +35,7 @@ from kvcal.stages.allocate.stage import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
 from kvcal.stages.compare import load_comparison, verdict
 from kvcal.stages.evaluate.stage import load_evaluation
-from kvcal.stages.memory_needs import gain_of
+from kvcal.stages.memory_needs import gain_of, pays_from
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
 from kvcal.stages.search import load as load_search
@@ -150,9 +149,8 @@ def _lost(damage: Damage | None) -> list[tuple[str, str, str]]:
     """What a plan did to predictions: (name, value, what that is)."""
     if damage is None:
         return []
-    of = f"over {damage.num_tokens:,} tokens of {damage.texts.partition(':')[0]}"
     found = [
-        ("KL to 16 bits", decimal(damage.kl, damage.kl_error), f"nats a token, {of}"),
+        ("KL to 16 bits", decimal(damage.kl, damage.kl_error), f"nats a token, over {damage.num_tokens:,} tokens"),
         ("Same next token", f"{100 * damage.top1:.1f} %", "of tokens whose most likely token stays"),
     ]
     places = [(f"layer {one.layer} {one.side.upper()}", f"KL {one.kl:.2g} alone") for one in damage.worst]
@@ -163,11 +161,9 @@ def _lost(damage: Damage | None) -> list[tuple[str, str, str]]:
 
 
 def _bytes_parts(plan: Plan) -> list[Part]:
-    lengths, context = plan.workload.lengths, plan.workload.context
-    found = parts_of(plan.layers, plan.cache_dtype, lengths, context)
-    found["transforms"] += tensors_nbytes(plan.tensors)
-    total = plan.predicted_bytes
-    return [Part(key, *PARTS[key], format_bytes(found[key]), 100 * found[key] / total) for key in PARTS if found[key]]
+    found, total = plan.parts(plan.workload), plan.predicted_bytes
+    keys = sorted((key for key in found if found[key]), key=list(PARTS).index)
+    return [Part(key, *PARTS[key], format_bytes(found[key]), 100 * found[key] / total) for key in keys]
 
 
 def _gains(plan: Plan, allocation: Allocation | None, profile: Profile | None) -> list[tuple[str, str, str, str]]:
@@ -186,6 +182,8 @@ def _gains(plan: Plan, allocation: Allocation | None, profile: Profile | None) -
         ):
             with_plan = "its own alone" if gain.fit is None else f"{getattr(gain.fit, key):,}"
             rows.append((what, f"{getattr(gain.raw_fit, key):,}", with_plan, within))
+    if (start := pays_from(plan)) is not None:
+        rows.append(("Pays from", "", f"{start:,} tokens", "of one sequence, transforms included"))
     bounded = any(not layer.is_paged for layer in plan.layers)
     of = "of the layers that grow with tokens" if bounded else "everything counted"
     return [*rows, ("Bits per cached value", "16", f"{plan.bits_per_value():.2f}", of)]

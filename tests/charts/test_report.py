@@ -249,6 +249,9 @@ def test_the_reach_within_the_budget_is_told_with_weights(tmp_path: Path) -> Non
     save_allocation(allocation, {}, Folder(tmp_path).allocation)
     [found] = re.findall(r"Largest batch at 4,096 tokens</dt><dd><s>(\d+) → </s><b>(\d+)</b>", report(tmp_path))
     assert int(found[0]) < int(found[1]) == plan.workload.batch
+    [start] = map(int, re.findall(r"Pays from</dt><dd><b>(\d+) tokens", report(tmp_path)))
+    takes_less = [plan.nbytes((n,)) < plan.raw_nbytes((n,)) for n in (start - 1, start)]
+    assert takes_less == [False, True]
 
 
 @pytest.mark.parametrize("gradients", [True, False])
