@@ -4,8 +4,8 @@
 
 A call takes t0 + (m^p + c^p)^(1/p). m: bytes over ``SHARE`` of the bandwidth. c: the larger of a page's instructions
 over what an SM issues, and of its products over what tensor cores take. An SM issues less with few warps, which shared
-memory limits. t0, p and the issued share are fitted on ``FITTED``, an H200's rows of docs/benchmarks.md; ``CHECKED``,
-rows of docs/kernels.md, are not seen by the fit: another card, newer kernels. Chips are as data sheets and papers
+memory limits. t0, p and the issued share are fitted on ``FITTED``, an H200's rows of docs/measured/2026-11-2*; ``CHECKED``,
+rows of other pages there, are not seen by the fit: another card, newer kernels. Chips are as data sheets and papers
 of the vendor say, B200 as chipsandcheese.com and hmc-tech.com do; int8's dense rate is that of products.
 """
 
@@ -41,7 +41,7 @@ CHIPS = {
     "RTX PRO 6000": Chip((12, 0), 96, 1792, 188, 2.6, 16),
 }
 ROTATED = "rotated "
-# Bits stored; instructions of a page, counted for 2 bits (docs/kernels.md), with what the code of others has more.
+# Bits stored; instructions of a page, counted for 2 bits, with what the code of others has more.
 BITS = {"2": 2.25, "3": 3.25, "4": 4.25, "rotated 2": 2.13, "rotated 3": 3.13, "rotated 4": 4.13, "16": 16.0}
 INSTRUCTIONS = {"2": 1235, "3": 1235 + 736, "4": 1235 + 280}
 PRODUCTS = 88
@@ -102,7 +102,7 @@ def fitted() -> Fit:
 
 def tokens_a_second(chip: Chip, fmt: str, fit: Fit, context: int = 32 * K) -> tuple[float, int]:
     """Of Llama-3.1-8B's shape, bf16 weights, and the batch that fills the memory. A step's other 3.5 ms and 17.4 GB are
-    an H200's (docs/benchmarks.md)."""
+    an H200's (docs/measured/2026-11-21-whole-steps-earlier.md)."""
     batch = int((chip.gb - 17.4) // (4.33 * BITS[fmt] / 16))
     step = 3500 + 16.06e6 / (SHARE * chip.gb_s) + 32 * microseconds(chip, fmt, max(1, batch) * context, fit)
     return 1e6 * batch / step, batch

@@ -18,7 +18,7 @@ from kvcal import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("artifacts/*.md"), *ROOT.glob("kvcal/*/*/*.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("artifacts/*.md"), *ROOT.glob("kvcal/*/*/*.md")]
 )
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 README, COMMANDS = TEXTS["README.md"], TEXTS["docs/commands.md"]
@@ -180,7 +180,7 @@ def table_of(text: str, heading: str) -> list[list[str]]:
 def test_the_site_shows_every_page_and_asks_no_other_host_for_anything() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     shown = set(re.findall(r"(\S+\.md)$", config, re.M))
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} == shown
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} == shown
     assert "font: false" in config and "http" not in config
     for picture in (ROOT / "docs/img").glob("*.svg"):
         assert "href" not in picture.read_text()

@@ -77,7 +77,7 @@ def test_measured_rows_are_within_the_stated_errors(
     fit = script["fitted"]()
     fitted, checked = (script["errors"](script[rows], fit) for rows in ("FITTED", "CHECKED"))
     assert max(map(abs, fitted)) < 0.09 and max(map(abs, checked)) < 0.18
-    # docs/benchmarks.md: an H200 with so many GB; 16 and 2 bits, tokens a second and batch
+    # docs/measured/2026-11-21-whole-steps-earlier.md: an H200 with so many GB; 16 and 2 bits, tokens a second and batch
     for gb, raw, coded in ((24, (124, 1), (1116, 10)), (80, (666, 14), (4297, 99))):
         chip = script["CHIPS"]["H200"]._replace(gb=gb)
         for fmt, (rate, batch) in (("16", raw), ("2", coded)):

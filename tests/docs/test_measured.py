@@ -1,0 +1,173 @@
+"""Pages of docs/measured have one form, and tables of the guides have the figures of the JSON that lies beside them."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_claims import table_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+MEASURED = sorted((DOCS / "measured").glob("*.md"))
+DATA = DOCS / "measured/data"
+FIELDS = ("Date", "Machine", "Plans", "Command")
+NAMES = {"SmolLM2-135M": "## SmolLM2-135M", "Qwen2.5-Coder-0.5B": "## Qwen2.5-Coder-0.5B"}
+FIXED = (("default@2.74", "k3v2"), ("default@3.24", "k4v2"), ("default@3.24", "k3v3"))
+Texts = list[dict[str, Any]]
+
+
+def sentences(prose: str) -> list[str]:
+    """Sentences of at least two words; a number's point ends none."""
+    text = " ".join(prose.split())
+    return [one for one in re.split(r"(?<=[.!?])(?<!\d\.)\s+|(?<=\d\.)\s+(?=[A-Z])", text) if one]
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_a_measured_page_has_date_machine_plans_command_table_and_three_sentences(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ") and lines[1] == ""
+    fields = dict(line.removeprefix("- ").split(": ", 1) for line in lines[2:6])
+    assert tuple(fields) == FIELDS and all(fields.values())
+    assert path.name.startswith(f"{fields['Date']}-") and re.fullmatch(r"2\d{3}-\d\d-\d\d", fields["Date"])
+    assert any(re.fullmatch(r"\|(-+:?\|)+", line) for line in lines)
+    prose = [block for block in "\n".join(lines).split("\n\n") if not block.startswith(("|", "#", "- Date"))]
+    last = sentences(prose[-1])
+    assert 1 <= len(last) <= 3 and all(len(one.split()) <= 25 for one in last), last
+    for caption in prose[:-1]:  # of tables
+        assert "\n" not in caption and not caption.endswith("."), caption
+
+
+def plans_of(model: str) -> dict[str, Any]:
+    return json.loads((DATA / f"2026-11-28-plans-{model}.json").read_text())
+
+
+def texts(measured: dict[str, Any], name: str) -> Texts:
+    return [text for label in sorted(measured[name]) for text in measured[name][label]]
+
+
+def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """Sum over sum, and its standard error over texts (delta method)."""
+    mean, n = sum(ours) / sum(theirs), len(ours)
+    spread = sum((x - mean * y) ** 2 for x, y in zip(ours, theirs, strict=True))
+    return mean, math.sqrt(n / (n - 1) * spread) / sum(theirs)
+
+
+def require_pair(cell: str, pair: tuple[float, float], scale: float = 1.0) -> None:
+    """A cell "1.2 ± .3" has the pair's figures, rounded as it is; without an error, where that is 0 or not given."""
+    figures = re.findall(r"\d*\.?\d+", cell)
+    for figure, value in zip(figures, pair, strict=False):
+        place = 10.0 ** -len(figure.partition(".")[2])
+        assert float(figure) == pytest.approx(scale * value, abs=0.501 * place), cell
+
+
+def kl_of(measured: dict[str, Any], name: str) -> list[float]:
+    return [text["kl"] for text in texts(measured, name) if "kl" in text]
+
+
+def of_texts(measured: dict[str, Any], name: str, key: str) -> tuple[float, float]:
+    found = [text for text in texts(measured, name) if "kl" in text]
+    return ratio([text[key] for text in found], [text["count"] for text in found])
+
+
+def codes_of(measured: dict[str, Any], name: str) -> tuple[float, float]:
+    found = [text["answers"] for text in texts(measured, name) if text["task"] == "retrieval:4096"]
+    return ratio([sum(answers) for answers in found], [len(answers) for answers in found])
+
+
+def rows_of(name: str) -> tuple[float, float] | None:
+    right = json.loads((DATA / "2026-11-28-rows-of-tables.json").read_text())["right"]
+    return ratio(right[name], right["16-bit"]) if name in right else None
+
+
+def named(label: str) -> str:
+    """The recipe of a row, such as default@3 of **3 bits**."""
+    plain = label.replace("*", "")
+    if plain == "16 bits":
+        return "16-bit"
+    if found := re.fullmatch(r"([\d.]+) bits", plain):
+        return f"default@{found[1]}"
+    sinks = "-sinks" if "8 sinks" in plain else ""
+    first = re.split(r"[ ,]", plain)[0].lower()
+    return {"k3v2": first, "k3v3": first, "k4v2": first, "fp8": first}.get(first, first + sinks)
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_the_tables_of_a_real_model_are_measured(model: str) -> None:
+    found = plans_of(model)
+    measured = found["measured"]
+    rows = {named(cells[0]): cells[1:] for cells in table_of((DOCS / "real.md").read_text(), NAMES[model])}
+    assert set(rows) == set(found["plans"]) | {"16-bit"}
+    for name, (bits, at_4096, kl, share, top, codes, *rest) in rows.items():
+        require_pair(codes, codes_of(measured, name), 100)
+        if name == "16-bit":
+            continue
+        noted = found["plans"][name]
+        assert (float(bits), float(at_4096)) == pytest.approx((noted["bits"], noted["bits_measured"]["4096"]), abs=0.006)
+        require_pair(kl, of_texts(measured, name, "kl"), 1000)
+        require_pair(top, of_texts(measured, name, "same"), 100)
+        if name != "kivi-2":
+            require_pair(share, ratio(kl_of(measured, name), kl_of(measured, "kivi-2")))
+        for cell in rest:
+            right = rows_of(name)
+            assert (cell == "–") == (right is None)
+            require_pair(cell, right or (0, 0))
+
+
+def test_the_table_of_which_bits_is_measured() -> None:
+    page = (DOCS / "which-bits.md").read_text()
+    both = [plans_of(model)["measured"] for model in NAMES]
+    for label, _, *cells, rows in table_of(page, "## What each loses"):
+        name = named(label)
+        for measured, (kl, top, codes) in zip(both, (cells[:3], cells[3:]), strict=True):
+            require_pair(codes, codes_of(measured, name), 100)
+            if name != "16-bit":
+                require_pair(kl, of_texts(measured, name, "kl"), 1000)
+                require_pair(top, of_texts(measured, name, "same"), 100)
+        if rows not in ("–", "1"):
+            require_pair(rows, rows_of(name) or (0, 0))
+
+
+def test_plans_and_fixed_widths_are_compared_as_measured() -> None:
+    table = table_of((DOCS / "which-bits.md").read_text(), "## Fixed widths")
+    assert len(table) == len(FIXED)
+    for (plan, fixed), (_, *ratios, rows) in zip(FIXED, table, strict=True):
+        for model, cell in zip(NAMES, ratios, strict=True):
+            measured = plans_of(model)["measured"]
+            require_pair(cell, ratio(kl_of(measured, plan), kl_of(measured, fixed)))
+        if rows != "–":
+            for name, cell in zip((plan, fixed), rows.split(", "), strict=True):
+                require_pair(cell, rows_of(name) or (0, 0))
+
+
+def speeds(part: str) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads((DATA / "2026-11-28-speed.json").read_text())[part]["rows"]
+    return {(row["case"].replace(" ", ""), row["cache"]): row for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("page", "whole"), [("benchmarks.md", "Whole steps of"), ("measured/2026-11-28-speed.md", "Steps of a whole model")]
+)
+def test_steps_of_plans_that_ship_are_measured(page: str, whole: str) -> None:
+    text = (DOCS / page).read_text()
+    layers, model = speeds("layers"), speeds("model")
+    of_layers = table_of(text, "A step of one layer")
+    of_model = table_of(text, whole)
+    assert len(of_layers) >= 18 and len(of_model) >= 8
+    for case, cache, median, mean, _, longest, in_phase, packing, share in of_layers:
+        row = layers[case.replace(" ", "").replace("4K", "4096").replace("32K", "32768"), cache]
+        for cell, key in ((median, "us"), (mean, "mean_us"), (longest, "longest_us"), (in_phase, "in_phase_us")):
+            if cell not in ("", "–"):
+                require_pair(cell.replace(",", ""), (row[key], 0))
+        if cache != "16 bits":
+            require_pair(packing, (row["packing"], 0), 100)
+            require_pair(share, (row["of_16_bits"], 0))
+    for case, cache, batch, median, mean, *times, in_phase, packing, tokens, share in of_model:
+        row = model[case.replace(" ", "").replace("4K", "4096").replace("32K", "32768"), cache]
+        assert int(batch) == row["batch"]
+        for cell, key in ((median, "us"), (mean, "mean_us"), (times[-1], "longest_us"), (in_phase, "in_phase_us")):
+            require_pair(cell, (row[key], 0), 1e-3)
+        require_pair(packing, (row["packing"], 0), 100)
+        require_pair(tokens.replace(",", ""), (row["tokens_per_s"], 0))
+        require_pair(share, (row.get("of_16_bits", 1), 0))
