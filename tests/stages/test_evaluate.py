@@ -107,6 +107,8 @@ def test_how_long_all_plans_take_is_told_and_shown_as_one(tmp_path: Path, monkey
     steps = [(done, total) for label, done, total in notes.steps if label == "evaluate: text of all plans"]
     assert {total for _, total in steps} == {3 * 280} and [done for done, _ in steps] == sorted({d for d, _ in steps})
     assert steps[-1] == (840, 840) and not [label for label, *_ in notes.steps if label == "evaluate: text"]
+    reading = [(done, total) for label, done, total in notes.steps if label == "evaluate: texts at 16 bits"]
+    assert reading == [(0, 1), (1, 1)] and notes.steps[1][0] == "evaluate: texts at 16 bits"  # and closes its bar
     told = [said.partition("left")[2] for said in notes.said if " left, for " in said]
     assert told == [", for this plan and 2 more", ", for this plan and 1 more", ", for this plan"]
 

@@ -39,6 +39,7 @@ from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 KEPT_BYTES, CHUNK = 2**30, 128
+AT_16_BITS = "evaluate: texts at 16 bits"  # of progress
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -90,10 +91,11 @@ def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int, report
         return found
     batches = text_batches(data, batch, loaded.model.device)
     for number, text in enumerate(batches):
-        reporter(number, len(batches), "evaluate: texts at 16 bits")
+        reporter(number, len(batches), AT_16_BITS)
         cache = DynamicCache(config=loaded.model.config)
         chunks = range(0, len(text.scored_TB), CHUNK)
         found.append(torch.cat([_reference(loaded, text, start, start + CHUNK, cache) for start in chunks]))
+    reporter(len(batches), len(batches), AT_16_BITS)
     return found
 
 
