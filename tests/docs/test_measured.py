@@ -104,7 +104,9 @@ def test_the_tables_of_a_real_model_are_measured(model: str) -> None:
         if name == "16-bit":
             continue
         noted = found["plans"][name]
-        assert (float(bits), float(at_4096)) == pytest.approx((noted["bits"], noted["bits_measured"]["4096"]), abs=0.006)
+        assert (float(bits), float(at_4096)) == pytest.approx(
+            (noted["bits"], noted["bits_measured"]["4096"]), abs=0.006
+        )
         require_pair(kl, of_texts(measured, name, "kl"), 1000)
         require_pair(top, of_texts(measured, name, "same"), 100)
         if name != "kivi-2":
