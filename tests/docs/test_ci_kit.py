@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from test_claims import require_parses
 from torch.distributed.run import get_args_parser
 
+from kvcal import load_plan
 from kvcal.__main__ import RANKED
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,30 @@ def test_the_script_ends_well_without_a_plan_where_16_bits_fit(tmp_path: Path) -
     files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert calls == ["doctor", "size", "plan"] and set(files) == {"size.json", "plan.json", "report.txt"}
     assert "16 bits fit: a/model needs no plan for --bits 16" in files["report.txt"]
+
+
+# The real command, and shorter texts for the example of docs/ci.md.
+REAL = '#!/bin/sh\nexec "{python}" -m kvcal "$@"\n'
+SHORTER = {
+    "PLAN_OPTIONS": "--samples 2 --seq-len 400 --set basis.num_samples=2 --set basis.seq_len=400"
+    " --set profile.kl_samples=1 --set profile.kl_tokens=256",
+    "EVAL_OPTIONS": '--samples 2 --seq-len 300 --set evaluate.against=[] --set evaluate.tasks=[]',
+}  # fmt: skip
+
+
+def test_the_example_of_the_page_makes_a_plan_within_its_gates(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^(MODEL=.*) ci/plan\.sh$", (ROOT / "docs/ci.md").read_text(), re.M)
+    given = dict(word.split("=", 1) for word in shlex.split(line))
+    (tmp_path / "kvcal").write_text(REAL.format(python=sys.executable))
+    (tmp_path / "kvcal").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)} | SHORTER | given
+    done = subprocess.run([CI / "plan.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "artifacts/ci"
+    assert json.loads((out / "plan.json").read_text())["verdict"] == "made"
+    gates = json.loads((out / "evaluation.json").read_text())["gates"]
+    assert len(gates) == 2 and all(gate["passed"] for gate in gates)
+    assert load_plan(out / "plan.safetensors").bits_per_value() <= 3.5
 
 
 def test_the_script_names_what_is_missing(tmp_path: Path) -> None:
