@@ -61,6 +61,11 @@ def test_transforms_that_do_not_go_together_are_refused() -> None:
         replace(layer, k=(replace(k, boost=Boost("query_range", (Tier(4, 0.2),))),), **before)
     with pytest.raises(ValueError, match="has a k_predictor, whose bias holds the mean"):
         replace(layer, k_predictor=predictor, k_offset=True, **before)
+    rotated = replace(layer, v=(Format(2, quantizer="rotated"),), v_basis=True)
+    with pytest.raises(ValueError, match="has a v_gain, which is for values in a basis"):
+        replace(rotated, v_gain=True)
+    with pytest.raises(ValueError, match="has v_basis and a v_predictor"):
+        replace(rotated, v_predictor=predictor)
     for basis in ({"k_basis": True}, {"v_basis": True}):
         with pytest.raises(ValueError, match="is bounded and takes no transforms"):
             LayerPlan(AttentionGeometry(0, 4, 2, 16, 16, window=8), **basis)
