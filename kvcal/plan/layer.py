@@ -116,8 +116,6 @@ class LayerPlan:
             found.append("has a v_gain, which is for values in a basis: expected v_basis and v_feedback")
         if self.v_basis and self.v_predictor is not None:
             found.append("has v_basis and a v_predictor; expected one of them")
-        if any(fmt.boost for fmt in self.v):
-            found.append("has a boost of values; it is for keys per channel")
         return found
 
     @property

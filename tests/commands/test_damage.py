@@ -101,7 +101,7 @@ def test_each_side_is_measured_alone_on_the_farthest_text(loaded: LoadedModel, m
     monkeypatch.setattr(check_damage, "_against_16_bits", lambda *given: seen.append(given) or against(*given))
     worst = check_damage._worst(replace(plan, layers=tuple(layers)), loaded, texts, SILENT)
     assert (worst[0].layer, worst[0].side) == (1, "k") and worst[0].kl > 0.5
-    assert 0.1 > worst[1].kl >= worst[2].kl > 0
+    assert 0.1 > worst[1].kl > worst[2].kl > 0
     assert [len(plans) for _, plans, _ in seen] == [5, 4]  # of five layers, then the sides of the worst three
     for *_, one in seen:
         assert torch.equal(one.tokens_BT, texts.tokens_BT[-1:]) and one.first_B.tolist() == texts.first_B[-1:].tolist()

@@ -80,7 +80,8 @@ def test_values_of_any_size_have_a_basis_within_the_plans_limits(size: float) ->
 def test_queries_are_fp32_where_a_basis_is_left_or_entered() -> None:
     q, values = torch.randn(1, 4, 8).bfloat16(), some_basis(2, 8, False)
     assert reading_queries(q, None, None) is q
-    assert torch.equal(reading_queries(q, None, values), q.float())
+    read = reading_queries(q, None, values)
+    assert read.dtype == torch.float32 and torch.equal(read, q.float())
     assert torch.equal(reading_queries(q, values, None), values.turned_queries(q))
 
 

@@ -5,6 +5,7 @@ Committed plans stay readable: each loads with its old bytes, or is refused by t
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -18,9 +19,56 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.models.load import identity_of
 from kvcal.plan.page_format import num_pages
-from kvcal.plan.plan import RAW, SCHEMA, Format, LayerPlan, Plan, Workload, plan_bytes
+from kvcal.plan.plan import (
+    RAW,
+    SCHEMA,
+    Boost,
+    Format,
+    LayerPlan,
+    Plan,
+    Predictor,
+    Tier,
+    WindowRule,
+    Workload,
+    plan_bytes,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
+
+
+def test_shares_are_the_numbers_as_written() -> None:
+    """0.29 of 100 tokens are 29, which floats do not say; a share of channels is the nearest number of them."""
+    assert WindowRule("clamped", 0.29, 1000).window(100) == 29
+    assert [Tier(4, share).num_channels(64) for share in (0.2, 0.19, 0.001)] == [13, 12, 1]
+
+
+def test_a_page_that_queries_choose_channels_for_comes_alone() -> None:
+    boosted = Format(2, "channel", 32, recent_window=300, boost=Boost("query_range", (Tier(4, 0.2),)))
+    assert [boosted.tokens_to_next_event(n, n) for n in (0, 100, 128)] == [128, 28, 128]
+    assert replace(boosted, boost=None).tokens_to_next_event(100, 100) > 28
+
+
+def test_a_window_holds_one_token_less_beside_the_one_that_reads_it() -> None:
+    bounded = LayerPlan(AttentionGeometry(0, 4, 2, 16, 24, window=8))
+    assert [bounded.nbytes("bfloat16", (n,), n) for n in (5, 7, 8, 20)] == [2 * 40 * 2 * n for n in (5, 7, 7, 7)]
+
+
+def test_transforms_that_do_not_go_together_are_refused() -> None:
+    before, predictor = {"k_pages": "pre"}, Predictor("linear", 0)
+    k, v = Format(2, "channel", 32), Format(2)
+    layer = LayerPlan(AttentionGeometry(1, 4, 2, 16, 16), (k,), (v,))
+    with pytest.raises(ValueError, match="query score: queries are known after RoPE"):
+        replace(layer, k=(replace(k, boost=Boost("query_range", (Tier(4, 0.2),))),), **before)
+    with pytest.raises(ValueError, match="has a k_predictor, whose bias holds the mean"):
+        replace(layer, k_predictor=predictor, k_offset=True, **before)
+    rotated = replace(layer, v=(Format(2, quantizer="rotated"),), v_basis=True)
+    with pytest.raises(ValueError, match="has a v_gain, which is for values in a basis"):
+        replace(rotated, v_gain=True)
+    with pytest.raises(ValueError, match="has v_basis and a v_predictor"):
+        replace(rotated, v_predictor=predictor)
+    for basis in ({"k_basis": True}, {"v_basis": True}):
+        with pytest.raises(ValueError, match="is bounded and takes no transforms"):
+            LayerPlan(AttentionGeometry(0, 4, 2, 16, 16, window=8), **basis)
 
 
 def example() -> Plan:
