@@ -35,6 +35,7 @@ def form(output: str) -> list[str]:
     text = re.sub(r"[┏━┳┓┡╇┩└─┴┘]+", "", output)
     text = re.sub(r"[0-9a-f]{64}|[0-9a-f]+…|\d+([.,]\d+)*(e[+-]?\d+)?( [kMG]?B\b)?", "#", text)
     text = re.sub(r"# (channel|token) g#", "# axis g#", text)
+    text = text.replace("# (# to #)", "# ± #")  # where an error would lead out of 0 to 100 %
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
@@ -81,7 +82,7 @@ def test_the_tutorial_from_profile_to_evaluation() -> None:
                 found = layer_bits(output)
                 assert len(found) == len(layers)
                 assert fmean(chain(*found)) == pytest.approx(fmean(chain(*layers)), abs=0.5)
-        assert (folder / "artifacts/first/plan.safetensors").stat().st_size < 20_000
+        assert (folder / "artifacts/first/plan.safetensors").stat().st_size < 2_000_000  # bases
         for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S):
             names: dict[str, Any] = {}
             exec(compile(block, "tutorial.md", "exec"), names)
