@@ -99,7 +99,7 @@ def size(
             cells += [format_bytes(row.fit.total), "no" if limit is None or row.fit.total > limit else "yes"]
             cells += [str(row.fit.max_batch), str(row.fit.max_context)]
         table.append(cells)
-    legend = "" if least is None else f"kvcal plan takes {least:.2f} bits or more at this batch and context"
+    legend = "" if least is None else f"A plan takes {least:.2f} bits or more at this batch and context"
     given.show(value, console.View(title, headers, table, legend))
 
     say = given.reporter().say

@@ -84,7 +84,7 @@ def test_size_tells_the_least_bits_of_a_plan(family: str, tmp_path: Path, tokeni
             job = Job(with_knobs(recipe, knobs), loaded, Folder(tmp_path), SILENT)
             with nullcontext() if is_enough else pytest.raises(InfeasibleBudget, match=f"{found:.2f} bits"):
                 require_feasible(job)
-    assert f"kvcal plan takes {found:.2f} bits or more" in ran_well("size", model, "--batch", 2, "--context", 32768).out
+    assert f"A plan takes {found:.2f} bits or more" in ran_well("size", model, "--batch", 2, "--context", 32768).out
 
 
 def test_size_says_what_to_do_next() -> None:
