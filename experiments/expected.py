@@ -5,8 +5,8 @@
 A call takes t0 + (m^p + c^p)^(1/p). m: bytes over ``SHARE`` of the bandwidth. c: the larger of a page's instructions
 over what an SM issues, and of its products over what tensor cores take. An SM issues less with few warps, which shared
 memory limits. t0, p and the issued share are fitted on ``FITTED``, an H200's rows of docs/measured/2026-11-2*;
-``CHECKED``, rows of other pages there, are not seen by the fit: another card, newer kernels. Chips are as data sheets and papers
-of the vendor say, B200 as chipsandcheese.com and hmc-tech.com do; int8's dense rate is that of products.
+``CHECKED``, rows of other pages there, are not seen by the fit: another card, newer kernels. Chips are as data sheets
+and papers of the vendor say, B200 as chipsandcheese.com and hmc-tech.com do; int8's dense rate is that of products.
 """
 
 from __future__ import annotations
