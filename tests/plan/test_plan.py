@@ -192,7 +192,7 @@ FOLDERS = sorted((ROOT / "artifacts/plans").iterdir())
 
 
 def schema_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("schema-"))
+    return int(folder.name.split("-")[1])
 
 
 def plan_of(folder: Path) -> Plan:
