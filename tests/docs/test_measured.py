@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,22 @@ def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
         asked = [task["num_problems"] for task in row["tasks"]]
         shares = [100 * one / of for one, of in zip(right, asked, strict=True)] + [100 * sum(right) / sum(asked)]
         assert [float(cell.partition(" ±")[0]) for cell in tasks] == pytest.approx(shares, abs=0.051)
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_the_page_of_plans_has_the_rows_that_the_script_prints(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiments = DOCS.parent / "experiments"
+    monkeypatch.syspath_prepend(experiments)
+    runpy.run_path(str(experiments / "real.py"))["print_results"](plans_of(model))
+    section = (DOCS / "measured/2026-11-28-plans.md").read_text().split(NAMES[model])[1].split("\n## ")[0]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert printed == [line for line in section.splitlines() if line.startswith("|")]
+
+
+def test_the_page_of_rows_is_measured() -> None:
+    for name, _, right, _, share, _ in table_of((DOCS / "measured/2026-11-28-rows-of-tables.md").read_text(), "# Rows"):
+        require_pair(share, rows_of(name) or (0, 0))
+        found = json.loads((DATA / "2026-11-28-rows-of-tables.json").read_text())
+        require_pair(right, ratio(found["right"][name], found["rows_a_table"]), 100)
