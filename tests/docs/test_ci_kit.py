@@ -151,9 +151,9 @@ def test_the_script_ends_well_without_a_plan_where_16_bits_fit(tmp_path: Path) -
 # The real command, and shorter texts for the example of docs/ci.md.
 REAL = '#!/bin/sh\nexec "{python}" -m kvcal "$@"\n'
 SHORTER = {
-    "PLAN_OPTIONS": "--samples 2 --seq-len 400 --set basis.num_samples=2 --set basis.seq_len=400"
-    " --set profile.kl_samples=1 --set profile.kl_tokens=256",
-    "EVAL_OPTIONS": '--samples 2 --seq-len 300 --set evaluate.against=[] --set evaluate.tasks=[]',
+    "PLAN_OPTIONS": "--samples 2 --seq-len 300 --set basis.num_samples=2 --set basis.seq_len=300"
+    " --set profile.kl_samples=1 --set profile.kl_tokens=220",
+    "EVAL_OPTIONS": "--samples 1 --seq-len 300 --set evaluate.against=[] --set evaluate.tasks=[]",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.main import get_command
 
 from kvcal import __main__ as cli
@@ -191,10 +192,17 @@ def table_of(text: str, heading: str, with_head: bool = False) -> list[list[str]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in shown]
 
 
+def pages_of(nav: list[dict[str, Any]]) -> list[str]:
+    """The pages of a navigation, those of its sections among them."""
+    values = [value for entry in nav for value in entry.values()]
+    return [page for value in values for page in (pages_of(value) if isinstance(value, list) else [value])]
+
+
 def test_the_site_shows_every_page_and_asks_no_other_host_for_anything() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
-    shown = set(re.findall(r"(\S+\.md)$", config, re.M))
-    assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} == shown
+    shown = pages_of(yaml.safe_load(config)["nav"])
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} == set(shown)
+    assert len(shown) == len(set(shown))
     assert "font: false" in config and "http" not in config
     for picture in (ROOT / "docs/img").glob("*.svg"):
         assert "href" not in picture.read_text()

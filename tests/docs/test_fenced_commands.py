@@ -27,19 +27,19 @@ FIRST = ("README.md", "which-bits.md", "commands.md")
 OTHERS = {"pip", "git", "make", "vllm", "curl", "rm", ".", "python -m pip", "python -m venv", "python -m lm_eval",
           "python -m sglang.launch_server"}  # fmt: skip
 
-# Fewer and shorter texts, the embedded model, and a size at which it has plans of 3 bits.
+# Fewer and shorter texts, the embedded model and its two KV heads, and one profile for two runs.
 NAMES = {"MODEL": "reasoner-10m", "FOLDER": "reasoner-10m", "path/to/model": "reasoner-10m", "DIR": "artifacts/stages",
-         "--tp 4": "--tp 2", "retrieval:4096": "retrieval:512"}  # fmt: skip
+         "--tp 4": "--tp 2", "retrieval:4096": "retrieval:512", "artifacts/less": "artifacts/demo"}  # fmt: skip
 CALIBRATION = (
-    "--samples 2 --seq-len 400 --set profile.kl_samples=1 --set profile.kl_tokens=256"
-    " --set basis.num_samples=2 --set basis.seq_len=400"
+    "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220"
+    " --set basis.num_samples=2 --set basis.seq_len=300"
 )
 NO_TASKS = "--set evaluate.against=[] --set evaluate.tasks=[]"
 SHORTER = {
     "plan": CALIBRATION,
     "run": f"{CALIBRATION} {NO_TASKS} --set evaluate.data.num_samples=2 --set evaluate.data.seq_len=300"
            " --set evaluate.data.min_len=300",
-    "profile": "--samples 2 --seq-len 400 --set profile.kl_samples=1 --set profile.kl_tokens=256",
+    "profile": "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220",
     "reparam": "--samples 2 --seq-len 300 --set reparam.num_steps=2",
     "fit-predictors": "--samples 2 --seq-len 300",
     "feedback": "--samples 2 --seq-len 300",
@@ -102,6 +102,8 @@ def shortened(line: str) -> str:
         line += " --context 2048"
     given, _, redirected = line.partition(" < ")
     given = f"{given} {SHORTER.get(command, '')}".strip()
+    if command == "eval" and "--tasks" not in line:
+        given += " --set evaluate.tasks=[]"
     return f"{given} < {redirected}" if redirected else given
 
 

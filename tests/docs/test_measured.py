@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,42 @@ def test_steps_of_plans_that_ship_are_measured(page: str, whole: str) -> None:
         require_pair(packing, (row["packing"], 0), 100)
         require_pair(tokens.replace(",", ""), (row["tokens_per_s"], 0))
         require_pair(share, (row.get("of_16_bits", 1), 0))
+
+
+def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
+    (path,) = (DOCS / "measured").glob("*-embedded-model.md")
+    rows = {
+        re.split(r"[* (]+", cells[0].strip("*`"))[0].strip("`"): cells[1:] for cells in table_of(path.read_text(), "# ")
+    }
+    content = json.loads((DOCS.parent / "artifacts/plans/schema-3/evaluation.json").read_text())["body"]["rows"]
+    assert {"sensitivity" if row["name"] == "default" else row["name"] for row in content} == set(rows)
+    for row in content:
+        bits, cache, text_bits, kl, top, perplexity, *tasks = rows[row["name"].replace("default", "sensitivity")]
+        for cell, value in ((bits, row["bits_per_value"]), (text_bits, row["text_bits"]["bits_per_value"])):
+            require_pair(cell, (value, 0))
+        assert float(cache.removesuffix(" MB")) == pytest.approx(row["total_bytes"] / 1e6, rel=2e-3)
+        for cell, key in ((kl, "kl"), (perplexity, "perplexity")):
+            require_pair(cell.partition(" ±")[0], (row["text"][key], 0))
+        right = [task["num_correct"] for task in row["tasks"]]
+        asked = [task["num_problems"] for task in row["tasks"]]
+        shares = [100 * one / of for one, of in zip(right, asked, strict=True)] + [100 * sum(right) / sum(asked)]
+        assert [float(cell.partition(" ±")[0]) for cell in tasks] == pytest.approx(shares, abs=0.051)
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_the_page_of_plans_has_the_rows_that_the_script_prints(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiments = DOCS.parent / "experiments"
+    monkeypatch.syspath_prepend(experiments)
+    runpy.run_path(str(experiments / "real.py"))["print_results"](plans_of(model))
+    section = (DOCS / "measured/2026-11-28-plans.md").read_text().split(NAMES[model])[1].split("\n## ")[0]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert printed == [line for line in section.splitlines() if line.startswith("|")]
+
+
+def test_the_page_of_rows_is_measured() -> None:
+    for name, _, right, _, share, _ in table_of((DOCS / "measured/2026-11-28-rows-of-tables.md").read_text(), "# Rows"):
+        require_pair(share, rows_of(name) or (0, 0))
+        found = json.loads((DATA / "2026-11-28-rows-of-tables.json").read_text())
+        require_pair(right, ratio(found["right"][name], found["rows_a_table"]), 100)
