@@ -74,6 +74,8 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
     if len(kept_by_all) < 2:
         headers, rows = headers[:-1], [row[:-1] for row in rows]
         notes += [f"sinks + window of all pages, at 16 bits: {kept} tokens" for kept in kept_by_all]
+    if any(isinstance(one.geometry, AttentionGeometry) and one.geometry.is_latent for one in layers):
+        notes.append("latent attention: K is the latent, V the rotary key")
     heat = {
         side.upper(): [layer.format(side).num_bits if layer.is_paged else None for layer in layers] for side in SIDES
     }

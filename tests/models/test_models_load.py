@@ -204,7 +204,7 @@ def test_a_refusal_is_one_line_without_transformers_tables(folder: Path, tmp_pat
     for name, model, reason in (("bert", bert, "is not causal"), ("t5", t5, "no decoder-only causal language model")):
         model.save_pretrained(tmp_path / name)
         error = refused(tmp_path / name, UnsupportedModel, reason, need_tokenizer=False)
-        assert "generate text token by token" in (error.hint or "")
+        assert "an encoder has no cache" in (error.hint or "")
     assert not heard and hf.utils.logging.get_verbosity() == before
 
 

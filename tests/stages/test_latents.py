@@ -185,7 +185,7 @@ def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase
     verified = ran_well("verify", out / "plan.safetensors", "--model", model)
     assert "allocated = predicted" in verified.out
     inspected = ran_well("inspect", out / "plan.safetensors")
-    assert "latent" in inspected.out and "rotary key 16" in inspected.out
+    assert "latent attention: K is the latent, V the rotary key" in inspected.out
     command = ("generate", "--plan", out / "plan.safetensors", "--model", model, "--prompt", "the beginning " * 70)
     told = run_kvcal(*command, "--max-new-tokens", 8, "--json").json
     assert told["cache_bytes"] == plan.nbytes([told["cached_tokens"]]) and told["cached_tokens"] > 128
