@@ -90,7 +90,7 @@ def _wrong_argument(refused: Any) -> UsageError:
 
 
 def _typed(names: list[str]) -> str:
-    """What stands after an option on the command line, the last of several."""
+    """The word after an option on the command line, the last of several."""
     words = [*sys.argv[1:], ""]
     after = [words[at + 1] for at, word in enumerate(words[:-1]) if word in names]
     after += [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]

@@ -146,7 +146,7 @@ def _plan_parts(folder: Folder, plan: Plan) -> dict[str, Any]:
 
 
 def _lost(damage: Damage | None) -> list[tuple[str, str, str]]:
-    """What a plan did to predictions: (name, value, what that is)."""
+    """A plan's losses: (name, value, what that is)."""
     if damage is None:
         return []
     found = [
@@ -202,7 +202,7 @@ Costs = Mapping[Side, Mapping[int, float]]
 
 
 def _costs(plan: Plan, profile: Profile | None) -> tuple[Costs, str]:
-    """What the profile measured in the worst candidate of every layer, by side and index, and what that is."""
+    """Costs of the worst candidate of every layer, by side and index, and the name of their measure."""
     if profile is None:
         return {}, ""
     objective: Objective = "sensitivity" if profile.setup.spec.gradients else "kl"

@@ -190,7 +190,7 @@ def bits_name(plan: Plan) -> str:
 
 
 def bounded_note(plan: Plan, workload: Workload) -> str:
-    """What layers take that a plan leaves as they are, and that bits per value do not count; "" without any."""
+    """Bytes of layers that a plan leaves as they are, and that bits per value do not count; "" without any."""
     parts, others = plan.parts(workload), sum(not layer.is_paged for layer in plan.layers)
     nbytes = parts.get("sliding_windows", 0) + parts.get("states", 0)
     if not nbytes:
@@ -203,7 +203,7 @@ def bounded_note(plan: Plan, workload: Workload) -> str:
 
 
 def origin_table(plan: Plan) -> View:
-    """Where a plan came from: its recipe, data and libraries."""
+    """The origin of a plan: its recipe, data and libraries."""
     origin = _origin(plan)
     libraries = origin.get("libraries")
     facts = [(key, value) for key, value in sorted(origin.items()) if not isinstance(value, dict | list)]

@@ -95,7 +95,7 @@ def load_damage(file: Path, plan: Plan) -> Damage | None:
 
 
 def concern(damage: Damage | None) -> str | None:
-    """What the user of a plan with this record, or without one, has to be told before it is used; None for a good one.
+    """A warning for the user of a plan with this record, or without one; None for a good plan.
     ``concern(load_damage(file, plan))`` is that of a file."""
     if damage is None:
         return "the plan is unchecked: `kvcal verify` measures what it does to the model"

@@ -89,7 +89,7 @@ class Entry:
     row: Row | None = None
 
     def folder(self, plans: Path) -> Folder:
-        """Where its plan is; see ``Point.folder``."""
+        """The folder of its plan; see ``Point.folder``."""
         return _folder(plans, self.recipe, self.bits)
 
 
@@ -257,7 +257,7 @@ class Verdict:
 
 
 def _times(more: float, less: float) -> str:
-    """How often, 1000 at most."""
+    """A number of times, 1000 at most."""
     times = more / max(less, more / 1000)
     return f"{times:.0f}" if times > 9 else f"{times:.2g}"
 

@@ -41,7 +41,7 @@ def in_own_context(job: Job) -> Job:
 
 
 def need_of_16_bits(job: Job) -> Need:
-    """What the recipe's budget would have to hold without a plan."""
+    """Bytes at 16 bits, next to the recipe's budget."""
     loaded, spec = job.loaded, job.recipe.allocate
     assert spec is not None
     layers, cache_dtype = bare_layers(loaded.geometry), loaded.geometry.cache_dtype

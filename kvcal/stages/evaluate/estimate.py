@@ -1,4 +1,4 @@
-"""How long the plans of an evaluation take: told when the first part of each one's text is through.
+"""The time that the plans of an evaluation take: told when the first part of each one's text is through.
 
 A plan's seconds are those of that part times its share of the text, or those of the slowest plan before it, which were
 spent on tasks, too. The first plan is often 16 bits, and the fastest one: so each plan tells anew.
