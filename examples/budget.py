@@ -3,8 +3,7 @@
     python examples/budget.py
     python examples/budget.py --kv-budget 34MB --batch 8 --context 4096 --out plan.safetensors
 
-The profile is a short one: a few candidates, and the loss's gradients as their cost. `kvcal run recipes/default.toml`
-measures more candidates, their KL too, and takes about a minute.
+The recipe is that of `kvcal plan`, with less text to read: `kvcal plan reasoner-10m --kv-budget 36MB` reads more.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import tempfile
 from pathlib import Path
 
 import kvcal
-from kvcal.data.sequences import DataSpec
 from kvcal.errors import InfeasibleBudget
 from kvcal.quantities import format_bytes
-from kvcal.recipe import ProfileSpec
 
 
 def main() -> None:
@@ -29,16 +26,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the plan")
     arguments = parser.parse_args()
 
-    recipe = kvcal.Recipe(
-        name="budget",
-        data=DataSpec(source="tasks", num_samples=2, seq_len=512),
-        profile=ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(128,), kl_samples=0),
-        allocate=kvcal.AllocateSpec(
-            kv_budget=arguments.kv_budget,
-            batch=arguments.batch,
-            context=arguments.context,
-            objective="sensitivity",
-        ),
+    recipe = kvcal.with_knobs(
+        kvcal.load_recipe("default"),
+        {
+            "allocate.kv_budget": arguments.kv_budget,
+            "allocate.batch": arguments.batch,
+            "allocate.context": arguments.context,
+            "basis.num_samples": 2,
+            "basis.seq_len": 512,
+            "profile.kl_samples": 1,
+            "profile.kl_tokens": 512,
+        },
     )
     model = kvcal.load_model(arguments.model)
     with tempfile.TemporaryDirectory() as folder:

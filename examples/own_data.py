@@ -1,10 +1,10 @@
-"""Profiles a model on your own JSONL: each layer's sensitivity to KV quantization, keys and values apart.
+"""Profiles a model on your own JSONL: the KL that 2 bits cost in each layer, keys and values apart.
 
     python examples/own_data.py
     python examples/own_data.py --data texts.jsonl --columns text --model path/to/model
 
 Every line is one JSON object. Without --data, a small file of questions and answers is written first. The example runs
-`kvcal profile --json` with a short recipe, and reads what it prints.
+`kvcal profile --json` with the default recipe on short text, and reads what it prints.
 """
 
 from __future__ import annotations
@@ -18,17 +18,8 @@ from pathlib import Path
 
 from kvcal.data.tasks import problems
 
-RECIPE = """
-[profile]
-num_bits = [2, 4]
-k_axes = ["channel"]
-group_sizes = [128]
-kl_samples = 0
-
-[allocate]
-bits = 3.0
-objective = "sensitivity"
-"""
+# One text for the KL, which is enough to show the layers apart; `kvcal plan` reads more.
+SHORT = ("profile.kl_samples=1", "profile.kl_tokens=320")
 
 
 def write_sample(path: Path) -> None:
@@ -48,23 +39,23 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "short.toml").write_text(RECIPE)
         data = arguments.data or folder / "ledgers.jsonl"
         if arguments.data is None:
             write_sample(data)
         source = f"{data},columns={arguments.columns}" if arguments.columns else str(data)
         command = [sys.executable, "-m", "kvcal", "profile", arguments.model, "--json", "--quiet"]
-        command += ["--out", str(folder), "--recipe", str(folder / "short.toml"), "--data", source]
+        command += ["--out", str(folder), "--data", source]
         command += ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len)]
+        command += [word for knob in SHORT for word in ("--set", knob)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(done.returncode)
         profile = json.loads(done.stdout)
 
-    print(f"sensitivity to 2 bits on {data.name}")
+    print(f"KL to 16 bits of 2 bits on {data.name}")
     for layer in profile["layers"]:
-        worst = {side: max(map(sum, zip(*layer[side]["sensitivity"], strict=True))) for side in ("k", "v")}
-        print(f"layer {layer['layer']}: K {worst['k']:.4g}, V {worst['v']:.4g}")
+        kl = {side: layer[side]["kl"][0] for side in ("k", "v")}
+        print(f"layer {layer['layer']}: K {kl['k']:.4g}, V {kl['v']:.4g}")
 
 
 if __name__ == "__main__":

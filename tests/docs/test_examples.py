@@ -83,8 +83,8 @@ def test_own_data_profiles_every_layer_of_a_jsonl(
     path = tmp_path / "mine.jsonl"
     lines = [json.dumps({"body": p.text}) for p in problems("chain", 60, seed=3)]
     path.write_text("\n".join(lines) + "\n")
-    out = run_example("own_data", "--data", path, "--columns", "body", "--samples", 2, "--seq-len", 300)
-    assert out.startswith("sensitivity to 2 bits on mine.jsonl\n")
+    out = run_example("own_data", "--data", path, "--columns", "body", "--samples", 2, "--seq-len", 400)
+    assert out.startswith("KL to 16 bits of 2 bits on mine.jsonl\n")
     assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
 
 
