@@ -36,7 +36,7 @@ help:
 	@echo "make lint    format and lint, reading only"
 	@echo "make real    measure all systems on a pretrained model (MODEL=, OPTIONS=--quick on a CPU)"
 	@echo "make serve-real  serve a pretrained model in each engine, and compare its answers with generate (MODEL=, OPTIONS=)"
-	@echo "make bench   measure time and memory of the stages (experiments)"
+	@echo "make bench   measure time and memory of the stages (lab)"
 	@echo "make product  time the plans that ship on a GPU (OPTIONS=\"--part layers\")"
 	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
@@ -113,23 +113,23 @@ engines: $(READY)
 # All systems on a pretrained model: make real MODEL=path/to/model.gguf OPTIONS="--data texts". On a CPU: OPTIONS=--quick.
 MODEL ?= smollm2
 real: $(READY)
-	$(BIN)/python experiments/real.py --model $(MODEL) $(OPTIONS)
+	$(BIN)/python lab/real.py --model $(MODEL) $(OPTIONS)
 
 # A plan, the engines' own servers, and the answers over HTTP: make serve-real MODEL=folder OPTIONS="--engines vllm". On a
 # CPU some ten minutes an engine, besides the plan; the environment of each engine is made at the first run.
 serve-real: $(READY)
-	$(BIN)/python experiments/serve_real.py --model $(MODEL) $(OPTIONS)
+	$(BIN)/python lab/serve_real.py --model $(MODEL) $(OPTIONS)
 
 # Stages on a CPU; product: the plans that ship, on a GPU, some minutes.
 bench: $(READY)
-	$(PYTEST) experiments/bench_*.py -m bench -s
+	$(PYTEST) lab/bench_*.py -m bench -s
 
 product: $(READY)
-	$(BIN)/python experiments/bench_product.py --out artifacts/product.json $(OPTIONS)
+	$(BIN)/python lab/bench_product.py --out artifacts/product.json $(OPTIONS)
 
 # Minutes, most of them pip's; writes the page's outputs anew.
 first-user: $(READY)
-	PYTHON=$(CURDIR)/$(BIN)/python experiments/first_user.sh
+	PYTHON=$(CURDIR)/$(BIN)/python lab/first_user.sh
 
 # Links and pages are checked; pages that come from the code are compared with it by the tests.
 docs: $(READY)

@@ -1,7 +1,7 @@
 """Recipes as files: where they are, how one is read, and how `--set section.key=value` changes single knobs of it.
 
-The recipes that come with kvcal are found by name; those in ``ablations/`` vary a system for comparison alone. Values
-given on the command line go through the same strict dataclasses as the file.
+The recipes that come with kvcal are found by name. Values given on the command line go through the same strict
+dataclasses as the file.
 """
 
 from __future__ import annotations
@@ -22,38 +22,26 @@ from kvcal.strict import dump, parse
 
 # In the wheel, and in a clone.
 RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
-ABLATIONS = "ablations"
 
 
 def recipe_names() -> tuple[str, ...]:
-    """All of them, ablations included."""
-    return tuple(sorted({*_names("*.toml"), *ablation_names()}))
-
-
-def ablation_names() -> tuple[str, ...]:
-    """Names of those that vary a system for comparison alone."""
-    return _names(f"{ABLATIONS}/*.toml")
-
-
-def _names(pattern: str) -> tuple[str, ...]:
-    return tuple(sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob(pattern)}))
+    """Names of the recipes that come with kvcal, sorted."""
+    return tuple(sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob("*.toml")}))
 
 
 def find_recipe(name: str) -> Path:
     """A path, or the name of a recipe that comes with kvcal, with or without its folder."""
     if Path(name).is_file():
         return Path(name)
-    folders = (Path("recipes"), Path("."), Path(ABLATIONS), Path("recipes") / ABLATIONS)
-    stem = Path(name).name.removesuffix(".toml") if Path(name).parent in folders else name
+    stem = Path(name).name.removesuffix(".toml") if Path(name).parent in (Path("recipes"), Path(".")) else name
     for folder in RECIPE_FOLDERS:
-        for path in (folder / f"{stem}.toml", folder / ABLATIONS / f"{stem}.toml"):
-            if path.is_file():
-                return path
+        path = folder / f"{stem}.toml"
+        if path.is_file():
+            return path
     if name:
         require_file(name, UsageError)
     raise UsageError(
-        f"recipe {name!r} is neither a file nor one of {sorted({*recipe_names()} - {*ablation_names()})}, nor of the "
-        f"ablations {list(ablation_names())}",
+        f"recipe {name!r} is neither a file nor one of {list(recipe_names())}",
         hint=did_you_mean(stem, recipe_names()) or "give the path of a TOML file or one of these names",
     )
 

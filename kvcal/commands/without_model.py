@@ -135,7 +135,6 @@ def recipes(
         str | None,
         typer.Argument(help="Print this recipe's file.", show_default=False, autocompletion=options.complete_recipe),
     ] = None,
-    ablations: Annotated[bool, typer.Option("--ablations", help="Also list those that vary a system.")] = False,
 ) -> None:
     """List the recipes that come with kvcal, and what each chooses bits by; or print one.
 
@@ -147,8 +146,7 @@ def recipes(
         text = recipe_files.find_recipe(name).read_text(encoding="utf-8")
         given.show(strict.dump(recipe_files.load_recipe(name)), text.removesuffix("\n"))
         return
-    listed = [one for one in recipe_files.recipe_names() if ablations or one not in recipe_files.ablation_names()]
-    found = [(one, recipe_files.load_recipe(one)) for one in listed]
+    found = [(one, recipe_files.load_recipe(one)) for one in recipe_files.recipe_names()]
     values = [{"name": one, "description": r.description, "chooses_by": chooses_by(r)} for one, r in found]
     table = [(value["name"], value["chooses_by"], value["description"]) for value in values]
     title = "Recipes: `kvcal recipes NAME` prints one"

@@ -14,7 +14,7 @@ The scale is stored in ``param_dtype`` and codes are computed against the stored
 decodes to exactly 0. All decisions are single IEEE operations (the norm in fp64, by halves), so that another device
 gets the same bytes. Left out: a group size of its own (1,024 in the paper; here it is always the Hadamard block).
 
-Grids of n points in d dimensions come with the package (experiments/make_grids.py makes them), and a plan carries those
+Grids of n points in d dimensions come with the package (lab/make_grids.py makes them), and a plan carries those
 that it uses. Measured error per dimension: 0.1077 (d = 2, n = 16), 0.0298 (2, 64), 0.0078 (2, 256), 0.0969 (4, 256).
 """
 

@@ -28,7 +28,7 @@ from kvcal.stages.compare import Comparison, Entry, Refusal
 ROOT = Path(__file__).parents[2]
 PLAN = sorted((ROOT / "artifacts/plans").iterdir())[-1] / "plan.safetensors"
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-LINES = ["inspect {plan}", "recipes --ablations", "models", "size reasoner-10m --memory 800MB --batch 48"]
+LINES = ["inspect {plan}", "recipes", "models", "size reasoner-10m --memory 800MB --batch 48"]
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -56,7 +56,7 @@ def test_every_console_block_is_on_a_page_whose_commands_are_run() -> None:
 
 @pytest.mark.parametrize("page", sorted(set(TEXTS) - {"docs/adding.md"}))  # whose files the reader writes
 def test_paths_in_backticks_exist(page: str) -> None:
-    roots = "kvcal|tests|docs|examples|experiments|recipes|artifacts/plans"
+    roots = "kvcal|tests|docs|examples|lab|recipes|artifacts/plans"
     for path in re.findall(rf"`((?:{roots})/[\w./*-]+)`", TEXTS[page]):
         assert list(ROOT.glob(path.rstrip("/"))), path
 

@@ -83,8 +83,8 @@ def test_every_fenced_line_is_a_command_that_is_checked(path: Path) -> None:
             module = "-m" in words
             given = require_launches(words[1:]) if module else None
             assert given is not None or any((ROOT / word).exists() for word in words), line
-        elif words[0] == "python" and words[1].startswith("experiments/"):
-            text = (ROOT / words[1]).read_text() + (ROOT / "experiments/real.py").read_text()
+        elif words[0] == "python" and words[1].startswith("lab/"):
+            text = (ROOT / words[1]).read_text() + (ROOT / "lab/real.py").read_text()
             for option in (word for word in words[2:] if word.startswith("--")):
                 assert f'"{option}"' in text, line
         elif words[0] not in ("kvcal", "ci/plan.sh"):

@@ -61,9 +61,9 @@ def test_the_first_users_way_is_whole() -> None:
     for line, output in pairs:
         require_parses(shlex.split(line))
         assert output.strip() and ("[exit 7]" in output) == line.startswith("eval") and "Traceback" not in output
-    script = (DOCS.parent / "experiments/first_user.sh").read_text()
-    assert "docs/first-user.md" in script and os.access(DOCS.parent / "experiments/first_user.sh", os.X_OK)
-    subprocess.run(["bash", "-n", DOCS.parent / "experiments/first_user.sh"], check=True)
+    script = (DOCS.parent / "lab/first_user.sh").read_text()
+    assert "docs/first-user.md" in script and os.access(DOCS.parent / "lab/first_user.sh", os.X_OK)
+    subprocess.run(["bash", "-n", DOCS.parent / "lab/first_user.sh"], check=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*")

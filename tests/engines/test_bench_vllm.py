@@ -24,7 +24,7 @@ def test_every_row_names_the_plan_that_it_times(tmp_path: Path) -> None:
     words = "--caches kvcal --bits 3.5 --shape tiny --layers 2 --memory 3000000 --context 1024 --passes 1 --steps 3"
     words += " --out speed.json"
     done = subprocess.run(
-        [str(python), str(CHECKOUT / "experiments" / "bench_vllm.py"), *words.split()], cwd=tmp_path,
+        [str(python), str(CHECKOUT / "lab" / "bench_vllm.py"), *words.split()], cwd=tmp_path,
         env=os.environ | variables_in(tmp_path) | {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "root")},
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip

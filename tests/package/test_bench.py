@@ -20,7 +20,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+LAB = Path(__file__).parents[2] / "lab"
 WORKLOAD = Workload(2, 300)
 
 
@@ -109,8 +109,8 @@ def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: 
 
 def test_a_step_in_a_basis_enters_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default recipe's plan: layers of other bits are other rows, and every step stores its token in the basis."""
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    default_plan = runpy.run_path(str(EXPERIMENTS / "shared.py"))["default_plan"]
+    monkeypatch.syspath_prepend(LAB)
+    default_plan = runpy.run_path(str(LAB / "shared.py"))["default_plan"]
     made = default_plan(Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 64, 64) for n in range(3))), 3.0)
     layers = bench.filled_layers(made, made.layers, Workload(2, 300), torch.device("cpu"))
     (call, *_), store = bench.step_calls(layers), layers[0].store
@@ -156,9 +156,9 @@ PRODUCT = "--tiny --shape 2x300 --prompt 300 --chunk 200 --context 300 --batch 1
 
 
 def run_product(words: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.syspath_prepend(LAB)
     monkeypatch.setattr(sys, "argv", ["bench_product", *words.split(), "--out", str(out)])
-    runpy.run_path(str(EXPERIMENTS / "bench_product.py"), run_name="__main__")
+    runpy.run_path(str(LAB / "bench_product.py"), run_name="__main__")
     return json.loads(out.read_text())["rows"]
 
 

@@ -103,7 +103,7 @@ def test_names_are_imported_from_their_home() -> None:
     root = PACKAGE.parent
     for path in (
         path
-        for folder in ("kvcal", "tests", "experiments", "examples", "docs")
+        for folder in ("kvcal", "tests", "lab", "examples", "docs")
         for path in root.glob(f"{folder}/**/*.py")
     ):
         for node in nodes(path):

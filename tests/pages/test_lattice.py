@@ -168,7 +168,7 @@ def test_grids_have_the_expected_error_and_are_stationary(size):
 
 
 def test_the_script_makes_the_stored_grid():
-    script = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "make_grids.py"))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "lab" / "make_grids.py"))
     assert torch.equal(script["made_grid"](2, 16), gaussian_grid(2, 16))
 
 

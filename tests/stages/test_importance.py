@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.plan.page_format import Format, WindowRule
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
-from kvcal.recipe_files import load_recipe
+from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.stages.allocate.record import important_layers, kvmix_formats, num_important, window_rule
 from kvcal.stages.profile.stage import run_profile
 
@@ -129,13 +130,14 @@ def test_a_paged_window_is_charged_for_what_it_reaches() -> None:
 
 def test_the_recipes_are_the_paper_and_its_windows() -> None:
     """Its ablations differ in the window alone; nothing else is measured than what the scores need."""
-    recipes = {name: load_recipe(name) for name in ("kvmix", "kvmix-clamped", "kvmix-no-window")}
-    for name, recipe in recipes.items():
+    clamped = {"importance.window": "clamped", "importance.min_window": 32, "importance.max_window": 128}
+    changes: list[tuple[dict[str, Any], int]] = [({}, 31), (clamped, 128), ({"importance.window": "none"}, 0)]
+    for change, window in changes:
+        recipe = with_knobs(load_recipe("kvmix"), change)
         assert recipe.importance is not None and recipe.cache.num_sink_tokens == 0
         assert recipe.data.num_samples == 20 and recipe.profile.kl_samples == 0
         same = replace(recipe.importance, window="paged", min_window=0, max_window=512)
         assert same == ImportanceSpec()
         scores = {"k": {0: 2.0, 1: 1.0}, "v": {0: 2.0, 1: 1.0}}
         (k, v), _ = kvmix_formats(scores, recipe.importance, 0, recipe.cache.param_dtype).values()
-        windows = {"kvmix": 31, "kvmix-clamped": 128, "kvmix-no-window": 0}
-        assert (k.max_window, v.max_window) == (windows[name], windows[name])
+        assert (k.max_window, v.max_window) == (window, window)

@@ -1,6 +1,6 @@
 """The KV caches of other systems on a real model, next to kvcal's plans, on the same texts.
 
-    python experiments/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,default@2.5
+    python lab/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,default@2.5
 
 Options are those of real.py, ``--rivals``, and ``--long`` for texts longer than --tokens. What OUT/real.json has of the
 same settings is not measured again; results go to OUT/rivals.json and rivals.png. All is written from descriptions.

@@ -1,7 +1,7 @@
 """Time and memory of the plans that ship, next to 16 bits: the source of the published figures.
 
-    python experiments/bench_product.py --out product.json
-    python experiments/bench_product.py --part layers --shape 8x32768 --plan plan.safetensors --out product.json
+    python lab/bench_product.py --out product.json
+    python lab/bench_product.py --part layers --shape 8x32768 --plan plan.safetensors --out product.json
 
 Needs a CUDA device. Plans are those of --plan, or what the default recipe makes at each of --bits (``shared``); and for
 reference alone, rotated pages of 2 bits without a basis. Weights are random, rows at random phases of pages. Parts:

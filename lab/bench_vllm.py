@@ -1,7 +1,7 @@
 """Tokens a second inside vLLM at equal memory of the cache: of plans that ship, and of vLLM's own caches.
 
-    python experiments/bench_vllm.py --caches kvcal bfloat16 fp8 int4_per_token_head turboquant_4bit_nc --out speed.json
-    python experiments/bench_vllm.py --plan plan.safetensors --context 8192 --passes 8
+    python lab/bench_vllm.py --caches kvcal bfloat16 fp8 int4_per_token_head turboquant_4bit_nc --out speed.json
+    python lab/bench_vllm.py --plan plan.safetensors --context 8192 --passes 8
 
 Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and dummy
 weights. Plans are those of --plan, or what the default recipe makes of this shape at each of --bits (``shared``: random

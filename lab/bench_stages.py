@@ -1,6 +1,6 @@
 """Time and peak memory of every stage on the embedded model, each command in a process of its own.
 
-    make bench          or          python -m pytest experiments/bench_stages.py -m bench -s
+    make bench          or          python -m pytest lab/bench_stages.py -m bench -s
 
 KVCAL_BENCH_MODEL names another model.
 

@@ -1,6 +1,6 @@
 """Long answers of a pretrained model with plans: tables of many rows, and text that goes on by itself.
 
-    python experiments/long_generation.py --model path/to/model.gguf --data texts --plans default@2.5,default@3,kivi-2
+    python lab/long_generation.py --model path/to/model.gguf --data texts --plans default@2.5,default@3,kivi-2
 
 rows       records, a line of JSON each, and the same as the rows of a table, as in LongProc (arXiv 2501.05414): rows
            that the model gets right, letter for letter, each after the true rows before it; and how many come before

@@ -1,6 +1,6 @@
 """Make the Gaussian-optimal grids of the package's lattices: kvcal/pages/grids.safetensors.
 
-    python experiments/make_grids.py
+    python lab/make_grids.py
 
 A grid of n points in d dimensions is at an optimum when each is the mean of the vectors of N(0, I) nearest to it, which
 is what Lloyd's algorithm iterates. The vectors are a quasi-random sequence (Roberts' additive recurrence with the

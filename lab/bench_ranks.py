@@ -1,11 +1,11 @@
 """Seconds of a profile by one process, and by torchrun's ranks with a GPU each, on a random model of a shape.
 
-    python experiments/bench_ranks.py --layers 32 --sequences 32
-    torchrun --nproc-per-node 2 experiments/bench_ranks.py --layers 32 --sequences 32
+    python lab/bench_ranks.py --layers 32 --sequences 32
+    torchrun --nproc-per-node 2 lab/bench_ranks.py --layers 32 --sequences 32
 
 and with a 70B's layers streamed from a checkpoint that is written first, where it is missing:
 
-    torchrun --nproc-per-node 2 experiments/bench_ranks.py --streamed /dev/shm/llama-70b --layers 11 --of-layers 80
+    torchrun --nproc-per-node 2 lab/bench_ranks.py --streamed /dev/shm/llama-70b --layers 11 --of-layers 80
 
 The sha256 of the profile and of its statistics is printed: none may depend on the number of ranks. Gradients are timed
 after the first batches of every rank, the divergence as a whole.

@@ -1,6 +1,6 @@
 """Times of decode attention that are expected of GPUs on which nobody has measured: a model, no measurement.
 
-    python experiments/expected.py          # what was fitted, its errors, and a table of chips
+    python lab/expected.py          # what was fitted, its errors, and a table of chips
 
 A call takes t0 + (m^p + c^p)^(1/p). m: bytes over ``SHARE`` of the bandwidth. c: the larger of a page's instructions
 over what an SM issues, and of its products over what tensor cores take. An SM issues less with few warps, which shared

@@ -11,7 +11,7 @@ depend on how many there are. Then it measures
 
 Seconds of all 128 sequences are those of the measured ones, scaled: batches are alike, and take their time in turn.
 
-Example: python experiments/bench_streamed.py /dev/shm/llama-70b-20 --disk /scratch --layers 20 --memory 24GB
+Example: python lab/bench_streamed.py /dev/shm/llama-70b-20 --disk /scratch --layers 20 --memory 24GB
 
 Without a GPU, only the comparison of bytes says something: --shrink 8 --layers 8 --sequences 4 --seq-len 256
 --memory 320MB

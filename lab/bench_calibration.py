@@ -1,7 +1,7 @@
 """Seconds, share of the FLOP floor and peak memory of every stage of a calibration, on a random model of a shape.
 
-    python experiments/bench_calibration.py --shape 8b --out calibration.json
-    python experiments/bench_calibration.py --hidden 256 --layers 8 --samples 4 --seq-len 512 --out small.json
+    python lab/bench_calibration.py --shape 8b --out calibration.json
+    python lab/bench_calibration.py --hidden 256 --layers 8 --samples 4 --seq-len 512 --out small.json
 
 One process, one device. Gradients are timed for several batch sizes, with the errors of candidates fused and in torch
 (one sequence at a time in torch is how profiles were made before there were batches); the divergence with layers that

@@ -1,4 +1,4 @@
-"""experiments/rivals.py: a small model through every rival's format, and what each of them reads at 16 bits."""
+"""lab/rivals.py: a small model through every rival's format, and what each of them reads at 16 bits."""
 
 import json
 import runpy
@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from kvcal import load_model
 from kvcal.models.attention import replaced_attention
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+LAB = Path(__file__).parents[2] / "lab"
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    return runpy.run_path(str(EXPERIMENTS / "rivals.py"))
+    monkeypatch.syspath_prepend(LAB)
+    return runpy.run_path(str(LAB / "rivals.py"))
 
 
 @pytest.fixture

