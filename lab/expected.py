@@ -75,7 +75,7 @@ def warps(chip: Chip, fmt: str) -> int:
     bits = int(fmt[-1])
     k = Format(bits, quantizer="rotated") if fmt.startswith(ROTATED) else Format(bits, "channel")
     v = k if fmt.startswith(ROTATED) else Format(bits)
-    return block_shape(Variant(k, v, DIM, "bfloat16", 4, False, False, 0), chip.capability)[0]
+    return block_shape(Variant(k, v, DIM, "bfloat16", 4, False, False), chip.capability)[0]
 
 
 def microseconds(chip: Chip, fmt: str, tokens: int, fit: Fit) -> float:

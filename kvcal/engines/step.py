@@ -56,7 +56,6 @@ class PagedStep:
         self.layout = shard.blocks[index]
         self.scratch = scratch
         self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
-        self._first_head = shard.heads(index).start
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
         self._k_basis, self._v_basis = (Basis.of(self._tensors, side) for side in SIDES)
         self._step: LayerStep | None = None
@@ -71,8 +70,6 @@ class PagedStep:
         variant = variant_of(self.layout.layer, self.layout.cache_dtype)
         drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
         variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
-        if variant.k.boost is not None and variant.k.boost.score == "random":  # numbered as in the whole layer
-            variant = dataclasses.replace(variant, first_head=self._first_head)
         k, v = (Memory(*self.layout.unquantized(rings, side), self.layout.pages(blocks, side)) for side in SIDES)
         scratch, transform = self.scratch, PageTransform.of_variant(variant, self._tensors, self.scratch.nothing)
         self._step = LayerStep(
@@ -236,7 +233,7 @@ class PagedStep:
             if past % PAGE_TOKENS:
                 tokens = torch.cat([chunk.newest(memory, PAGE_TOKENS * first), tokens], dim=1)
             tokens = without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0)
-            self._codecs[side].pack(tokens, memory.pages, chunk.table[first:stop].unsqueeze(0), first, query_mean)
+            self._codecs[side].pack(tokens, memory.pages, chunk.table[first:stop].unsqueeze(0), query_mean)
         if past < fmt.num_sink_tokens:
             sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
             memory.sinks[chunk.ring.long(), :, past : past + sinks.shape[1]] = sinks

@@ -92,22 +92,22 @@ def _decode_fake(
 
 @torch.library.custom_op("kvcal::pack", mutates_args=("pages", "error"))
 def pack(
-    x: Tensor, pages: Tensor, slots: Tensor, first_page: int, query_mean: Tensor, transform: Sequence[Tensor],
+    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor, transform: Sequence[Tensor],
     error: Tensor, side: int, variant: int,
 ) -> None:  # fmt: skip
-    """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[slots], int32 [b, P]. They are number ``first_page``
-    and on of their sequences. ``query_mean`` [b, n, D] fp32, for query scores. ``side``: its index in SIDES."""
+    """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[slots], int32 [b, P]. ``query_mean`` [b, n, D] fp32,
+    for query scores. ``side``: its index in SIDES."""
     named, of_keys = VARIANTS[variant], PageTransform(*transform)
     if not x.is_cuda:
         mean = query_mean if query_mean.numel() else None
-        reference.pack(x, pages, slots, first_page, mean, of_keys, error, SIDES[side], named)
+        reference.pack(x, pages, slots, mean, of_keys, error, SIDES[side], named)
         return
     x, query_mean = loadable(x, CACHE_DTYPES[named.cache_dtype]), query_mean.contiguous()
     batch, heads, tokens = x.shape[:3]
     _side_kernel("pack", SIDES[side], named, x.get_device()).launch(
         (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
-        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0), first_page,
-        *map(Tensor.data_ptr, of_keys), query_mean.data_ptr(), named.first_head, error.data_ptr(),
+        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        *map(Tensor.data_ptr, of_keys), query_mean.data_ptr(), error.data_ptr(),
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def launch_append(
             *of_queries,
             *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
             place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
-            *map(Tensor.data_ptr, transform), variant.first_head, error.data_ptr(), *region_addresses(regions),
+            *map(Tensor.data_ptr, transform), error.data_ptr(), *region_addresses(regions),
             *k_new.stride()[1:-2], *v_new.stride()[1:-2],
         )  # fmt: skip
 

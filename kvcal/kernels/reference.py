@@ -75,7 +75,7 @@ def append(
                 is_scored = side == "k" and needs_queries
                 mean = queries.mean(rows, held + 1, variant.group_heads) if is_scored else None
                 slots = place.table[sequence : sequence + 1, page : page + 1]
-                pack(memory.page_in_ring(row, page), memory.pages, slots, page, mean, of_side, error, side, variant)
+                pack(memory.page_in_ring(row, page), memory.pages, slots, mean, of_side, error, side, variant)
         if is_complete and page >= place.table.shape[1]:
             error.bitwise_or_(NO_ROOM)
         if is_complete and needs_queries:
@@ -83,7 +83,7 @@ def append(
 
 
 def pack(
-    x: Tensor, pages: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None, transform: PageTransform,
+    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None, transform: PageTransform,
     error: Tensor, side: Side, variant: Variant,
 ) -> None:  # fmt: skip
     """As ``ops.pack``; ``query_mean`` None for none."""
@@ -92,7 +92,7 @@ def pack(
     for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
         part = by_page[:, :, start : start + PAGES_AT_ONCE].transpose(1, 2)
         batch, count = part.shape[:2]
-        page_index = torch.arange(first_page + start, first_page + start + count, device=x.device).repeat(batch)
+        page_index = slots.new_zeros(batch * count)  # keys come after RoPE
         mean = None if query_mean is None else query_mean.repeat_interleave(count, dim=0)
         try:
             records = codec.encode(part.flatten(0, 1), page_index, num_bits, mean)
@@ -118,7 +118,7 @@ def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Varian
     return PageCodec(
         side,
         RAW if num_bits == RAW_BITS else variant.format(side),
-        slice(variant.first_head, variant.first_head + num_heads),
+        num_heads,
         variant.head_dim,
         variant.cache_dtype,
         rescale=transform.rescale.unsqueeze(-2) if is_k and variant.rescale else None,

@@ -31,7 +31,7 @@ from kvcal.strict import STRICT
 
 AXES = {"channel": 0, "token": 1}
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float8_e5m2": 3}
-SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
+SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4}
 
 Defines = dict[str, int]
 T = TypeVar("T", bound=Hashable)
@@ -61,12 +61,11 @@ class Numbering(Generic[T]):
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
     hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback, of values
-    enlarged by ``v_gain``. ``first_head`` numbers a rank's heads for the score "random", and is 0 otherwise.
-    ``k_bits``, ``v_bits``: bits of the pages as the kernels read them, where those are not the format's own: more
-    before they shrink, 16 where a stored form was decoded into tokens. ``ring_tokens``: of a sliding window, whose ring
-    has so many tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the
-    plain kernel, also where the other one could (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have
-    room for beyond the format's own. ``query_tokens``: tokens of a step, 1 + drafts."""
+    enlarged by ``v_gain``. ``k_bits``, ``v_bits``: bits of the pages as the kernels read them, where those are not the
+    format's own: more before they shrink, 16 where a stored form was decoded into tokens. ``ring_tokens``: of a sliding
+    window, whose ring has so many tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to
+    be served by the plain kernel, also where the other one could (kvcal.kernels.choice). ``lookahead``: draft tokens
+    that rings have room for beyond the format's own. ``query_tokens``: tokens of a step, 1 + drafts."""
 
     k: Format
     v: Format
@@ -75,7 +74,6 @@ class Variant:
     group_heads: int
     rescale: bool
     offset: bool
-    first_head: int
     k_bits: int | None = None
     v_bits: int | None = None
     ring_tokens: int | None = None
@@ -153,7 +151,7 @@ def variant_of(plan: LayerPlan, cache_dtype: CacheDtype) -> Variant:
     return Variant(
         k, v, plan.attention.k_head_dim, cache_dtype, plan.attention.group_heads,
         rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and plan.k_pages == "post" and not is_raw,
-        first_head=0, k_bits=k_bits, v_bits=v_bits, k_feedback=plan.k_feedback, v_feedback=plan.v_feedback,
+        k_bits=k_bits, v_bits=v_bits, k_feedback=plan.k_feedback, v_feedback=plan.v_feedback,
         v_gain=plan.v_gain,
     )  # fmt: skip
 
@@ -173,7 +171,7 @@ def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: C
     """The specialisation that serves all heads of a sliding-window layer, which stays at 16 bits."""
     return Variant(
         RAW, RAW, geometry.k_head_dim, cache_dtype, geometry.num_query_heads // geometry.num_kv_heads,
-        rescale=False, offset=False, first_head=0, ring_tokens=ring_tokens,
+        rescale=False, offset=False, ring_tokens=ring_tokens,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ VALUES_AT_ONCE = 2**23
 
 @dataclass(frozen=True, eq=False)
 class PageCodec:
-    """The codec of the KV heads ``heads`` (n of them) of one side, all in ``format``; :meth:`of_layer` makes one from a
+    """The codec of ``num_heads`` (n) KV heads of one side, all in ``format``; :meth:`of_layer` makes one from a
     plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4] fp64 (where
     ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor (kvcal.pages.error_feedback), ``operands`` as the
     layout names them. Pages are coded in the ``basis``: tokens are given and returned in it.
@@ -51,7 +51,7 @@ class PageCodec:
 
     side: Side
     format: Format
-    heads: slice
+    num_heads: int
     head_dim: int
     cache_dtype: CacheDtype
     rescale: Tensor | None = None
@@ -71,7 +71,7 @@ class PageCodec:
         return cls(
             side,
             fmt,
-            slice(0, plan.attention.num_kv_heads),
+            plan.attention.num_kv_heads,
             plan.head_dim(side),
             cache_dtype,
             rescale=tensors[f"{prefix}.k_rescale"].unsqueeze(-2) if is_k and plan.k_rescale else None,
@@ -88,7 +88,7 @@ class PageCodec:
         """Equal for codecs that can be ``joined``."""
         whole = [self.rotary if self.is_pre else None, self.feedback, self.basis]
         whole += [] if self.grid is None else [self.grid, self.signs]
-        what = self.side, self.format, self.heads.start, self.heads.stop, self.head_dim, self.cache_dtype, self.is_pre
+        what = self.side, self.format, self.num_heads, self.head_dim, self.cache_dtype, self.is_pre
         return *what, self.rescale is None, self.offset is None, *map(id, whole)
 
     @staticmethod
@@ -109,10 +109,6 @@ class PageCodec:
             operands = {"signs": signs[:, None, None]}
         rescale, offset = rows([codec.rescale for codec in codecs]), rows([codec.offset for codec in codecs])
         return replace(one, rescale=rescale, offset=offset, operands=operands)
-
-    @property
-    def num_heads(self) -> int:
-        return self.heads.stop - self.heads.start
 
     @property
     def grid(self) -> Tensor | None:
@@ -153,7 +149,7 @@ class PageCodec:
             if prediction is not None:
                 page = page.float() - prediction[part]
             query = None if query_mean is None else query_mean[part]
-            parts.append(self._quantize(page, page_index[part], num_bits, query))
+            parts.append(self._quantize(page, num_bits, query))
         return torch.cat(parts)
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
@@ -204,14 +200,12 @@ class PageCodec:
         assert self.rotary is not None
         return BeforeRope(self.rotary, page_positions(page_index))
 
-    def _quantize(self, page: Tensor, page_index: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
+    def _quantize(self, page: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
         operands = self.operands
         if self.format.boost is not None:
             if query_mean is not None and self.rescale is not None:
                 query_mean = query_mean * self.rescale.squeeze(-2)
-            heads = torch.arange(self.heads.start, self.heads.stop, device=page.device)
-            scores = channel_scores(self.format.boost.score, page, query_mean, page_index.unsqueeze(-1), heads)
-            operands = {**operands, "scores": scores}
+            operands = {**operands, "scores": channel_scores(self.format.boost.score, page, query_mean)}
         if self.feedback is not None:
             operands = {**operands, "feedback": self.feedback}
         return self._layout(num_bits).encode_pages(page, operands)

@@ -10,7 +10,6 @@ new score is one function and one line of ``SCORES`` (docs/adding.md):
 - ``query_range``: A = I S (MixKVQ, Eq. 8), I = mean |Q| of the channel after RoPE (Eq. 6), over the heads of the group.
 - ``running_query_range``: the same with I over all queries so far, instead of those since the page before.
 - ``query_magnitude``: I mean |K|, Kitty's score weighted in the same way.
-- ``random``: a hash of page, head and channel, uniform in [0, 1): what a score must beat.
 
 Scores decide between channels, so they are the same on every device, bit for bit: all is fp64, one IEEE operation at a
 time, and sums add halves of the page to each other in a fixed order.
@@ -27,38 +26,24 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS, sum_by_halves
 
 PER_TOKEN = 1 / PAGE_TOKENS  # a power of two: products are exact
 RANGE_LEVELS = 2**2 - 1
-HASH_BITS = 32
-# Below 2^31, so that its product with 32 bits stays inside an int64.
-HASH_FACTOR = 0x45D9F3B
-
-
-@dataclass(frozen=True, eq=False)
-class Page:
-    """Input of a score: ``keys`` [..., 128, D] fp64 after RoPE; indices of the ``page`` in its sequence and the KV
-    ``head`` in its layer, integers or int64 [...]."""
-
-    keys: Tensor
-    page: int | Tensor
-    head: int | Tensor
 
 
 @dataclass(frozen=True)
 class Score:
-    """``of`` returns [..., D] fp64, higher is more important. ``needs_queries``: times the mean |Q| of the channel, of
-    the queries since the page before, or of ``all_queries`` so far."""
+    """``of``: keys of a page after RoPE, [..., 128, D] fp64 -> [..., D] fp64, higher is more important.
+    ``needs_queries``: times the mean |Q| of the channel, of the queries since the page before, or of ``all_queries`` so
+    far."""
 
-    of: Callable[[Page], Tensor]
+    of: Callable[[Tensor], Tensor]
     needs_queries: bool = False
     all_queries: bool = False
 
 
-def channel_scores(
-    score: str, k_post: Tensor, query_mean: Tensor | None = None, page: int | Tensor = 0, head: int | Tensor = 0
-) -> Tensor:
+def channel_scores(score: str, k_post: Tensor, query_mean: Tensor | None = None) -> Tensor:
     """k_post [..., 128, D], any float dtype -> its scores by the key ``score`` of SCORES, [..., D] fp64.
     ``query_mean``: mean |Q_post| of every channel, [..., D] or what expands to it; UsageError where it is needed and
-    None. ``page`` and ``head``: as in Page."""
-    scores = SCORES[score].of(Page(k_post.double(), page, head))
+    None."""
+    scores = SCORES[score].of(k_post.double())
     if not SCORES[score].needs_queries:
         return scores
     if query_mean is None:
@@ -77,41 +62,20 @@ def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor
     return magnitude.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
 
 
-def _magnitude(page: Page) -> Tensor:
-    return sum_by_halves(page.keys.abs(), -2) * PER_TOKEN
+def _magnitude(keys: Tensor) -> Tensor:
+    return sum_by_halves(keys.abs(), -2) * PER_TOKEN
 
 
-def _variance(page: Page) -> Tensor:
-    deviation = page.keys - (sum_by_halves(page.keys, -2) * PER_TOKEN).unsqueeze(-2)
+def _variance(keys: Tensor) -> Tensor:
+    deviation = keys - (sum_by_halves(keys, -2) * PER_TOKEN).unsqueeze(-2)
     return sum_by_halves(deviation.square_(), -2) * PER_TOKEN
 
 
-def _range(page: Page) -> Tensor:
+def _range(keys: Tensor) -> Tensor:
     """(max - min) / (2^2 - 1)."""
-    minimum, maximum = torch.aminmax(page.keys, dim=-2)
+    minimum, maximum = torch.aminmax(keys, dim=-2)
     # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
     return (maximum - minimum) / minimum.new_full((), RANGE_LEVELS)
-
-
-def _random(page: Page) -> Tensor:
-    """Numbers in [0, 1): a hash of page, head and channel alone."""
-    *lead, _, head_dim = page.keys.shape
-    device = page.keys.device
-    state = torch.zeros(*lead, 1, dtype=torch.int64, device=device)
-    for part in (page.page, page.head):
-        number = torch.as_tensor(part, dtype=torch.int64, device=device)
-        state = _mixed(state + number.unsqueeze(-1))
-    state = _mixed(state + torch.arange(head_dim, device=device))
-    return state.double() * 2.0**-HASH_BITS
-
-
-def _mixed(state: Tensor) -> Tensor:
-    """An integer hash of the low 32 bits: two rounds of xor-shift and product."""
-    mask = 2**HASH_BITS - 1
-    state = state & mask
-    for _ in range(2):
-        state = ((state ^ (state >> 16)) * HASH_FACTOR) & mask
-    return state ^ (state >> 16)
 
 
 SCORES: dict[str, Score] = {
@@ -121,5 +85,4 @@ SCORES: dict[str, Score] = {
     "query_magnitude": Score(_magnitude, needs_queries=True),
     "query_range": Score(_range, needs_queries=True),
     "running_query_range": Score(_range, needs_queries=True, all_queries=True),
-    "random": Score(_random),
 }

@@ -65,15 +65,14 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     """Scores [P, N, D] fp64 of the P pages that a sequence of T tokens fills."""
     assert fmt.boost is not None
     N, T, D = k_post_NTD.shape
-    P, device = T // PAGE_TOKENS, k_post_NTD.device
+    P = T // PAGE_TOKENS
     keys_NTD = without_sinks(k_post_NTD[:, : P * PAGE_TOKENS], fmt.num_sink_tokens)
     pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
     magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
     queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
     if fmt.keeps_queries:
-        queries_PND = queries_PND.cumsum(0) / torch.arange(1, P + 1, device=device)[:, None, None]
-    page_indices, heads = torch.arange(P, device=device).unsqueeze(-1), torch.arange(N, device=device)
-    return channel_scores(fmt.boost.score, pages_PNtD, queries_PND, page_indices, heads)
+        queries_PND = queries_PND.cumsum(0) / torch.arange(1, P + 1, device=k_post_NTD.device)[:, None, None]
+    return channel_scores(fmt.boost.score, pages_PNtD, queries_PND)
 
 
 def taken_channels(tiers: Sequence[Tier], scores_PND: Tensor, is_limited: bool = True) -> list[Tensor]:

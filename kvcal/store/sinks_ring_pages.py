@@ -258,7 +258,7 @@ class PagedTensor:
             tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
             part = slice(pages.start - first, pages.stop - first)
             if self.kernels is not None:
-                self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), pages.start, query_mean)
+                self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), query_mean)
                 continue
             predicted = None
             if prediction is not None:

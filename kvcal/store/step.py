@@ -84,11 +84,10 @@ class KernelCodec:
     pools: Sequence[RegionPool] = ()
     is_awaited: bool = False
 
-    def pack(self, x: Tensor, pages: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None) -> None:
-        """Tokens x [b, n, 128 P, D], from page ``first_page`` of their sequences on, to pages[slots], int32 [b, P];
-        ``query_mean`` [b, n, D] fp32."""
+    def pack(self, x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None) -> None:
+        """Tokens x [b, n, 128 P, D] to pages[slots], int32 [b, P]; ``query_mean`` [b, n, D] fp32."""
         mean = x.new_empty(0, dtype=torch.float32) if query_mean is None else query_mean
-        ops.pack(x, pages, slots, first_page, mean, *self._operands(self.error))
+        ops.pack(x, pages, slots, mean, *self._operands(self.error))
         if self.is_awaited:
             require_no_error(self.error)
 

@@ -15,7 +15,7 @@ from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.step import LayerStep
 
 DRAFTS = 7
-NAMES = ("kitty", "random", "different sinks", "clamped window", "16 bits", "rotated")
+NAMES = ("kitty", "variance", "different sinks", "clamped window", "16 bits", "rotated")
 
 
 def cache_of(name: str, max_tokens: int | None, lookahead: int = DRAFTS) -> PlanCache:

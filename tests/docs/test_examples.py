@@ -150,7 +150,7 @@ def test_a_new_score_chooses_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding.md").read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.setattr(scores, "SCORES", scores.SCORES)
     for name in ("peak", "query_peak"):
-        monkeypatch.setitem(scores.SCORES, name, scores.SCORES["random"])  # undone when the test ends
+        monkeypatch.setitem(scores.SCORES, name, scores.SCORES["range"])  # undone when the test ends
     exec(code, vars(scores) | {})
     fmt = Format(2, "channel", boost=Boost("peak", (Tier(4, 0.125),)))
     assert fmt.label == "2 channel g128 +12.5%@4 peak" and not fmt.needs_queries

@@ -40,7 +40,7 @@ from kvcal.plan.page_format import SIDES
 TOLERANCE = 2e-5
 # One of every way to store a side; those that differ in bits or scores alone are the pages' own tests.
 STORED = ("2 bits by channel", "3 bits by channel", "keys by token", "16 bits", "keys of 16 bits", "values of 16 bits",
-          "query_range", "random", "three tiers", "rotated values")  # fmt: skip
+          "query_range", "variance", "three tiers", "rotated values")  # fmt: skip
 PLANS = {name: plan_for(name) for name in STORED} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
 PLANS["rotated, basis"] = based(plan_for("rotated"))
 BESIDE = {name: plan_for(name) for name in UNSHARED} | {"windows, λ": transformed(plan_for("windows"))}
@@ -148,7 +148,7 @@ def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
 
 
 # Where a step with drafts differs: what a page of a head needs besides its tokens, and where the tokens lie.
-DRAFTED = ["2 bits by channel", "values of 16 bits", "three tiers", "rotated, basis", "random, λ", "sinks",
+DRAFTED = ["2 bits by channel", "values of 16 bits", "three tiers", "rotated, basis", "variance, λ", "sinks",
            "window rules"]  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
     torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["random, λ", "sinks and window", "rotated, basis"])
+@pytest.mark.parametrize("name", ["variance, λ", "sinks and window", "rotated, basis"])
 @pytest.mark.parametrize("size", [2, 8])
 def test_shards_together_are_the_whole(name: str, size: int) -> None:
     """Blocks of all ranks have the same bytes; 8 ranks of 4 KV heads hold each twice."""

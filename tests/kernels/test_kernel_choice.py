@@ -29,7 +29,7 @@ ROOMS = (99 * 1024, 163 * 1024, 227 * 1024)
 
 
 def variant(k: Format, v: Format, dim: int = 128, group: int = 4, **more) -> Variant:
-    return Variant(k, v, dim, "bfloat16", group, **({"rescale": False, "offset": False, "first_head": 0} | more))
+    return Variant(k, v, dim, "bfloat16", group, **({"rescale": False, "offset": False} | more))
 
 
 def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
@@ -176,7 +176,7 @@ KEYS = {
 
 
 def of_keys(key: Format, dim: int) -> Variant:
-    return Variant(key, Format(2), dim, "bfloat16", 4, False, False, 0)
+    return Variant(key, Format(2), dim, "bfloat16", 4, False, False)
 
 
 def largest_codes(variant: Variant) -> np.ndarray:

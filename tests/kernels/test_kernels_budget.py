@@ -57,7 +57,7 @@ MAIN = ("2 bits", "rotated 2 bits")
 
 
 def variant(k: Format, v: Format, head_dim: int = 128, group_heads: int = 4, dtype: str = "bfloat16") -> Variant:
-    return Variant(k, v, head_dim, dtype, group_heads, False, False, 0)
+    return Variant(k, v, head_dim, dtype, group_heads, False, False)
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -185,7 +185,7 @@ def test_the_stages_of_pages_that_shrink_compile(bits: tuple[int, int]) -> None:
     """Per token and 128, with λ: PM-KVQ. Finding out where the pages lie costs next to nothing."""
     fmt = Format(2, "token", 128, 1, 128, param_dtype="float32", shrink_at=(1000, 2000, 4000))
     stage = replace(
-        Variant(fmt, fmt, 128, "bfloat16", 4, True, False, 0), k_bits=bits[0], v_bits=bits[1], rescale=bits[0] != 16
+        Variant(fmt, fmt, 128, "bfloat16", 4, True, False), k_bits=bits[0], v_bits=bits[1], rescale=bits[0] != 16
     )
     plain, staged = (
         resources(cubin("decode", decode_defines(stage, "bfloat16", False, HOPPER, is_staged)))["decode"]

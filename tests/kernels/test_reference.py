@@ -203,7 +203,7 @@ def test_what_a_prompt_packs_is_what_steps_pack(name: str) -> None:
         memory = history.paged.memory[side]
         pages, x = torch.full_like(memory.pages, POISON), history.x[side].transpose(1, 2)
         slots, transform, mean = history.paged.place.table[:, :2], list(history.paged.transform), torch.empty(0)
-        ops.pack(x, pages, slots, 0, mean, transform, history.paged.error, number, history.variant.number)
+        ops.pack(x, pages, slots, mean, transform, history.paged.error, number, history.variant.number)
         assert torch.equal(pages, memory.pages)
         out = torch.empty(2, HEADS, 256, DIM)
         ops.unpack(pages, slots, out, transform, number, history.variant.number)

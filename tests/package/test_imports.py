@@ -102,9 +102,7 @@ def test_names_are_imported_from_their_home() -> None:
     homes = {name: names_of(path) for name, path in MODULES.items()}
     root = PACKAGE.parent
     for path in (
-        path
-        for folder in ("kvcal", "tests", "lab", "examples", "docs")
-        for path in root.glob(f"{folder}/**/*.py")
+        path for folder in ("kvcal", "tests", "lab", "examples", "docs") for path in root.glob(f"{folder}/**/*.py")
     ):
         for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module in homes:

@@ -100,7 +100,7 @@ def in_turn(names: Iterable[str], *values: int) -> list[tuple[str, int]]:
 
 def variant_of(k: Format, v: Format, dim: int = 128, group: int = 4, dtype: str = "bfloat16", **more: bool) -> Variant:
     flags = {"rescale": False, "offset": False} | more
-    return Variant(k, v, dim, dtype, group, first_head=0, **flags)  # type: ignore[arg-type]
+    return Variant(k, v, dim, dtype, group, **flags)  # type: ignore[arg-type]
 
 
 class Case:

@@ -35,7 +35,7 @@ TAKEN: dict[str, tuple[Format, Format]] = {
     "16 bits": (RAW, RAW),
     "keys of 16 bits": (RAW, V2),
     "values of 16 bits": (Format(2, "channel", 128), RAW),
-    **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", "random", *BY_QUERIES)},
+    **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", *BY_QUERIES)},
     "three tiers": (boosted("magnitude", Tier(16, 0.125), Tier(8, 0.125, 0.5), Tier(4, 0.25)), V2),
     "rotated": (Format(4, "token", 64, quantizer="rotated"), Format(2, "token", 32, quantizer="rotated")),
     "rotated values": (boosted("magnitude"), Format(3, "token", 64, quantizer="rotated")),
@@ -53,7 +53,7 @@ UNSHARED: dict[str, tuple[Format, Format]] = {
         Format(2, "token", 64, window_rule=WindowRule("clamped", 0.5, 200), num_sink_tokens=1),
     ),
 }
-TRANSFORMED = ("2 bits by channel", "three tiers", "random")
+TRANSFORMED = ("2 bits by channel", "three tiers", "variance")
 
 
 def plan_for(name: str, num_kv_heads: int = 4, cache_dtype: str = "float32", num_layers: int = 1) -> Plan:

@@ -25,7 +25,7 @@ RECIPES = recipe_formats()
 SINKS_5 = replace(V, num_sink_tokens=5)
 PAIRS = {name: pair for name, pair in FORMATS.items() if name != "different sinks"} | {
     "query magnitude": (FORMATS["query magnitude"][0], SINKS_5),
-    "random": (FORMATS["random"][0], SINKS_5),
+    "variance": (FORMATS["variance"][0], SINKS_5),
     "mixkvq": RECIPES["mixkvq-capped"],
 }
 

@@ -62,7 +62,7 @@ class Case:
         """The other side has 16 bits."""
         k, v = (self.fmt, RAW) if self.side == "k" else (RAW, self.fmt)
         fed = {f"{self.side}_feedback": self.feedback, "v_gain": self.gain}
-        return Variant(k, v, self.dim, self.cache, GROUP_HEADS, self.rescale, self.offset, HEADS.start, **fed)
+        return Variant(k, v, self.dim, self.cache, GROUP_HEADS, self.rescale, self.offset, **fed)
 
     def transform(self, device: str) -> PageTransform:
         codec, empty = self.codec(), torch.empty(0, self.dim)
@@ -85,7 +85,10 @@ class Case:
         }
         codec = PageCodec.of_layer(plan, self.side, self.cache, tensors)
         of_heads = {name: getattr(codec, name) for name in ("rescale", "offset", "feedback")}
-        return replace(codec, heads=HEADS, **{name: None if x is None else x[HEADS] for name, x in of_heads.items()})
+        count = HEADS.stop - HEADS.start
+        return replace(
+            codec, num_heads=count, **{name: None if x is None else x[HEADS] for name, x in of_heads.items()}
+        )
 
     def tokens(self, *shape: int) -> Tensor:
         """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with outliers."""
@@ -140,7 +143,7 @@ TIERED = [
     Case("k", boosted("magnitude", Tier(4, 0.25), group=32, param="float32"), 64, "float16", offset=True),
     Case("k", boosted("variance", Tier(8, 0.25), num_bits=4, group=64), 128),
     Case("k", boosted("variance", Tier(8, 0.1), param="bfloat16"), 80, rescale=True),
-    Case("k", boosted("random", Tier(4, 0.125)), 96, "float16"),
+    Case("k", boosted("magnitude", Tier(4, 0.125)), 96, "float16"),
     Case("k", boosted("range", Tier(16, 0.25, 2.0), Tier(4, 0.5, 0.9), group=32), 64),
     Case("k", boosted("range", Tier(16, 0.05), Tier(8, 0.1), Tier(4, 0.2)), 72, offset=True),
     Case("k", boosted("range", Tier(8, 0.3, 1e9), Tier(4, 0.1, -1.0)), 128, "float16"),
@@ -176,11 +179,11 @@ ROTATED = [
 PACKED = UNIFORM + TIERED + FED + ROTATED
 
 
-def reference_pages(case: Case, codec: PageCodec, x: Tensor, first_page: int, query_mean: Tensor | None) -> Tensor:
-    """x [n, 128 P, D]: pages first_page ... of one row -> records [P, n, record_bytes]; query_mean [n, D]."""
+def reference_pages(case: Case, codec: PageCodec, x: Tensor, query_mean: Tensor | None) -> Tensor:
+    """x [n, 128 P, D]: pages of one row -> records [P, n, record_bytes]; query_mean [n, D]."""
     by_page = x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
     mean = None if query_mean is None else query_mean.expand(len(by_page), -1, -1)
-    return codec.encode(by_page, torch.arange(first_page, first_page + len(by_page)), case.fmt.num_bits, mean)
+    return codec.encode(by_page, torch.arange(len(by_page)), case.fmt.num_bits, mean)
 
 
 def read_at(fmt: Format, max_pages: int) -> Tensor:
@@ -320,7 +323,7 @@ PAIRS = {
 
 def pair_variant(name: str, dim: int = 16, group: int = 2, cache: str = "bfloat16", **more: bool) -> Variant:
     flags = {"rescale": False, "offset": False} | more
-    return Variant(*PAIRS[name], dim, cache, group, first_head=0, **flags)
+    return Variant(*PAIRS[name], dim, cache, group, **flags)
 
 
 def states(batch: int, tokens: int, heads: int, dim: int, seed: int = 0) -> Tensor:

@@ -26,7 +26,7 @@ FORMATS: dict[str, tuple] = {
     "kitty": RECIPES["kitty"],
     "queries": (QUERY, replace(V, num_sink_tokens=5)),
     "query magnitude": (replace(QUERY, boost=Boost("query_magnitude", (Tier(4, 0.5),)), recent_window=9), V),
-    "random": (replace(QUERY, boost=Boost("random", (Tier(4, 0.5),))), V),
+    "variance": (replace(QUERY, boost=Boost("variance", (Tier(4, 0.5),))), V),
     "different sinks": SINKS_3,
     "clamped window": (
         Format(3, "channel", 64, window_rule=WindowRule("clamped", 0.25, 100, 10)),

@@ -267,12 +267,5 @@ KV_INLINE double halving_sum(int first, F term) {
     }
 }
 
-// An integer hash, as scores.py has it.
-KV_INLINE unsigned mixed(unsigned state) {
-    state = (state ^ (state >> 16)) * 0x45d9f3bu;
-    state = (state ^ (state >> 16)) * 0x45d9f3bu;
-    return state ^ (state >> 16);
-}
-
 // The least of the powers of two that are no less than `count`.
 KV_INLINE constexpr int kv_power_of_two(int count) { return count > 1 ? 2 * kv_power_of_two((count + 1) / 2) : 1; }

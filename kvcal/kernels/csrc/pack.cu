@@ -50,8 +50,7 @@ struct Queries {
 template <class S>
 KV_INLINE void append_side(
     const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, Slots slots, int num_slots,
-    const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int first_head,
-    int* error) {
+    const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int* error) {
     static_assert(QUERY_TOKENS == 1 || !S::needs_queries, "queries of tokens that are taken back would stay counted");
     const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
     const bool is_complete = tokens % KV_PAGE_TOKENS >= KV_PAGE_TOKENS - QUERY_TOKENS;
@@ -91,7 +90,7 @@ KV_INLINE void append_side(
         if constexpr (S::needs_queries) {
             count = (float)(GROUP_HEADS * (tokens + 1 - *queries.since));
         }
-        pack_page<S>(source, scratch, record, queries.sum, count, page, first_head + head, error);
+        pack_page<S>(source, scratch, record, queries.sum, count, error);
     } else if (threadIdx.x == 0) {
         atomicOr(error, NO_ROOM);
     }
@@ -114,7 +113,7 @@ KV_INLINE void append_side(
 //   lengths       [B] int32, tokens before this step
 //   rows          [B] int32, each sequence's row of sinks, ring and query statistic, or 0: in their order
 //   table         [B, table_width] int32, slots of pages
-//   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
+//   k_rescale, k_offset  fp32 [n, D] of these heads, or 0
 //   k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], the factors of error feedback, or 0
 //   k_signs, v_signs  int8 [D], of rotated pages, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
@@ -128,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
     long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
-    const signed char* k_signs, const signed char* v_signs, long long first_head, int* error STAGE_PARAMETERS TOKEN_PARAMETERS) {
+    const signed char* k_signs, const signed char* v_signs, int* error STAGE_PARAMETERS TOKEN_PARAMETERS) {
     kv_let_next_start();
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
@@ -153,14 +152,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
             query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
         append_side<Keys>(
             store, scratch.k, queries, row, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, k_signs,
-            (int)first_head, error);
+            error);
     } else {
         const Store store{
             v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
             v_page_stride};
         append_side<Values>(
             store, scratch.v, Queries{}, row, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, v_signs,
-            (int)first_head, error);
+            error);
     }
 }
 
@@ -177,16 +176,16 @@ typedef Values Packed;
 // Grid (pages P, n heads, b sequences), 256 threads.
 //   x            [b, n, 128 P, D] in DTYPE, by strides in elements
 //   pages        records of the n heads of a slot side by side
-//   slots        [b, P] int32, rows slot_stride elements apart; first_page: the number of page 0 in its sequence
+//   slots        [b, P] int32, rows slot_stride elements apart
 //   rescale, offset  fp32 [n, D] of these heads, or 0; k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], or 0
 //   k_signs, v_signs  int8 [D], or 0
-//   query_mean   [b, n, D] fp32, for query scores, or 0; first_head: the number of the first head in the layer
+//   query_mean   [b, n, D] fp32, for query scores, or 0
 //   error        int32, gets the bit NON_FINITE
 extern "C" __global__ void __launch_bounds__(THREADS) pack(
     const unsigned short* x, long long row_stride, long long head_stride, long long token_stride, unsigned char* pages,
-    long long page_stride, const int* slots, long long slot_stride, long long first_page, const float* rescale,
+    long long page_stride, const int* slots, long long slot_stride, const float* rescale,
     const float* offset, const unsigned short* k_feedback, const unsigned short* v_feedback, const signed char* k_signs,
-    const signed char* v_signs, const float* query_mean, long long first_head, int* error) {
+    const signed char* v_signs, const float* query_mean, int* error) {
     __shared__ Scratch<Packed> scratch;
     const int head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
     const long long first_token = (long long)blockIdx.x * KV_PAGE_TOKENS, slot = slots[row * slot_stride + blockIdx.x];
@@ -196,8 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(
         (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>, SIDE == 0 ? k_signs : v_signs};
     const float* query = query_mean + ((long long)row * heads + head) * Packed::dim;
     pack_page<Packed>(
-        source, scratch, pages + slot * page_stride + head * Packed::record, query, 1.0f,
-        (int)(first_page + blockIdx.x), (int)first_head + head, error);
+        source, scratch, pages + slot * page_stride + head * Packed::record, query, 1.0f, error);
 }
 
 // Grid (pages P, n heads, b sequences), 256 threads: pages of these slots -> x [b, n, 128 P, D] in dtype number `type`,

@@ -86,7 +86,7 @@ KV_INLINE void mean_over_tokens(Scratch<S>& scratch, F term) {
 // Scores of all channels (scores.py). query: sum of |q| of every channel over `query_count` vectors.
 template <class S>
 KV_INLINE void score_channels(
-    const Source& source, Scratch<S>& scratch, const float* query, float query_count, int page, int head, int* error) {
+    const Source& source, Scratch<S>& scratch, const float* query, float query_count, int* error) {
     if constexpr (S::score == MAGNITUDE || S::score == QUERY_MAGNITUDE) {
         mean_over_tokens<S>(scratch, [&](int t, int c) { return fabs((double)value<S>(source, scratch, t, c)); });
     } else if constexpr (S::score == VARIANCE) {
@@ -98,9 +98,7 @@ KV_INLINE void score_channels(
     }
     for (int channel = threadIdx.x; channel < S::dim; channel += blockDim.x) {
         double score = scratch.score[channel];
-        if constexpr (S::score == RANDOM) {
-            score = __dmul_rn((double)mixed(mixed(mixed(page) + head) + channel), 1.0 / 4294967296.0);
-        } else if constexpr (S::score == RANGE || S::score == QUERY_RANGE) {
+        if constexpr (S::score == RANGE || S::score == QUERY_RANGE) {
             float low = value<S>(source, scratch, 0, channel), high = low;
 #pragma unroll 8
             for (int token = 1; token < KV_PAGE_TOKENS; ++token) {
@@ -404,11 +402,11 @@ KV_INLINE void store_tiers(const Source& source, const Scratch<S>& scratch, unsi
     }
 }
 
-// One page -> its record, by the whole block. `page`: its number in the sequence; `head`: among all KV heads of the layer.
+// One page -> its record, by the whole block.
 template <class S>
 KV_INLINE void pack_page(
-    const Source& source, Scratch<S>& scratch, unsigned char* record, const float* query, float query_count, int page,
-    int head, int* error) {
+    const Source& source, Scratch<S>& scratch, unsigned char* record, const float* query, float query_count,
+    int* error) {
     if constexpr (Page<S>::is_raw) {
         static_assert(!S::has_rescale && !S::has_offset, "16-bit pages hold what the model made");
         copy_tokens<S>((unsigned short*)record, S::dim, source);
@@ -421,7 +419,7 @@ KV_INLINE void pack_page(
             rotate_tile<S>(source, scratch);
         }
         if constexpr (S::tiers > 0) {
-            score_channels<S>(source, scratch, query, query_count, page, head, error);
+            score_channels<S>(source, scratch, query, query_count, error);
             select_channels<S>(scratch);
         }
         store_params<S>(source, scratch, record, error);

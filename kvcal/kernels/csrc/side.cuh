@@ -7,7 +7,7 @@
 #endif
 
 enum { THREADS = 256, NO_SLOT = 255, RAW_BITS = 16 };
-enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE, RANDOM };
+enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE };
 
 
 // Channels of a page with `bits` bits: slots from `first` on, their high planes (`columns` slots wide with padding)

@@ -212,7 +212,7 @@ def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tens
         for layout in [fmt.layout(side, heads, dim, cache_dtype, fmt.num_bits)]
         for operand in layout.plan_tensors("")
     }
-    codec = PageCodec(side, fmt, slice(0, heads), dim, cache_dtype, operands=operands)  # type: ignore[arg-type]
+    codec = PageCodec(side, fmt, heads, dim, cache_dtype, operands=operands)  # type: ignore[arg-type]
     missing = -length % PAGE_TOKENS
     filled = torch.cat([x_NTD, x_NTD[:, -1:].expand(-1, missing, -1)], dim=1)
     return codec.read_back(filled)[:, :length].float()
