@@ -221,7 +221,6 @@ class ProgressiveSpec:
     """[progressive], PM-KVQ's 16 -> 8 -> 4 -> 2: pages shrink when the budget for the tokens so far is used up."""
 
     bits: Bits | None = knob(None, "All-in bits per cached value; default: the allocation's budget.")
-    shift: Literal["equivalent", "modified", "direct"] = knob("equivalent", "How codes lose bits (others: ablations).")
 
 
 @dataclass(frozen=True, config=STRICT)

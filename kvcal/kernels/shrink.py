@@ -34,7 +34,7 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.pages.rescale_and_rope import Transform
-from kvcal.pages.shrink import SHIFTS, convert
+from kvcal.pages.shrink import convert
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.strict import STRICT
@@ -74,7 +74,6 @@ class Shrinking:
             "AXIS": AXES[self.format.axis],
             "GROUP": self.format.group_size,
             "DTYPE": DTYPES[self.cache_dtype],
-            "SHIFT": SHIFTS.index(self.format.shift),
             "HAS_RESCALE": int(self.rescale),
             "HAS_OFFSET": int(self.offset),
         }
@@ -138,9 +137,7 @@ def shrink(
         for row, held in zip(records, lengths.tolist(), strict=True):
             packed = row[: num_pages(held)]
             try:
-                packed[..., : narrow.record_bytes] = convert(
-                    packed, wide, narrow, named.format.shift, Transform(*transform)
-                )
+                packed[..., : narrow.record_bytes] = convert(packed, wide, narrow, Transform(*transform))
             except NonFiniteActivations:
                 error.bitwise_or_(NON_FINITE)
 

@@ -157,7 +157,7 @@ class PageCodec:
         Only pages of formats that shrink have more than one number of bits."""
         old, new = (self._layout(bits) for bits in (old_bits, new_bits))
         assert isinstance(old, UniformLayout) and isinstance(new, UniformLayout)
-        return convert(records, old, new, self.format.shift, Transform(self.rescale, self.offset))
+        return convert(records, old, new, Transform(self.rescale, self.offset))
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:
         """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other transforms are

@@ -134,7 +134,7 @@ class Format:
     """See the module's docstring. 16-bit heads store pages in the cache's dtype and take nothing else.
 
     ``num_bits`` are the final ones. ``shrink_at`` (ascending token counts): pages begin with ``num_bits`` x
-    2^len(shrink_at) bits and halve them at each, by the right ``shift`` (PM-KVQ Eq. 3; the others are ablations).
+    2^len(shrink_at) bits and halve them at each, by the right ``shift`` of PM-KVQ's Eq. 3.
     """
 
     num_bits: Literal[1, 2, 3, 4, 8, 16]
@@ -147,7 +147,7 @@ class Format:
     window_rule: WindowRule | None = None
     lattice_dim: Literal[2, 4] | None = None
     shrink_at: tuple[int, ...] = ()
-    shift: Literal["equivalent", "modified", "direct"] = "equivalent"
+    shift: Literal["equivalent"] = "equivalent"
     quantizer: Quantizer = UNIFORM
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from progressive_cases import CONTEXT, K_2, V_2, fixed, scheduled
 
 from kvcal import PlanCache
 from kvcal.errors import UsageError
-from kvcal.pages.shrink import RECORDS_AT_ONCE, SHIFTS, convert
+from kvcal.pages.shrink import RECORDS_AT_ONCE, convert
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
 
@@ -37,21 +37,13 @@ def pages(cache: PlanCache, layer: int = 0) -> dict[str, torch.Tensor]:
 # The oracle: one page through its life, group by group, with Python numbers.
 
 
-def shifted_group(codes: list[int], scale: float, zero: float, b: int, kind: str) -> tuple[list[int], float, float]:
-    """2b bits -> b bits, as the paper defines the three shifts; fp32 parameters."""
-    if kind == "equivalent":
-        return [math.floor(Fraction(x, 2**b + 1) + Fraction(1, 2)) for x in codes], to32((2**b + 1) * scale), zero
-    if kind == "direct":
-        return [x // 2**b for x in codes], to32((2**b + 1) * scale), zero
-    wider = to32(2**b * scale)
-    return [x // 2**b for x in codes], wider, to32(zero + to32(to32(wider - scale) / 2))
+def shifted_group(codes: list[int], scale: float, b: int) -> tuple[list[int], float]:
+    """2b bits -> b bits, as the paper defines the equivalent shift; the scale in fp32."""
+    halved = [math.floor(Fraction(x, 2**b + 1) + Fraction(1, 2)) for x in codes]
+    return halved, oracles.to_float32((2**b + 1) * scale)
 
 
-def to32(x: float) -> float:
-    return oracles.to_float32(x)
-
-
-def page_after(page: torch.Tensor, axis: str, group_size: int, bits: tuple[int, ...], kind: str) -> torch.Tensor:
+def page_after(page: torch.Tensor, axis: str, group_size: int, bits: tuple[int, ...]) -> torch.Tensor:
     """page [128, D] decoded after it had each of ``bits`` in turn: quantized to the first below 16, then shifted."""
     bits = tuple(b for b in bits if b < 16)
     if not bits:
@@ -60,7 +52,7 @@ def page_after(page: torch.Tensor, axis: str, group_size: int, bits: tuple[int, 
     for members, _, _ in oracles.group_members(page, axis, group_size):
         codes, scale, zero = oracles.quantize_group([values[t][c] for t, c in members], bits[0])
         for b in bits[1:]:
-            codes, scale, zero = shifted_group(codes, scale, zero, b, kind)
+            codes, scale = shifted_group(codes, scale, b)
         for (t, c), code in zip(members, codes, strict=True):
             out[t, c] = oracles.dequantize_code(code, scale, zero)
     return out
@@ -71,10 +63,9 @@ def history(fmt: Format, written: int, now: int) -> tuple[int, ...]:
     return tuple(b for b in (16, 8, 4, 2, 1) if fmt.bits_at(now) <= b <= fmt.bits_at(written))
 
 
-@pytest.mark.parametrize("kind", ["equivalent", "modified"])
-def test_every_page_reads_as_its_chain_of_shifts(kind):
+def test_every_page_reads_as_its_chain_of_shifts():
     """Single steps; pages are written at 16, 8, 4 and 2 bits and meet some, all or none of the shifts."""
-    plan = fixed((200, 390, 400), (300, 300, 392, 402), shift=kind)
+    plan = fixed((200, 390, 400), (300, 300, 392, 402))
     states = random_states(1, 2, 410)
     cache, shapes = empty_cache(plan), []
     for count in range(410):
@@ -89,7 +80,7 @@ def test_every_page_reads_as_its_chain_of_shifts(kind):
                 written, head = 128 * (number + 1), number % 2
                 start = max(fmt.num_sink_tokens, written - 128)
                 page = oracles.StoredHead(sign * states[0, head], fmt).page_tokens(number)
-                expected = page_after(page, fmt.axis, 32, history(fmt, written, count + 1), kind)
+                expected = page_after(page, fmt.axis, 32, history(fmt, written, count + 1))
                 assert torch.equal(found[side][0, head, start:written], expected[start - written :]), (count, side)
     assert len({shape for at in shapes for shape in at.values()}) > 8
 
@@ -108,8 +99,7 @@ def test_bytes_are_predicted_and_within_the_budget_at_every_token_count(batch, d
 
 
 def test_chunks_cut_at_events_equal_single_steps():
-    """Even by the shift that is not what quantizing once would give."""
-    plan = fixed((200, 390, 400), (300, 300, 396), shift="modified")
+    plan = fixed((200, 390, 400), (300, 300, 396))
     states = random_states(2, 2, 420)
     chunked, stepped = empty_cache(plan), empty_cache(plan)
     start, cuts = 0, []
@@ -142,7 +132,7 @@ def test_pages_of_transformed_keys_are_transformed_when_they_leave_16_bits():
             update_all(cache, states[:, :, count - 1 : count])
         found = cache.update(states[:, :, :0], states[:, :, :0], 0)[0][0, 1, 3:128]
         bits = history(plan.layers[0].k[0], 128, count)
-        expected = page_after(stored, "channel", 32, bits, "equivalent") * rescale[1] + offset[1]
+        expected = page_after(stored, "channel", 32, bits) * rescale[1] + offset[1]
         assert torch.equal(found, (page if count == 199 else expected)[3:])
         assert_exact_bytes(cache, [count])
 
@@ -230,7 +220,7 @@ def test_many_records_are_converted_in_parts():
     update_all(cache, one)
     chunk = slice(128 * RECORDS_AT_ONCE, 128 * (RECORDS_AT_ONCE + 1))
     read = cache.update(one[:, :, :0], one[:, :, :0], 0)[0][0, 1, chunk]
-    assert torch.equal(read, page_after(states[0, 1, chunk], "channel", 32, (16, 8, 4, 2), "equivalent"))
+    assert torch.equal(read, page_after(states[0, 1, chunk], "channel", 32, (16, 8, 4, 2)))
 
 
 def test_beyond_the_workload_nothing_is_known_to_fit():
@@ -244,12 +234,11 @@ def test_beyond_the_workload_nothing_is_known_to_fit():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", SHIFTS)
-def test_cpu_and_cuda_convert_to_the_same_bytes(kind):
+def test_cpu_and_cuda_convert_to_the_same_bytes():
     for axis, dim, start, stop in itertools.product(("channel", "token"), (8, 80), (16, 8, 4), (8, 4, 2, 1)):
         old, new = (UniformLayout("k", bits, axis, 32, dim, "float32", "bfloat16") for bits in (start, stop))
         records = old.encode(random_states(3, 2, 128, dim))
         for there, back in ((old, new), (new, old)) if start > stop else ():
-            on_cpu = convert(records, there, back, kind)
-            assert torch.equal(convert(records.cuda(), there, back, kind).cpu(), on_cpu)
+            on_cpu = convert(records, there, back)
+            assert torch.equal(convert(records.cuda(), there, back).cpu(), on_cpu)
             records = on_cpu

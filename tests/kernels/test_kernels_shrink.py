@@ -1,6 +1,5 @@
 """``shrink`` and ``slide``: the reference against the conversion of records one by one, and the kernels alike."""
 
-import itertools
 import random
 
 import pytest
@@ -16,7 +15,7 @@ from kvcal.kernels.operands import BASE, HEADS, PAGES, RECORD, Region, Stages, l
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide
 from kvcal.pages.rescale_and_rope import Transform
-from kvcal.pages.shrink import SHIFTS, convert
+from kvcal.pages.shrink import convert
 from kvcal.plan.page_format import Format
 
 HALVINGS = [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]
@@ -25,16 +24,19 @@ POISON = 77
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def shrinking(i: int, halving: tuple[int, int], kind: str) -> Shrinking:
+SIDES_AND_AXES = (("k", "channel"), ("v", "token"), ("k", "token"))
+
+
+def shrinking(i: int, halving: tuple[int, int]) -> Shrinking:
     """Sides, axes, groups, head sizes and transforms take turns."""
-    side, axis = (("k", "channel"), ("v", "token"), ("k", "token"))[i % 3]
+    side, axis = SIDES_AND_AXES[i % 3]
     group, dim, cache = (32, 64, 128)[i // 2 % 3], (128, 80, 64, 24)[i % 4], ("bfloat16", "float16")[i % 2]
-    after = Format(halving[1], axis, group, SINKS, param_dtype="float32", shift=kind)
+    after = Format(halving[1], axis, group, SINKS, param_dtype="float32")
     is_given = side == "k" and halving[0] == 16
     return Shrinking(side, after, dim, cache, halving[0], is_given and i % 4 < 2, is_given and i % 2 == 0)
 
 
-CASES = [shrinking(i, halving, kind) for i, (halving, kind) in enumerate(itertools.product(HALVINGS, SHIFTS))]
+CASES = [shrinking(i, halving) for i, halving in enumerate(h for h in HALVINGS for _ in SIDES_AND_AXES)]
 
 
 class Pool:
@@ -87,7 +89,7 @@ class Pool:
         start = int(self.layout[0, number, -1])
         rescale, offset = (given[start + i * 2 * dim : start + (i + 1) * 2 * dim].view(2, 1, dim) for i in (0, 1))
         transform = Transform(rescale if self.case.rescale else None, offset if self.case.offset else None)
-        return convert(self.records[number], *self.wide_narrow, self.case.format.shift, transform)
+        return convert(self.records[number], *self.wide_narrow, transform)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,7 +122,7 @@ def test_a_page_shrinks_from_its_last_token_on(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_values_that_are_not_finite_do_not_shrink(device: str) -> None:
-    case = shrinking(0, (16, 8), "equivalent")
+    case = shrinking(0, (16, 8))
     pool = Pool(case, device)
     values = region_pages(pool.pages, pool.layout[0, 2].tolist(), BATCH).view(CACHE_DTYPES[case.cache_dtype])
     values[1, 0, 0, 5] = torch.inf  # not packed
@@ -130,7 +132,7 @@ def test_values_that_are_not_finite_do_not_shrink(device: str) -> None:
     values[0, 2, 1, -1] = torch.inf
     assert pool.run(400) == NON_FINITE
     with pytest.raises(NonFiniteActivations):
-        convert(values.view(torch.uint8)[0].cpu(), *pool.wide_narrow, "equivalent")
+        convert(values.view(torch.uint8)[0].cpu(), *pool.wide_narrow)
 
 
 def random_regions(rng: random.Random) -> list[Region]:

@@ -32,6 +32,7 @@ from kvcal.plan.plan import (
     Workload,
     plan_bytes,
 )
+from kvcal.strict import parse
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
 
@@ -69,6 +70,18 @@ def test_transforms_that_do_not_go_together_are_refused() -> None:
     for basis in ({"k_basis": True}, {"v_basis": True}):
         with pytest.raises(ValueError, match="is bounded and takes no transforms"):
             LayerPlan(AttentionGeometry(0, 4, 2, 16, 16, window=8), **basis)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("shift", "direct", "shift = 'direct': Input should be 'equivalent'"),
+        ("boost", {"score": "random", "tiers": [{"num_bits": 4, "share": 0.1}]}, "'random', expected one of .*'range'"),
+    ],
+)
+def test_formats_of_earlier_ablations_are_refused_with_those_there_are(key: str, value: object, allowed: str) -> None:
+    with pytest.raises(ArtifactError, match=f"old.safetensors: .*{allowed}"):
+        parse(Format, {"num_bits": 2, "axis": "channel", key: value}, "old.safetensors", ArtifactError)
 
 
 def example() -> Plan:

@@ -128,13 +128,12 @@ def test_what_shrinks_has_fp32_parameters_and_all_else_is_left_alone():
     )
     workload = Workload(2, 2000)
     final = sum(layer.nbytes("bfloat16", workload.lengths, 2000) for layer in layers)
-    found = progressive_layers(layers, workload, "bfloat16", 2 * final, shift="direct")
+    found = progressive_layers(layers, workload, "bfloat16", 2 * final)
     assert found[:2] == layers[:2]
     k, v = found[2].k[0], found[2].v[0]
     assert found[2].k_offset and found[2].geometry == layers[2].geometry
     assert (k.start_bits, v.start_bits, k.param_dtype, v.param_dtype) == (16, 16, "float32", "float32")
-    assert (k.shift, v.shift) == ("direct", "direct")
-    assert dataclasses.replace(k, shrink_at=(), param_dtype="float16", shift="equivalent") == layers[2].k[0]
+    assert dataclasses.replace(k, shrink_at=(), param_dtype="float16") == layers[2].k[0]
     assert v.shrink_at[:2] == k.shrink_at  # K and V of a layer shrink together
 
 

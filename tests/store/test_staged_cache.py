@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounter
 from kvcal import Plan, PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.kernels.operands import BASE, HEADS, PAGES, RECORD, SQUEEZED
-from kvcal.pages.shrink import SHIFTS
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 from kvcal.stages.allocate.schedule import progressive_layers
@@ -26,7 +25,6 @@ LENGTH = 410
 
 def plans() -> dict[str, Plan]:
     found = {name: staged_plan(*SCHEDULES[name]) for name in ("with the pages", "two at once", "from the start")}
-    found |= {f"{shift} shift": staged_plan(*SCHEDULES["two at once"], shift) for shift in SHIFTS[1:]}
     return found | {"transformed": transformed(staged_plan(*SCHEDULES["unlike"])), "mixed": mixed_plan()}
 
 

@@ -18,7 +18,7 @@ from kvcal.store.state import Serving
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [*SCHEDULES, "direct shift", "modified shift", "transformed", "mixed"]
+NAMES = [*SCHEDULES, "transformed", "mixed"]
 
 
 def plan_for(name: str, head_dim: int = 64) -> Plan:
@@ -28,9 +28,8 @@ def plan_for(name: str, head_dim: int = 64) -> Plan:
         layer = mixed_plan().layers[0]
         plan = plan_of(geometry, layer.k, layer.v)
     else:
-        shift = name.removesuffix(" shift") if name.endswith(" shift") else "equivalent"
         k_at, v_at = SCHEDULES.get(name, SCHEDULES["unlike"])
-        plan = plan_of(geometry, fmt("k", k_at, shift), fmt("v", v_at, shift))
+        plan = plan_of(geometry, fmt("k", k_at), fmt("v", v_at))
     plan = dataclasses.replace(plan, workload=Workload(8, 2048))
     return transformed(plan) if name == "transformed" else plan
 

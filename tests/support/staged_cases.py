@@ -20,16 +20,16 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-def fmt(side: str, shrink_at: Sequence[int], shift: str = "equivalent", **changes) -> Format:
+def fmt(side: str, shrink_at: Sequence[int], **changes) -> Format:
     axis = "channel" if side == "k" else "token"
     bits = 16 >> len(shrink_at) if shrink_at else 4
-    return Format(bits, axis, 32, 3, param_dtype="float32", shrink_at=tuple(shrink_at), shift=shift, **changes)
+    return Format(bits, axis, 32, 3, param_dtype="float32", shrink_at=tuple(shrink_at), **changes)
 
 
-def staged_plan(k_at: Sequence[int], v_at: Sequence[int], shift: str = "equivalent", num_layers: int = 1) -> Plan:
+def staged_plan(k_at: Sequence[int], v_at: Sequence[int], num_layers: int = 1) -> Plan:
     """2 KV heads, fp32 (8 channels of 16 bits would be smaller than 8 bits with scales). One layer, so that all that is
     stored depends on the tokens alone."""
-    plan = llama_plan(fmt("k", k_at, shift), fmt("v", v_at, shift), num_layers=num_layers)
+    plan = llama_plan(fmt("k", k_at), fmt("v", v_at), num_layers=num_layers)
     return dataclasses.replace(plan, workload=Workload(8, 2048))
 
 

@@ -1,7 +1,7 @@
-// Pages of FROM_BITS become pages of TO_BITS, each where it is (kvcal/pages/shrink.py): codes are halved
-// by SHIFT (0 equivalent, 1 modified, 2 direct) as often as needed, and scales and zeros follow in fp32. Pages of 16
-// bits hold values in DTYPE; they are transformed and quantized to 8 bits first. A narrow record begins where the wide
-// one did, which lies in shared memory meanwhile; slide.cu closes the gaps.
+// Pages of FROM_BITS become pages of TO_BITS, each where it is (kvcal/pages/shrink.py): codes are halved by the
+// equivalent right shift as often as needed, and scales follow in fp32. Pages of 16 bits hold values in DTYPE; they
+// are transformed and quantized to 8 bits first. A narrow record begins where the wide one did, which lies in shared
+// memory meanwhile; slide.cu closes the gaps.
 //
 // Macros: SIDE (0 keys: rows are tokens, 1 values: rows are channels), DIM, AXIS, GROUP, DTYPE, FROM_* and TO_*: BITS,
 // RECORD, SCALE, ZERO (bytes from the record's start); HAS_RESCALE, HAS_OFFSET.
@@ -14,7 +14,6 @@
 static_assert(FROM_BITS == 16 || FROM_BITS == 8 || FROM_BITS == 4 || FROM_BITS == 2, "bits that have a half");
 static_assert(TO_BITS < FROM_BITS && FROM_BITS % TO_BITS == 0, "fewer bits, by halves");
 
-constexpr int EQUIVALENT = 0, MODIFIED = 1;
 // Bits of the codes that are shifted: a page of 16 bits has 8 once it is quantized.
 constexpr int WIDE_BITS = FROM_BITS == 16 ? 8 : FROM_BITS;
 constexpr int PADDED = kv_round_up(DIM, 16);
@@ -45,22 +44,16 @@ KV_INLINE unsigned halved(unsigned code) {
     if constexpr (B < TO_BITS) {
         return code;
     } else {
-        code = SHIFT == EQUIVALENT ? (((1u << 2 * B) - (1u << B) + 1) * (code + (1u << (B - 1)))) >> 3 * B : code >> B;
+        code = (((1u << 2 * B) - (1u << B) + 1) * (code + (1u << (B - 1)))) >> 3 * B;
         return halved<B / 2>(code);
     }
 }
 
 template <int B>
-KV_INLINE void halve_params(float& scale, float& zero) {
+KV_INLINE void halve_scale(float& scale) {
     if constexpr (B >= TO_BITS) {
-        if constexpr (SHIFT == MODIFIED) {
-            const float wider = __fmul_rn(scale, (float)(1 << B));
-            zero = __fadd_rn(zero, __fmul_rn(__fsub_rn(wider, scale), 0.5f));
-            scale = wider;
-        } else {
-            scale = __fmul_rn(scale, (float)((1 << B) + 1));
-        }
-        halve_params<B / 2>(scale, zero);
+        scale = __fmul_rn(scale, (float)((1 << B) + 1));
+        halve_scale<B / 2>(scale);
     }
 }
 
@@ -128,13 +121,13 @@ KV_INLINE void shrink_record(
         if constexpr (FROM_BITS == 16) {
             levels[i] = {kv_step_of(level.step), level.zero};
         }
-        halve_params<WIDE_BITS / 2>(level.step, level.zero);
+        halve_scale<WIDE_BITS / 2>(level.step);
         ((float*)(narrow + TO_SCALE))[i] = level.step;
         ((float*)(narrow + TO_ZERO))[i] = level.zero;
     }
     __syncthreads();
     for (int unit = threadIdx.x; unit < ROWS * COLUMNS / 16; unit += blockDim.x) {
-        if constexpr (FROM_BITS == 4 && TO_BITS == 2 && SHIFT == EQUIVALENT) {
+        if constexpr (FROM_BITS == 4 && TO_BITS == 2) {
             const unsigned* low = (const unsigned*)wide;
             ((unsigned*)narrow)[unit] = halved_word(low[unit], low[ROWS * COLUMNS / 16 + unit]);
         } else {

@@ -199,7 +199,7 @@ def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: in
         all_in = int(spec.bits * num_values(layers, allocation.workload) / 8) + split.fixed
         budget, kind = all_in if kind is None else min(budget, all_in), kind or "bits"
     kept = 0 if kind is None else reserved
-    layers = progressive_layers(layers, allocation.workload, allocation.cache_dtype, budget - kept, shift=spec.shift)
+    layers = progressive_layers(layers, allocation.workload, allocation.cache_dtype, budget - kept)
     fixed, paged = layer_bytes(layers, allocation.cache_dtype, allocation.workload)
     split = replace(split, budget=budget + split.overhead, fixed=fixed, paged=paged, reserved=kept, kind=kind)
     return replace(allocation, layers=layers, split=split)

@@ -26,7 +26,6 @@ from functools import cache
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
 from kvcal.pages.layout_protocol import RAW_BITS
-from kvcal.pages.shrink import Shift
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format
 from kvcal.plan.plan import Workload
@@ -48,13 +47,11 @@ def progressive_layers(
     workload: Workload,
     cache_dtype: CacheDtype,
     budget_bytes: int,
-    shift: Shift = "equivalent",
 ) -> tuple[LayerPlan, ...]:
     """``layers`` with ``shrink_at`` (and fp32 scales and zeros, which shrinking needs) in every format that can shrink.
 
     For ``workload.batch`` sequences, at every number of tokens up to ``workload.context``, the bytes of the layers
-    (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take more.
-    ``shift``: how codes shrink."""
+    (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take more."""
     bits, reached = [RAW_BITS] * len(layers), 1
     final = _Cost(layers, [min(NARROWER_BITS)] * len(layers), workload.batch, cache_dtype).nbytes(workload.context)
     if final > budget_bytes:
@@ -70,7 +67,7 @@ def progressive_layers(
         cost = _Cost(layers, bits, workload.batch, cache_dtype)
         reached = counts[position][narrower] = cost.first_above(budget_bytes, reached, workload.context)
         bits[position] = narrower
-    return tuple(_shrinking(layer, at, shift) for layer, at in zip(layers, counts, strict=True))
+    return tuple(_shrinking(layer, at) for layer, at in zip(layers, counts, strict=True))
 
 
 def _steps(layers: Sequence[LayerPlan]) -> list[tuple[int, int]]:
@@ -83,14 +80,14 @@ def _steps(layers: Sequence[LayerPlan]) -> list[tuple[int, int]]:
     return [(position, bits) for bits in NARROWER_BITS for position, least in lowest.items() if bits >= least]
 
 
-def _shrinking(layer: LayerPlan, counts: Mapping[int, int], shift: Shift = "equivalent") -> LayerPlan:
+def _shrinking(layer: LayerPlan, counts: Mapping[int, int]) -> LayerPlan:
     """The layer with pages of at most ``bits`` bits from ``counts[bits]`` tokens on, down to each format's own."""
 
     def shrinking(fmt: Format) -> Format:
         if not can_shrink(fmt):
             return fmt
         shrink_at = tuple(counts[bits] for bits in NARROWER_BITS if bits >= fmt.num_bits)
-        return replace(fmt, param_dtype="float32", shrink_at=shrink_at, shift=shift)
+        return replace(fmt, param_dtype="float32", shrink_at=shrink_at)
 
     k, v = (tuple(shrinking(fmt) for fmt in layer.formats(side)) for side in SIDES)
     return replace(layer, k=k, v=v)
