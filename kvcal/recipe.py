@@ -46,9 +46,9 @@ class ProfileSpec:
     """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per token
     only) and 16 bits.
 
-    Of these, ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes`` have a KL to the 16-bit cache: one layer's K
-    or V alone, through the packed cache. It is measured for all of their bits, or for the lowest: then the KL at other
-    bits is that one times the ratio of the squared errors.
+    Of these, ``kl_num_bits`` x the largest group size x the first of ``k_axes`` have a KL to the 16-bit cache: one
+    layer's K or V alone, through the packed cache. It is measured for all of their bits, or for the lowest: then the KL
+    at other bits is that one times the ratio of the squared errors.
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
@@ -61,7 +61,6 @@ class ProfileSpec:
     kl_measured: Annotated[Literal["all", "lowest"] | None, Field(exclude_if=lambda which: which is None)] = knob(
         None, "Of kl_num_bits: all or lowest; default: all for an embedded model, lowest for another."
     )
-    kl_group_size: GroupSize | None = knob(None, "Group size whose KL is measured; default: the largest.")
     kl_samples: SizeOrNone = knob(3, "Texts that KL is measured on; 0: none is.")
     kl_tokens: TextTokens = knob(512, "Tokens of each of these texts.")
     # Left out of JSON by default, as a format's quantizer.
@@ -78,13 +77,8 @@ class ProfileSpec:
         for name in ("num_bits", "k_axes", "group_sizes", "kl_num_bits", "quantizers"):
             if getattr(self, name) == ():
                 raise ValueError(f"{name} is empty, expected one or more")
-        for name, measured, allowed in (
-            ("kl_num_bits", self.kl_bits, self.num_bits),
-            ("kl_group_size", (self.kl_group,), self.group_sizes),
-        ):
-            unknown = sorted(set(measured) - set(allowed))
-            if unknown:
-                raise ValueError(f"{name}: {unknown} are no candidates, expected some of {sorted(set(allowed))}")
+        if unknown := sorted(set(self.kl_bits) - set(self.num_bits)):
+            raise ValueError(f"kl_num_bits: {unknown} are no candidates, expected some of {sorted(set(self.num_bits))}")
 
     @property
     def kl_bits(self) -> tuple[int, ...]:
@@ -94,7 +88,7 @@ class ProfileSpec:
 
     @property
     def kl_group(self) -> int:
-        return self.kl_group_size or max(self.group_sizes)
+        return max(self.group_sizes)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -240,18 +234,13 @@ class PredictorSpec:
     kind: Kind = knob("linear", "How weights are stored.")
     rank: Size | None = knob(None, "Rank of low_rank, and of it alone.")
     group_size: Size | None = knob(None, "Weights that share a scale in int4, and in it alone.")
-    ridge: Annotated[float, Field(gt=0)] = knob(1e-3, "Penalty of the fit, relative to the variance.")
-    holdout_share: Annotated[float, Field(gt=0, lt=1)] = knob(0.25, "Share of the sequences held out to measure fits.")
     min_explained: Annotated[float, Field(le=1)] = knob(
         0.1, "Drop predictors that explain no more than this share of the variance."
     )
     drop: bool = knob(True, "Drop predictors that save fewer bytes than they take.")
-    sides: tuple[Side, ...] = knob(("k", "v"), "Predict keys, values or both (ablation).")
-    inputs: Literal["reconstructed", "exact"] = knob("reconstructed", "Fit on what is read back (exact: ablation).")
 
     def __post_init__(self) -> None:
         require_sizes(self.kind, self.rank, self.group_size)
-        require_sides(self.sides)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -267,7 +256,8 @@ class FeedbackSpec:
     seq_len: TextTokens = knob(2048, "Tokens of each at most.")
 
     def __post_init__(self) -> None:
-        require_sides(self.sides)
+        if not self.sides or len(set(self.sides)) < len(self.sides):
+            raise ValueError(f"sides = {list(self.sides)}, expected one or both of ['k', 'v']")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -278,12 +268,6 @@ class BasisSpec(FeedbackSpec):
     stage: ClassVar[str] = "basis"
     position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(1.0, "Stretches positions: short text for long.")
     exponent: Annotated[float, Field(ge=0, le=0.5)] = knob(0.4375, "How far the basis evens out energies.")
-
-
-def require_sides(sides: tuple[Side, ...]) -> None:
-    """ValueError unless one or both are given, each once."""
-    if not sides or len(set(sides)) < len(sides):
-        raise ValueError(f"sides = {list(sides)}, expected one or both of ['k', 'v']")
 
 
 @dataclass(frozen=True, config=STRICT)

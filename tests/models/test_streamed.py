@@ -30,7 +30,7 @@ from kvcal.stages.profile import stage as profile_stage
 FAMILIES = {"tied": (0, 1), "gemma3": (1, 2), "gpt_oss": (0, 2), "qwen3_moe": (0, 1), "phi3": (0, 1), "gpt2": (0, 1),
             "qwen3_next": (0, 2)}  # fmt: skip
 NUM_TOKENS = 200
-SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_group_size=32, kl_num_bits=(2,), kl_samples=1, kl_tokens=150)
+SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_num_bits=(2,), kl_samples=1, kl_tokens=150)
 CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
 # 12 bytes a token in a layer, 16 after the last: 1,600 a sequence, so that the least memory is 106,600.
 SHAPES = Shapes(

@@ -173,7 +173,7 @@ def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
     fp32, differ in the last bits, so a code may flip: weights agree to 3 % of the largest."""
     layers, record = fitted_llama("pre")
     data = sequences([260] * 6)
-    splits = split_sequences(data, 0.25)
+    splits = split_sequences(data)
     rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
     kept = {(f.layer, f.side): f for f in record.findings}
     held_out = [i for i in rows if splits[i] == HELD_OUT]
@@ -218,19 +218,6 @@ def test_predictors_lower_the_error_of_the_cache_as_foretold() -> None:
     assert_exact_bytes(cache, [400])
 
 
-def test_fitting_on_exact_inputs_is_another_fit() -> None:
-    """The ablation: predictors that were never shown a quantized input."""
-    loaded, (layers, record) = loaded_llama(), fitted_llama()
-    spec = PredictorSpec(drop=False, inputs="exact")
-    exact = fit(loaded, layers, sequences([260] * 6), spec)
-    name = "layers.1.k_predictor.weight"
-    assert not torch.allclose(exact.stored[name], record.stored[name], atol=1e-3)
-    by_side = {(f.layer, f.side): f.fit for f in record.kept}
-    for finding in exact.kept:
-        fit_, other = finding.fit, by_side[finding.layer, finding.side]
-        assert fit_ is not None and other is not None and fit_.explained > other.explained
-
-
 def test_another_kind() -> None:
     loaded = loaded_llama()
     layers, linear = fitted_llama()
@@ -253,7 +240,7 @@ def test_layers_behind_a_left_out_predictor_are_fitted_without_it() -> None:
     record = fit(loaded, layers, data, PredictorSpec(min_explained=0.999999))
     kept = fitted_llama("pre")[1]
     found, other = (next(f.fit for f in r.findings if (f.layer, f.side) == (2, "k")) for r in (record, kept))
-    splits = split_sequences(data, 0.25)
+    splits = split_sequences(data)
     rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
     x = {s: np.vstack([quantized(rows[i][1]["k"], 2) for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
     y = {s: np.vstack([rows[i][2]["k"] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
@@ -320,11 +307,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatc
 
 
 def test_held_out_sequences_are_spread_and_whole() -> None:
-    splits = split_sequences(sequences([140, 100, 140, 140, 260, 131, 140, 140, 140, 140]), 0.25)
+    splits = split_sequences(sequences([140, 100, 140, 140, 260, 131, 140, 140, 140, 140]))
     assert sorted(splits) == [0, 2, 3, 4, 5, 6, 7, 8, 9]  # the others fill no page
     assert [i for i, split in splits.items() if split == HELD_OUT] == [3, 7]
     with pytest.raises(UsageError, match="1 of 2 sequences fill a page"):
-        split_sequences(sequences([140, 127]), 0.25)
+        split_sequences(sequences([140, 127]))
 
 
 def test_too_few_tokens_are_refused() -> None:

@@ -29,9 +29,7 @@ from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 
-SPEC = ProfileSpec(
-    num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
-)
+SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32, 64), kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175)
 INPUTS = {"data.fingerprint": "f", "profile.num_bits": [2, 4]}
 
 

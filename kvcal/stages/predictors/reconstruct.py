@@ -41,6 +41,7 @@ from kvcal.stages.checkpoint import Batch, host_bytes
 FIT, HELD_OUT = "fit", "held_out"
 STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's
 
+HOLDOUT_SHARE = 0.25  # of the sequences, to measure fits
 # One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row, sequence by
 # sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side next to it.
 LayerPages = Mapping[Side, Tensor]
@@ -303,7 +304,7 @@ def _as_rows(pages: Tensor) -> Tensor:
     return pages.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def split_sequences(data: TokenDataset, holdout_share: float) -> dict[int, str]:
+def split_sequences(data: TokenDataset) -> dict[int, str]:
     """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one. Raises
     UsageError: fewer than two such sequences."""
     lengths = [tokens_T.numel() for tokens_T in data.sequences]
@@ -313,6 +314,6 @@ def split_sequences(data: TokenDataset, holdout_share: float) -> dict[int, str]:
             f"{len(numbers)} of {len(lengths)} sequences fill a page; at least 2 are needed, one of them to hold out",
             hint="give longer sequences, or more of them",
         )
-    wanted = min(max(1, round(holdout_share * len(numbers))), len(numbers) - 1)
+    wanted = min(max(1, round(HOLDOUT_SHARE * len(numbers))), len(numbers) - 1)
     held_out = {numbers[(2 * i + 1) * len(numbers) // (2 * wanted)] for i in range(wanted)}
     return {number: HELD_OUT if number in held_out else FIT for number in numbers}

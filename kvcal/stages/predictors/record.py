@@ -192,8 +192,6 @@ def _obstacle(
     """Why ``side`` of ``layer`` cannot be predicted in these formats."""
     if source is None:
         return "there is no layer before it"
-    if side not in spec.sides:
-        return f"only {' and '.join(spec.sides)} were asked for"
     if RAW in layer.formats(side):
         return "16 bits leave no error to save"
     if any(fmt.shrink_at for fmt in (*source.formats(side), *layer.k, *layer.v)):

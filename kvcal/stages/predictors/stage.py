@@ -109,7 +109,7 @@ class _Fitting:
         self.paged = [layer for layer in layers if layer.is_paged]
         self.targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
         has_work = any(target.shape is not None for target in self.targets)
-        self.splits = split_sequences(data, spec.holdout_share) if has_work else {}
+        self.splits = split_sequences(data) if has_work else {}
         indices = [layer.geometry.index for layer in self.paged]
         maps = rotary_maps(loaded.model, loaded.geometry, indices) if has_work else {}
         self.tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
@@ -164,7 +164,7 @@ class _Fitting:
         targets = [t for t in self.targets if t.shape is not None and sides.get(t.index) == t.side]
         if targets:
             last = max(target.index for target in targets)
-            ways = [] if self.spec.inputs == "exact" else [self._way(self.findings)]
+            ways = [self._way(self.findings)]
             # Of the layer before, the values are not needed yet, and are exact until their predictor is known.
             wanted = [Wanted(layer, SIDES) for layer in self.paged[: number - 1]]
             wanted.append(Wanted(self.paged[number - 1], ("k",)))
@@ -185,7 +185,7 @@ class _Fitting:
             found = {n.removeprefix(prefix): m for n, m in self.checkpoint.state.means.items() if n.startswith(prefix)}
             sums = {name: mean.total for name, mean in found.items()}
             equations[split] = NormalEquations(sums, found["xx"].count)
-        fit = equations[FIT].solve(self.spec.ridge)
+        fit = equations[FIT].solve()
         predictor = compress(fit, self.spec, self.loaded.geometry.cache_dtype)
         variance = equations[HELD_OUT].result().y_variance_O.sum().item()
         facts = [variance, equations[HELD_OUT].explained_variance(*predictor.dense())]
@@ -266,7 +266,7 @@ def _sum_equations(targets: Sequence[Target], rows: Rows, found: dict[str, Mean]
     before: list[LayerPages] = []
 
     def receive(index: int, exact: LayerPages, read_back: Sequence[LayerPages]) -> None:
-        inputs = read_back[0] if read_back else exact
+        (inputs,) = read_back
         for target in targets:
             if target.index == index:
                 x = before[0]["k"] if target.side == "k" else torch.cat([before[0]["v"], inputs["k"]], dim=-1)
