@@ -347,7 +347,7 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     calls = {
         "append": (k, v, queries, *held, list(step.statistic), place, transform, error, *present),
         "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, *present),
-        "pack": (x, step.k.pages, slots, 0, mean, transform, error, 0, *variants),
+        "pack": (x, step.k.pages, slots, mean, transform, error, 0, *variants),
         "unpack": (*packed, transform, 0, *variants),
     }
     for op, args in calls.items():

@@ -200,9 +200,9 @@ def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
 def test_the_page_of_plans_has_the_rows_that_the_script_prints(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experiments = DOCS.parent / "experiments"
-    monkeypatch.syspath_prepend(experiments)
-    runpy.run_path(str(experiments / "real.py"))["print_results"](plans_of(model))
+    lab = DOCS.parent / "lab"
+    monkeypatch.syspath_prepend(lab)
+    runpy.run_path(str(lab / "real.py"))["print_results"](plans_of(model))
     section = (DOCS / "measured/2026-11-28-plans.md").read_text().split(NAMES[model])[1].split("\n## ")[0]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert printed == [line for line in section.splitlines() if line.startswith("|")]
