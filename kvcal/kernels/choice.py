@@ -75,8 +75,9 @@ def plain_reasons(variant: Variant) -> Iterator[str]:
 
 
 def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
-    """Why the plain kernel serves a layer that is not refused; empty if it does not."""
-    return tuple(plain_reasons(variant_of(plan, cache_dtype))) if plan.is_paged else ()
+    """Why the plain kernel serves a layer; empty if it does not, or no kernel reads its pages as they are stored."""
+    is_served = plan.is_paged and not any(stored_form(plan, side) for side in SIDES)
+    return tuple(plain_reasons(variant_of(plan, cache_dtype))) if is_served else ()
 
 
 def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:

@@ -174,7 +174,7 @@ def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workl
 
 
 def _slow_reasons(layer: LayerPlan, cache_dtype: CacheDtype) -> list[str]:
-    return list(refusals(layer, cache_dtype)) or list(slow_reasons(layer, cache_dtype))
+    return [*refusals(layer, cache_dtype), *slow_reasons(layer, cache_dtype)]
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
