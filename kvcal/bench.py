@@ -35,7 +35,6 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, needed_tensors
-from kvcal.store.dequantize import form_reasons
 from kvcal.store.layer_store import NewTokens
 
 Call = Callable[[], object]
@@ -104,10 +103,9 @@ def filled_layers(
     plan: Plan, chosen: Sequence[LayerPlan], workload: Workload, device: torch.device
 ) -> list[PagedLayer]:
     """The layers of a static cache like these of ``plan``, which have equal heads, filled to ``workload``.
-    UnsupportedModel: no kernel reads their pages as they are stored, or pages shrink."""
+    UnsupportedModel: no kernel reads their pages as they are stored."""
     for layer in dict.fromkeys(chosen):
-        refused = [*refusals(layer, plan.cache_dtype), *form_reasons(layer, ())]
-        refused += ["its pages shrink"] if any(fmt.shrink_at for fmt in (*layer.k, *layer.v)) else []
+        refused = list(refusals(layer, plan.cache_dtype))
         if refused:
             raise UnsupportedModel("; ".join(refused))
     layers = tuple(replace(layer, geometry=replace(layer.attention, index=n)) for n, layer in enumerate(chosen))

@@ -3,10 +3,10 @@
     python lab/bench_calibration.py --shape 8b --out calibration.json
     python lab/bench_calibration.py --hidden 256 --layers 8 --samples 4 --seq-len 512 --out small.json
 
-One process, one device. Gradients are timed for several batch sizes, with the errors of candidates fused and in torch
-(one sequence at a time in torch is how profiles were made before there were batches); the divergence with layers that
-plans share run once, and run by every plan, on one group of plans at each end of the model. What 512 sequences take is
-extrapolated: gradients, Hessians and λ by sequence, the divergence as it is, since it has its own few texts.
+One process, one device. Gradients are timed for several batch sizes, with and without candidates; the divergence with
+layers that plans share run once, and run by every plan, on one group of plans at each end of the model. What 512
+sequences take is extrapolated: gradients, Hessians and λ by sequence, the divergence as it is, since it has its own few
+texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -144,20 +143,17 @@ class Bench:
             GradientPass(self.model, self.loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
             for candidates in (wanted, {side: () for side in SIDES})
         )
-        in_torch = patch("kvcal.stages.profile.sensitivity.is_fused", lambda *_: False)
-        variants: list[tuple[str, GradientPass, AbstractContextManager[object]]]
-        variants = [("no candidates", none, nullcontext()), ("", full, nullcontext()), ("torch", full, in_torch)]
+        variants = [("no candidates", none), ("", full)]
         warm = Batch.of(self.data, (0,))
         full.measure_together([warm])  # compiles what has to be
         for count in self.given.batches:
             batch = Batch.of(self.data, [number % self.given.samples for number in range(count)])
-            for name, gradients, context in variants:
-                with context:
-                    try:
-                        best = min(timed(lambda: gradients.measure_together([batch])) for _ in range(2))  # noqa: B023
-                    except torch.OutOfMemoryError:
-                        print(f"gradients of {count}, {name}: out of memory", flush=True)
-                        continue
+            for name, gradients in variants:
+                try:
+                    best = min(timed(lambda: gradients.measure_together([batch])) for _ in range(2))  # noqa: B023
+                except torch.OutOfMemoryError:
+                    print(f"gradients of {count}, {name}: out of memory", flush=True)
+                    continue
                 self.say("gradients", f"batch of {count} {name}".strip(), count, best, self.gradient_flops)
 
     def hessians(self) -> None:

@@ -56,13 +56,16 @@ def cache_layers(
                     f"layer {index} has {num_heads} query heads, but the plan is for {plan.attention.num_query_heads}",
                     hint=ANOTHER_MODEL,
                 )
+            if static is not None:
+                _require_static(plan, config, state)
             for reason in draft_refusals(plan, static is not None) if state.lookahead else ():
                 raise UnsupportedModel(
                     f"layer {index} cannot verify drafts: {reason}",
                     hint="leave lookahead out: drafts then come as prompts do",
                 )
             if static is not None:
-                layers[index] = _static_layer(plan, config, state, static, allocate)
+                of_kind = PagedLayer if plan.is_paged else StaticWindow
+                layers[index] = of_kind(plan, state, static, allocate)
             elif isinstance(native, LinearAttentionLayer):
                 layers[index] = HybridLayer(plan, state, keep_decoded, native.number_of_states)
             elif plan.is_paged:
@@ -150,21 +153,11 @@ def _is_ours(native: object, plan: LayerPlan) -> bool:
     )
 
 
-def _static_layer(
-    plan: LayerPlan, config: PretrainedConfig, state: PlanState, static: StepState, allocate: Allocate
-) -> PagedLayer:
+def _require_static(plan: LayerPlan, config: PretrainedConfig, state: PlanState) -> None:
+    """UnsupportedModel, with the reason, for a layer that a static cache cannot hold."""
     index = plan.geometry.index
     window_reasons = () if plan.is_paged else window_refusals(config, index)
     for reason in itertools.chain(refusals(plan, state.plan.cache_dtype, is_cuda=False), window_reasons):
         raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
     if not plan.is_paged:
         require_left_padding(state.padding.prompt)
-        return StaticWindow(plan, state, static, allocate)
-    layer = PagedLayer(plan, state, static, allocate)
-    for reason in layer.form_reasons if state.is_scheduled else ():
-        raise UnsupportedModel(
-            f"a static cache cannot hold layer {index}: {reason}, and others shrink: then all share one memory of "
-            "packed pages",
-            hint=DYNAMIC_HINT,
-        )
-    return layer

@@ -31,8 +31,7 @@ from kvcal.kernels.variants import variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, Side
-from kvcal.store.dequantize import form_reasons
+from kvcal.plan.page_format import RAW, Side
 from kvcal.store.layer_store import DecodedCopy, LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.sinks_ring_pages import PagedTensor
@@ -69,9 +68,8 @@ class PagedLayer(CacheLayerMixin):
         self.decoded = DecodedCopy() if keep_decoded else None
         self._store: LayerStore | None = None
         self._allocate, self._columns = allocate, 0
-        self._is_first = static is not None and plan == static.layers[0]
         self._is_last = static is not None and plan == static.layers[-1]
-        self.is_compileable = static is not None and not self.form_reasons
+        self.is_compileable = static is not None
 
     @property
     def padding(self) -> Padding:
@@ -108,15 +106,9 @@ class PagedLayer(CacheLayerMixin):
         return int(self.static.columns) if self.is_initialized else 0
 
     @property
-    def form_reasons(self) -> list[str]:
-        """Reasons for dequantizing pages in every step, before the kernels can read them; usually none."""
-        index = self.plan.geometry.index
-        return form_reasons(self.plan, [side for side in SIDES if (index, side) in self.state.sources])
-
-    @property
     def slow_reasons(self) -> list[str]:
-        """Why a step takes longer than the fast kernels on CUDA; usually nothing."""
-        return [*self.form_reasons, *slow_reasons(self.plan, self.state.plan.cache_dtype)]
+        """Why the plain kernel serves a step on CUDA; usually nothing."""
+        return list(slow_reasons(self.plan, self.state.plan.cache_dtype))
 
     @torch.compiler.disable
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -174,8 +166,6 @@ class PagedLayer(CacheLayerMixin):
         # Every update begins by shrinking pages to the bits of the columns after it: nothing ever takes more.
         if self.static is None:
             self.store.set_bits(columns + tokens)
-        elif self._is_first and self.static.phases is not None:
-            self.static.phases.prepare(tokens)
         cache_dtype = CACHE_DTYPES[self.state.plan.cache_dtype]
         new = NewTokens(key_states.to(cache_dtype), value_states.to(cache_dtype), rows, columns)
         keys = self._whole("k", new.keys, key_states.dtype, rows, columns)
@@ -269,8 +259,6 @@ class PagedLayer(CacheLayerMixin):
         Returns [B, S, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
         """
         assert self.static is not None
-        if self._is_first and self.static.phases is not None:
-            self.static.phases.advance()
         tokens = q.shape[2]
         q, k_new, v_new = (x.squeeze(2) if tokens == 1 else x.transpose(1, 2) for x in (q, k_new, v_new))
         attended = self._step(q, k_new, v_new, s_aux, scale, softcap)

@@ -9,10 +9,9 @@
 ``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
-kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
-crops of pages that have shrunk, and plans that the kernels do not take are refused there. What they cannot read as it
-is stored (lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a
-``SlowPath`` warning and by ``slow_layers``.
+kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes, and plans
+that the kernels do not take are refused there: pages that shrink, lattices, predicted pages and keys before RoPE are a
+dynamic cache's. What the fast kernels do not take is slower, and said so by a ``SlowPath`` warning and ``slow_layers``.
 ``save`` and ``load`` keep a prompt on disk.
 """
 
@@ -51,9 +50,9 @@ class PlanCache(Cache):
     ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
     (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
     While it stores new tokens, a dynamic cache takes up to ``kvcal.store.workspace.transient_bytes`` more. A static
-    cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
-    where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``. With ``lookahead``, every
-    sequence of either takes the bytes of so many more tokens at 16 bits in each full-attention layer."""
+    cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top.
+    With ``lookahead``, every sequence of either takes the bytes of so many more tokens at 16 bits in each
+    full-attention layer."""
 
     def __init__(
         self,
@@ -134,11 +133,8 @@ class PlanCache(Cache):
             self.static = StepState(self.state, self.static.max_tokens, in_prompt)
             self.layers = self._empty_layers()
             raise
-        slow = self.slow_layers
-        if not self.static.lengths.is_cuda:  # where there is no other kernel to be slower than
-            slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.paged_layers if layer.form_reasons}
-        if slow:
-            warnings.warn(slow_path(slow), stacklevel=2)
+        if self.slow_layers and self.static.lengths.is_cuda:  # elsewhere there is no other kernel to be slower than
+            warnings.warn(slow_path(self.slow_layers), stacklevel=2)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -216,8 +212,7 @@ class PlanCache(Cache):
 
     @property
     def workspace_nbytes(self) -> int:
-        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, and the scratch of its kernels
-        and of what it reconstructs."""
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, and the scratch of its kernels."""
         if self.static is None or not self.static.is_allocated:
             return 0
         control = (tensor for layer in self.paged_layers for tensor in layer.control)
@@ -259,8 +254,6 @@ class PlanCache(Cache):
         """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
         layers = (layer for layer in self.layers if isinstance(layer, PagedLayer | DenseLayer))
         found = [layer.tokens_to_next_page() for layer in layers]
-        if self.static is not None and self.static.phases is not None and self.static.is_allocated:
-            found.append(self.static.phases.tokens_to_next_stage())
         return min(found, default=NO_PAGE)
 
     def check(self) -> None:
@@ -325,8 +318,8 @@ class PlanCache(Cache):
         """Remove the last -n columns (n negative or 0), or keep the first n. A refusal changes nothing.
 
         Raises:
-            UsageError: tokens that would come back into a full sliding window, or, in a static cache, bits that pages
-                have lost since; the last forward pass did not reach the last layer.
+            UsageError: tokens that would come back into a full sliding window; the last forward pass did not reach
+                the last layer.
             UnsupportedModel: a layer keeps a state of linear attention.
         """
         self._require_finished()
@@ -342,11 +335,6 @@ class PlanCache(Cache):
                 layer.require_croppable(before, after)
             elif isinstance(layer, LinearAttentionCacheLayerMixin) and removed:
                 raise UnsupportedModel(f"layer {index} keeps a state of linear attention: no token can be taken back")
-        phases = None if self.static is None else self.static.phases
-        if phases is not None and removed and held + removed and phases.has_shrunk(held + removed):
-            raise UsageError(
-                f"cannot go back from {held} tokens to {held + removed}: pages have shrunk since", hint=DYNAMIC_HINT
-            )
         # The last layer first: a predicted layer needs its source's pages to cut its own.
         for layer in reversed(self.layers):
             if isinstance(layer, PagedLayer | BoundedLayer):

@@ -80,10 +80,9 @@ class PagedStep:
             transform,
             (self._k_basis, self._v_basis),
             self._workspace,
-            tuple((dataclasses.replace(variant, query_tokens=1 + n).number,) for n in range(1 + drafts)),
-            scratch.nothing,
+            tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
         )
-        self._codecs = {side: KernelCodec(side, transform, scratch.error, {(): variant}) for side in SIDES}
+        self._codecs = {side: KernelCodec(side, transform, scratch.error, variant) for side in SIDES}
         self._read_at = scratch.read_at(variant.k), scratch.read_at(variant.v)
 
     @property

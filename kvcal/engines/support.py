@@ -23,7 +23,6 @@ from packaging.version import Version
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CacheDtype, StateGeometry
 from kvcal.kernels import choice
-from kvcal.kernels.variants import stored_form
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
@@ -60,12 +59,7 @@ def refusals(
             yield "it keeps a state besides its keys and values"
         return
     for side in SIDES:
-        fmt, form = layer.format(side), stored_form(layer, side)
-        if fmt.shrink_at:
-            yield f"{side} pages shrink, and an engine's blocks stay as they are"
-        if form is not None:
-            yield f"{side} pages {form}, which the kernels cannot read from a block"
-        if fmt.keeps_queries:
+        if layer.format(side).keeps_queries:
             yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     if lookahead:
         yield from choice.draft_refusals(layer, is_static=True)

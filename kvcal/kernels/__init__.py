@@ -4,6 +4,5 @@ ops.py, operands.py             ``append``, ``decode``, ``pack``, ``unpack``, ``
 reference.py                    the same in torch: what the kernels must give
 variants.py, choice.py          what a kernel is compiled for; which kernel serves it, what none takes
 decode.py                       launches of ``decode``
-shrink.py                       pages that shrink: the sweeps between the stages of their memory
 compile.py                      from a source in csrc/ and the macros of a variant to a kernel on a GPU
 """

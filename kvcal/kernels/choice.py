@@ -18,7 +18,7 @@ from kvcal.kernels.variants import SCORES, Variant, stored_form, variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side
+from kvcal.plan.page_format import SIDES, UNIFORM
 
 NARROW_HEAD_DIMS = (64, 128)
 # The fast kernel's passes of 8 query heads a tile (csrc/decode/wide_keys.cuh) take more of them.
@@ -75,8 +75,9 @@ def plain_reasons(variant: Variant) -> Iterator[str]:
 
 
 def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
-    """Why the plain kernel serves a layer; empty if it does not."""
-    return tuple(plain_reasons(variant_of(plan, cache_dtype))) if plan.is_paged else ()
+    """Why the plain kernel serves a layer; empty if it does not, or no kernel reads its pages as they are stored."""
+    is_served = plan.is_paged and not any(stored_form(plan, side) for side in SIDES)
+    return tuple(plain_reasons(variant_of(plan, cache_dtype))) if is_served else ()
 
 
 def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
@@ -113,23 +114,12 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield "its channels are chosen by all queries so far; a static cache has those since the page before"
     for side in SIDES if plan.is_paged else ():
         fmt, form = plan.format(side), stored_form(plan, side)
-        if plan.feedback(side) and form is not None:
-            yield f"{side} pages {form}, and their codes are chosen with error feedback, which has no kernels there"
+        if form is not None:
+            yield f"{side} pages {form}, which the kernels cannot read"
+        if fmt.shrink_at:
+            yield f"{side} pages shrink, and memory of a fixed size stays as it is"
         if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
             yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
-        if fmt.shrink_at and form is not None:
-            yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
-        elif fmt.shrink_at:
-            yield from _growths(side, fmt, plan.head_dim(side), cache_dtype)
-
-
-def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterator[str]:
-    """Where pages take more bytes once they have shrunk: with scales and zeros in fp32, heads far below 16 channels."""
-    widths = [fmt.start_bits >> halvings for halvings in range(len(fmt.shrink_at) + 1)]
-    sizes = [fmt.layout(side, 1, head_dim, cache_dtype, bits).record_bytes for bits in widths]
-    for wide, narrow, before, after in zip(widths, widths[1:], sizes, sizes[1:], strict=False):
-        if after > before:
-            yield f"{side} pages of {narrow} bits take {after} bytes, and those of {wide} that are to shrink {before}"
 
 
 def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
@@ -139,13 +129,8 @@ def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
         yield "its channels are chosen by queries, of which those of rejected drafts stay counted"
     if any(fmt.shrink_at for fmt in (*plan.k, *plan.v)):
         yield "its pages shrink, and what they lose does not come back"
-    if not is_static:
-        return
-    if not plan.is_paged:
+    if is_static and not plan.is_paged:
         yield "its sliding window has no room for drafts"
-        return
-    forms = {side: stored_form(plan, side) for side in SIDES}
-    yield from (f"{side} pages {form}" for side, form in forms.items() if form is not None)
 
 
 def draft_reasons(variant: Variant) -> Iterator[str]:

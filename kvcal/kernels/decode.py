@@ -8,7 +8,6 @@ a launch depends on nothing that changes from step to step, and may be captured 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from kvcal.kernels.choice import (
     key_lift,
 )
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.pages.layout_protocol import RAW_BITS, padded_channels
 from kvcal.pages.rotated import RotatedLayout
@@ -90,13 +89,11 @@ def pass_heads(variant: Variant) -> int:
     return TILE_HEADS if variant.group_queries <= TILE_HEADS and not is_wide(variant) else 2 * TILE_HEADS
 
 
-def decode_defines(
-    variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int], is_staged: bool = False
-) -> Defines:
-    """All macros of the fast kernel for a GPU of this compute capability. ``is_staged``: see csrc/stage.cuh."""
+def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int]) -> Defines:
+    """All macros of the fast kernel for a GPU of this compute capability."""
     warps, shared = block_shape(variant, capability)
     rules = (variant.k.window_rule, variant.v.window_rule)
-    return _call_defines(variant, q_dtype, softcap, is_staged) | {
+    return _call_defines(variant, q_dtype, softcap) | {
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "WIDE": int(is_wide(variant)),
@@ -105,9 +102,8 @@ def decode_defines(
     }
 
 
-def _call_defines(variant: Variant, q_dtype: str, softcap: bool, is_staged: bool) -> Defines:
-    found = variant.defines | {"Q_DTYPE": DTYPES[q_dtype], "HAS_SOFTCAP": int(softcap)}
-    return found | {"STAGED": 1} if is_staged else found
+def _call_defines(variant: Variant, q_dtype: str, softcap: bool) -> Defines:
+    return variant.defines | {"Q_DTYPE": DTYPES[q_dtype], "HAS_SOFTCAP": int(softcap)}
 
 
 def row_defines(has_rows: bool) -> Defines:
@@ -147,11 +143,11 @@ def _plain_bytes(head_dim: int, heads: int) -> int:
     return 4 * (tile + heads * padded + scores + 2 * heads + weights + 2 * MAX_ROWS) + 16
 
 
-def plain_defines(variant: Variant, q_dtype: str, softcap: bool, room: int, is_staged: bool = False) -> Defines:
+def plain_defines(variant: Variant, q_dtype: str, softcap: bool, room: int) -> Defines:
     """All macros of the plain kernel where a block gets at most ``room`` bytes of shared memory."""
     shape = plain_shape(variant.head_dim, variant.group_heads, room)
     found = {"HEADS": shape.heads, "BLOCKS": shape.blocks, "SHARED_BYTES": shape.shared_bytes}
-    return _call_defines(variant, q_dtype, softcap, is_staged) | found
+    return _call_defines(variant, q_dtype, softcap) | found
 
 
 @dataclass(frozen=True)
@@ -169,20 +165,18 @@ class Launch:
 
 
 @functools.cache
-def _launch(
-    variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bool, has_rows: bool, device_index: int
-) -> Launch:
+def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, has_rows: bool, device_index: int) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
     dim, group = variant.head_dim, variant.group_queries
     if is_plain(variant):
         room = shared_room(capability)
         shape = plain_shape(dim, group, room)
-        defines = plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room, is_staged)
+        defines = plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room)
         compiled = kernel("decode_plain", "decode", defines | row_defines(has_rows), device_index)
         grid, passes = num_sms * shape.blocks, -(-group // shape.heads)
         return Launch(compiled, grid, PLAIN_THREADS, shape.shared_bytes, passes, shape.part_floats(dim))
-    defines = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability, is_staged)
+    defines = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability)
     compiled = kernel("decode", "decode", defines | row_defines(has_rows), device_index)
     heads = pass_heads(variant)
     passes, floats = -(-group // heads), heads * (dim + 2)
@@ -211,75 +205,52 @@ def _counter_bytes(heads: int, group_heads: int) -> int:
 
 def launch_decode(
     q: Tensor, k: Memory, v: Memory, place: Place, transform: PageTransform, s_aux: Tensor, workspace: Tensor,
-    scale: float, softcap: float, variants: Sequence[Variant], regions: Regions | None = None,
+    scale: float, softcap: float, variant: Variant,
 ) -> Tensor:  # fmt: skip
     """Like q in shape and dtype: see ``kvcal.kernels.ops.decode``.
 
     Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` and ``table`` were not
-    written since. With ``regions`` there is a launch for every variant, of which the one for the present bits writes
-    the result. Sequences beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
-    UsageError for a workspace that is too small, and for more sequences than that whose pages lie in regions.
+    written since. Sequences beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
+    UsageError for a workspace that is too small.
     """
     batch, num_heads = len(place.lengths), k.ring.shape[1]
-    if regions is not None:
-        require_rows(batch)
     if q.stride(-1) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sink_logits = s_aux.float() if s_aux.numel() else s_aux
-    counters = _counter_bytes(batch * num_heads, variants[0].group_queries)
+    counters = _counter_bytes(batch * num_heads, variant.group_queries)
     every = (q, out, place.lengths, place.table, place.rows)
     memory = (k.sinks, k.ring, v.sinks, v.ring)
     counted = workspace.data_ptr() + workspace.numel() - counters
-    for variant in variants:
-        launch = _launch(variant, q.dtype, softcap != 0.0, regions is not None, place.rows.numel() > 0, q.get_device())
-        needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
-        if workspace.numel() < needed:
-            raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
-        for first in range(0, batch, MAX_ROWS):
-            of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
-            q_rows, out_rows, lengths, table, ring_rows = map(Tensor.data_ptr, of_rows)
-            after = 0 if place.rows.numel() else first  # rows of a table count from the first sequence of all
-            k_sinks, k_ring, v_sinks, v_ring = (
-                part.data_ptr() + after * part.stride(0) * part.itemsize for part in memory
-            )
-            launch.kernel.launch(
-                (launch.grid, 1, 1),
-                launch.threads,
-                launch.shared_bytes,
-                q_rows, q.stride(0), q.stride(-2),
-                k_sinks, k.sinks.stride(0), k_ring, k.ring.stride(0), k.pages.data_ptr(), k.pages.stride(0),
-                v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
-                lengths, ring_rows, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
-                _pointer(place.k_read_at), place.k_read_at.numel(), _pointer(place.v_read_at), place.v_read_at.numel(),
-                *map(_pointer, (transform.rescale, transform.offset, transform.k_signs, transform.v_signs)),
-                _pointer(sink_logits),
-                workspace.data_ptr(), counted, out_rows, float(scale), float(softcap),
-                *region_addresses(regions), *q.stride()[1:-2], follows=launch.follows,
-            )  # fmt: skip
+    launch = _launch(variant, q.dtype, softcap != 0.0, place.rows.numel() > 0, q.get_device())
+    needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
+    if workspace.numel() < needed:
+        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
+    for first in range(0, batch, MAX_ROWS):
+        of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
+        q_rows, out_rows, lengths, table, ring_rows = map(Tensor.data_ptr, of_rows)
+        after = 0 if place.rows.numel() else first  # rows of a table count from the first sequence of all
+        k_sinks, k_ring, v_sinks, v_ring = (part.data_ptr() + after * part.stride(0) * part.itemsize for part in memory)
+        launch.kernel.launch(
+            (launch.grid, 1, 1),
+            launch.threads,
+            launch.shared_bytes,
+            q_rows, q.stride(0), q.stride(-2),
+            k_sinks, k.sinks.stride(0), k_ring, k.ring.stride(0), k.pages.data_ptr(), k.pages.stride(0),
+            v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
+            lengths, ring_rows, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
+            _pointer(place.k_read_at), place.k_read_at.numel(), _pointer(place.v_read_at), place.v_read_at.numel(),
+            *map(_pointer, (transform.rescale, transform.offset, transform.k_signs, transform.v_signs)),
+            _pointer(sink_logits),
+            workspace.data_ptr(), counted, out_rows, float(scale), float(softcap),
+            *q.stride()[1:-2], follows=launch.follows,
+        )  # fmt: skip
     return out
 
 
 def table_shape(table: Tensor) -> tuple[int, int]:
     """Elements from row to row of a table of slots, and the pages it has room for; a sliding window has none."""
     return (table.stride(0), table.shape[1]) if table.dim() == 2 else (0, 0)
-
-
-def region_addresses(regions: Regions | None) -> tuple[int, ...]:
-    """Of both sides' regions, which say where their pages lie now; nothing where pages do not shrink."""
-    if regions is None:
-        return ()
-    step = regions.present.stride(0) * regions.present.itemsize
-    return tuple(regions.present.data_ptr() + region * step for region in regions.of_sides)
-
-
-def require_rows(batch: int) -> None:
-    """UsageError for more sequences than one launch takes, where their pages lie in regions."""
-    if batch > MAX_ROWS:
-        raise UsageError(
-            f"{batch} sequences in a batch of a plan whose pages shrink, expected at most {MAX_ROWS}",
-            hint="split the batch",
-        )
 
 
 def _pointer(tensor: Tensor) -> int:

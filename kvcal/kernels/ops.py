@@ -14,9 +14,7 @@ stored, and the page that they complete is packed; then each attends to the toke
     s_aux          [n G]         logits of attention sinks without a key (gpt-oss)
     workspace      uint8         scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Ends with counters
                                  that are zero between calls: for one number of heads, and any smaller batch
-    variants                     what the kernels are compiled for (``Variant.number``): one, or where pages shrink, one
-                                 for each pair of bits that keys and values come to have
-    present, regions             where pages shrink: ``operands.Regions``; else empty
+    variant                      what the kernels are compiled for (``Variant.number``)
 
 Mutated arguments are declared, so that torch.compile and CUDA graphs can hold the operators.
 
@@ -38,8 +36,8 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode import launch_decode, region_addresses, row_defines, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, Regions
+from kvcal.kernels.decode import launch_decode, row_defines, table_shape
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -49,43 +47,33 @@ from kvcal.plan.page_format import SIDES, Side
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))
 def append(
     k_new: Tensor, v_new: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], queries: Sequence[Tensor],
-    place: Sequence[Tensor], transform: Sequence[Tensor], error: Tensor, variants: Sequence[int], present: Tensor,
-    regions: Sequence[int],
+    place: Sequence[Tensor], transform: Sequence[Tensor], error: Tensor, variant: int,
 ) -> None:  # fmt: skip
     """Store the step's tokens and count their queries; then pack the page that they complete, if they do."""
-    statistic, of_keys = QueryStatistic(*queries), PageTransform(*transform)
-    if k_new.is_cuda:
-        launch_append(
-            k_new, v_new, q, Memory(*k), Memory(*v), statistic, Place(*place), of_keys, error,
-            [VARIANTS[number] for number in variants], _regions(present, regions),
-        )  # fmt: skip
-    else:
-        variant, k_held, v_held, where = reference.present_operands(k, v, place, variants, present, regions)
-        reference.append(k_new, v_new, q, k_held, v_held, statistic, where, of_keys, error, variant)
+    serve = launch_append if k_new.is_cuda else reference.append
+    serve(
+        k_new, v_new, q, Memory(*k), Memory(*v), QueryStatistic(*queries), Place(*place), PageTransform(*transform),
+        error, VARIANTS[variant],
+    )  # fmt: skip
 
 
 @torch.library.custom_op("kvcal::decode", mutates_args=("workspace",))
 def decode(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], place: Sequence[Tensor], transform: Sequence[Tensor],
-    s_aux: Tensor, workspace: Tensor, scale: float, softcap: float, variants: Sequence[int], present: Tensor,
-    regions: Sequence[int],
+    s_aux: Tensor, workspace: Tensor, scale: float, softcap: float, variant: int,
 ) -> Tensor:  # fmt: skip
     """Like q in shape and dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every sequence (of
     query s: + 1 + s), after ``append``. ``softcap`` 0 for none."""
+    operands = (q, Memory(*k), Memory(*v), Place(*place), PageTransform(*transform), s_aux)
     if q.is_cuda:
-        return launch_decode(
-            q, Memory(*k), Memory(*v), Place(*place), PageTransform(*transform), s_aux, workspace, scale, softcap,
-            [VARIANTS[number] for number in variants], _regions(present, regions),
-        )  # fmt: skip
-    variant, k_held, v_held, where = reference.present_operands(k, v, place, variants, present, regions)
-    return reference.decode(q, k_held, v_held, where, PageTransform(*transform), s_aux, scale, softcap, variant)
+        return launch_decode(*operands, workspace, scale, softcap, VARIANTS[variant])
+    return reference.decode(*operands, scale, softcap, VARIANTS[variant])
 
 
 @decode.register_fake
 def _decode_fake(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], place: Sequence[Tensor], transform: Sequence[Tensor],
-    s_aux: Tensor, workspace: Tensor, scale: float, softcap: float, variants: Sequence[int], present: Tensor,
-    regions: Sequence[int],
+    s_aux: Tensor, workspace: Tensor, scale: float, softcap: float, variant: int,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
@@ -127,10 +115,6 @@ def unpack(
         out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, of_keys[:2]),
         of_keys.signs(SIDES[side]).data_ptr(),
     )  # fmt: skip
-
-
-def _regions(present: Tensor, regions: Sequence[int]) -> Regions | None:
-    return Regions(present, (regions[0], regions[1])) if regions else None
 
 
 WINDOW_THREADS = 32
@@ -198,9 +182,8 @@ THREADS = 256
 
 
 @functools.cache
-def _append_kernel(variant: Variant, is_staged: bool, has_rows: bool, device_index: int) -> Kernel:
-    defines = variant.defines | ({"STAGED": 1} if is_staged else {}) | row_defines(has_rows)
-    return kernel("pack", "append", defines, device_index)
+def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> Kernel:
+    return kernel("pack", "append", variant.defines | row_defines(has_rows), device_index)
 
 
 @functools.cache
@@ -213,10 +196,9 @@ def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) ->
 
 def launch_append(
     k_new: Tensor, v_new: Tensor, q: Tensor, k: Memory, v: Memory, queries: QueryStatistic, place: Place,
-    transform: PageTransform, error: Tensor, variants: Sequence[Variant], regions: Regions | None = None,
+    transform: PageTransform, error: Tensor, variant: Variant,
 ) -> None:  # fmt: skip
-    """As ``ops.append``. With ``regions`` there is a launch for every variant, of which the one for the present bits
-    does the work."""
+    """As ``ops.append``."""
     dtype = k.ring.dtype
     k_new, v_new = loadable(k_new, dtype), loadable(v_new, dtype)
     of_queries: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
@@ -227,18 +209,17 @@ def launch_append(
             queries.since.stride(0),
         )  # fmt: skip
     batch, heads = k_new.shape[0], k_new.shape[-2]
-    for variant in variants:
-        _append_kernel(variant, regions is not None, place.rows.numel() > 0, k_new.get_device()).launch(
-            (heads, batch, 2),
-            THREADS,
-            0,
-            k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),
-            *of_queries,
-            *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
-            place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
-            *map(Tensor.data_ptr, transform), error.data_ptr(), *region_addresses(regions),
-            *k_new.stride()[1:-2], *v_new.stride()[1:-2],
-        )  # fmt: skip
+    _append_kernel(variant, place.rows.numel() > 0, k_new.get_device()).launch(
+        (heads, batch, 2),
+        THREADS,
+        0,
+        k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),
+        *of_queries,
+        *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
+        place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
+        *map(Tensor.data_ptr, transform), error.data_ptr(),
+        *k_new.stride()[1:-2], *v_new.stride()[1:-2],
+    )  # fmt: skip
 
 
 def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,41 +10,20 @@ the first ``Format.pages_read(n)`` pages, and the ring after them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.kernels.operands import BITS, Memory, PageTransform, Place, QueryStatistic, region_pages
-from kvcal.kernels.variants import VARIANTS, Variant
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
-from kvcal.plan.page_format import RAW, SIDES, Side
+from kvcal.plan.page_format import RAW, Side
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.
 NON_FINITE, NO_ROOM = 1, 2
 # Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
 PAGES_AT_ONCE = 64
-
-
-def present_operands(
-    k: Sequence[Tensor], v: Sequence[Tensor], place: Sequence[Tensor], variants: Sequence[int], present: Tensor,
-    regions: Sequence[int],
-) -> tuple[Variant, Memory, Memory, Place]:  # fmt: skip
-    """The variant for the present bits, and the memory that its pages lie in."""
-    keys, values, where = Memory(*k), Memory(*v), Place(*place)
-    if not regions:
-        return VARIANTS[variants[0]], keys, values, where
-    rows = [present[region].tolist() for region in regions]
-    bits = [row[BITS] for row in rows]
-    (variant,) = [x for x in map(VARIANTS.__getitem__, variants) if [x.num_bits(side) for side in SIDES] == bits]
-    batch = len(where.lengths)
-    k_pages, v_pages = (region_pages(keys.pages, row, batch) for row in rows)
-    assert k_pages.shape[1] == v_pages.shape[1], "a stage has room for the same tokens everywhere"
-    table = torch.arange(batch * k_pages.shape[1], dtype=torch.int32).view(batch, -1)
-    keys, values = keys._replace(pages=k_pages.flatten(0, 1)), values._replace(pages=v_pages.flatten(0, 1))
-    return variant, keys, values, where._replace(table=table)
 
 
 def append(
@@ -113,7 +92,7 @@ def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, 
 
 
 def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Variant) -> PageCodec:
-    """Of the pages of a layer as the kernels read them: stored forms are pages of 16 bits here."""
+    """Of the pages of a layer as the kernels read them."""
     is_k, num_bits = side == "k", variant.num_bits(side)
     return PageCodec(
         side,

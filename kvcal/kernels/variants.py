@@ -7,17 +7,15 @@ Bit widths, groups, offsets and head sizes are constants of a kernel, so that ev
 unrolls. All offsets come from the layouts in ``kvcal.pages``: the bit layout is defined there and nowhere else. Names
 of macros are as in ``csrc``, and so are the numbers of dtypes, axes and scores (``csrc/common.cuh``, ``side.cuh``).
 
-Lattices for all heads, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms,
-which are reconstructed into pages of 16 bits before the kernels read them (``stored_form``).
+Lattices for all heads, residuals of a prediction and keys before RoPE do not fold into a query: no kernel reads such
+stored forms, and dynamic caches alone take them (``stored_form``).
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Hashable
 from dataclasses import fields
-from typing import Generic, TypeVar
 
 from pydantic.dataclasses import dataclass as strict_dataclass
 
@@ -34,38 +32,36 @@ DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float8_e5m2": 3}
 SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4}
 
 Defines = dict[str, int]
-T = TypeVar("T", bound=Hashable)
 
 
-class Numbering(Generic[T]):
-    """Numbers for what a torch operator cannot be handed, within a process and for any thread: equal things have the
-    same one; ``numbering[number]`` gives the first of them."""
+class Numbering:
+    """Numbers of variants, which a torch operator cannot be handed, within a process and for any thread: equal variants
+    have the same one; ``numbering[number]`` gives the first of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: dict[T, int] = {}
-        self._things: list[T] = []
+        self._numbers: dict[Variant, int] = {}
+        self._variants: list[Variant] = []
 
-    def number(self, thing: T) -> int:
+    def number(self, variant: Variant) -> int:
         with self._lock:
-            if thing not in self._numbers:
-                self._numbers[thing] = len(self._things)
-                self._things.append(thing)
-            return self._numbers[thing]
+            if variant not in self._numbers:
+                self._numbers[variant] = len(self._variants)
+                self._variants.append(variant)
+            return self._numbers[variant]
 
-    def __getitem__(self, number: int) -> T:
-        return self._things[number]
+    def __getitem__(self, number: int) -> Variant:
+        return self._variants[number]
 
 
 @strict_dataclass(frozen=True, config=STRICT)
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
     hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback, of values
-    enlarged by ``v_gain``. ``k_bits``, ``v_bits``: bits of the pages as the kernels read them, where those are not the
-    format's own: more before they shrink, 16 where a stored form was decoded into tokens. ``ring_tokens``: of a sliding
-    window, whose ring has so many tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to
-    be served by the plain kernel, also where the other one could (kvcal.kernels.choice). ``lookahead``: draft tokens
-    that rings have room for beyond the format's own. ``query_tokens``: tokens of a step, 1 + drafts."""
+    enlarged by ``v_gain``. ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no
+    pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other one could
+    (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have room for beyond the format's own.
+    ``query_tokens``: tokens of a step, 1 + drafts."""
 
     k: Format
     v: Format
@@ -74,8 +70,6 @@ class Variant:
     group_heads: int
     rescale: bool
     offset: bool
-    k_bits: int | None = None
-    v_bits: int | None = None
     ring_tokens: int | None = None
     plain: bool = False
     k_feedback: bool = False
@@ -100,9 +94,8 @@ class Variant:
         return self.group_heads * self.query_tokens
 
     def num_bits(self, side: Side) -> int:
-        """Bits of the pages that the kernels read."""
-        given = self.k_bits if side == "k" else self.v_bits
-        return self.format(side).num_bits if given is None else given
+        """Bits of the pages."""
+        return self.format(side).num_bits
 
     def layout(self, side: Side) -> UniformLayout | TieredLayout:
         """The record of one page of one KV head."""
@@ -131,28 +124,24 @@ class Variant:
             found["QUERY_TOKENS"] = self.query_tokens
         for side in SIDES:
             has_feedback = self.k_feedback if side == "k" else self.v_feedback
-            found |= side_defines(
-                side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side), has_feedback
-            )
+            found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, has_feedback)
             found[f"{side.upper()}_RING"] += self.lookahead
             if self.ring_tokens is not None:
                 found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_RING": self.ring_tokens}
         return found
 
 
-VARIANTS: Numbering[Variant] = Numbering()
+VARIANTS = Numbering()
 
 
 def variant_of(plan: LayerPlan, cache_dtype: CacheDtype) -> Variant:
-    """The specialisation that serves a layer, or a rank's heads of it. Stored forms are read as 16 bits."""
+    """The specialisation that serves a layer, or a rank's heads of it."""
     k, v = plan.format("k"), plan.format("v")
-    k_bits, v_bits = (None if stored_form(plan, side) is None else RAW_BITS for side in SIDES)
-    is_raw = RAW_BITS in (k.num_bits, k_bits)
+    is_raw = k.num_bits == RAW_BITS
     return Variant(
         k, v, plan.attention.k_head_dim, cache_dtype, plan.attention.group_heads,
         rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and plan.k_pages == "post" and not is_raw,
-        k_bits=k_bits, v_bits=v_bits, k_feedback=plan.k_feedback, v_feedback=plan.v_feedback,
-        v_gain=plan.v_gain,
+        k_feedback=plan.k_feedback, v_feedback=plan.v_feedback, v_gain=plan.v_gain,
     )  # fmt: skip
 
 
@@ -175,11 +164,9 @@ def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: C
     )  # fmt: skip
 
 
-def side_defines(
-    side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int, has_feedback: bool = False
-) -> Defines:
-    """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
-    layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
+def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, has_feedback: bool = False) -> Defines:
+    """The macros of the pages, sinks and ring of one side."""
+    layout = fmt.layout(side, 1, head_dim, cache_dtype, fmt.num_bits)
     found = {"TIERS": 0, "ROTATED": 0, "STEP": 0, "CANDIDATES": 1, "PARAM": DTYPES[layout.param_dtype]}
     found |= layout.macros(has_feedback)
     if fmt.boost is not None and found["TIERS"]:

@@ -3,18 +3,13 @@
 K and V pages are separate records, because windows differ between K and V (Kitty, KVmix): each side has its own pages
 and its own count of them. Records are padded with zeros to 16 bytes, one load of a GPU thread.
 
-NaN and infinity are refused, never stored (``require_finite``): by an error, or, where nobody may wait for the device,
-by a bit of a flag. To raise, the host must see the answer, and so waits for the device; a decoding step must not, least
-of all in a CUDA graph. Within ``noted_in`` the answer stays on the device: the flag is set, what was computed is
-undefined, and whoever reads the flag later raises.
+NaN and infinity are refused, never stored (``require_finite``). To raise, the host waits for the device.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Protocol
 
 from kvcal.errors import NonFiniteActivations
@@ -121,27 +116,9 @@ def sum_by_halves(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-_NOTED: ContextVar[tuple[Tensor, int] | None] = ContextVar("noted", default=None)
-
-
-@contextmanager
-def noted_in(flag: Tensor, bit: int) -> Iterator[None]:
-    """Within the context, what is not finite sets ``bit`` of flag, an integer tensor [1] on the values' device."""
-    before = _NOTED.set((flag, bit))
-    try:
-        yield
-    finally:
-        _NOTED.reset(before)
-
-
 def require_finite(values: Tensor, message: str, hint: str) -> None:
-    """NonFiniteActivations, or a bit of a flag, unless all of ``values`` are finite; of any float dtype (fp64
+    """NonFiniteActivations unless all of ``values`` are finite; of any float dtype (fp64
     far from the end of its range, as all that comes from fp32)."""
     # One sum instead of an isfinite map: a sum of finite values is finite in fp64.
-    finite = torch.isfinite(values.sum(dtype=torch.float64))
-    noted = _NOTED.get()
-    if noted is not None:
-        flag, bit = noted
-        flag.bitwise_or_((~finite).to(flag.dtype) * bit)
-    elif not finite:
+    if not torch.isfinite(values.sum(dtype=torch.float64)):
         raise NonFiniteActivations(message, hint=hint)

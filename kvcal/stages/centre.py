@@ -8,7 +8,7 @@ channel take it up in their zeros. So pages hold, with the mean k̄ [N, D] over 
     K_post - mean over s of R_s k̄   (``k_pages`` "post")    in formats that kernels read as they are stored
 
 where R_s is the model's own RoPE at position s. What the second leaves of the mean swings within a page; where that is
-more than the keys' own variance, such a layer is stored before RoPE, too, and static caches decode it in torch. Keys
+more than the keys' own variance, such a layer is stored before RoPE, too, which dynamic caches alone take. Keys
 with a predictor need no mean: the predictor's bias holds it. Values keep theirs, which no projection's bias dominates.
 """
 
@@ -142,7 +142,7 @@ def centring(
     if before:
         reporter.say(
             f"centre: RoPE turns the mean of the keys of layers {before}, which is more than what they vary by; they "
-            "are stored before RoPE, which static caches decode in torch. Keys per channel need none of it."
+            "are stored before RoPE, which dynamic caches alone take. Keys per channel need none of it."
         )
     return Centring(stored)
 

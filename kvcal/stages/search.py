@@ -30,7 +30,6 @@ from kvcal.progress import Reporter
 from kvcal.records import record_of
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.divergence import KL_BATCH, LOCKSTEP, Room, Text, deviations, padded_texts, unquantized_plan
-from kvcal.store.dequantize import form_reasons
 from kvcal.strict import STRICT, Amount, Number, Positive, dump
 
 KIND = "search"
@@ -175,8 +174,7 @@ def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workl
 
 
 def _slow_reasons(layer: LayerPlan, cache_dtype: CacheDtype) -> list[str]:
-    forms = form_reasons(layer, ())
-    return [*refusals(layer, cache_dtype), *forms, *(() if forms else slow_reasons(layer, cache_dtype))]
+    return [*refusals(layer, cache_dtype), *slow_reasons(layer, cache_dtype)]
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

@@ -2,9 +2,9 @@
 
 layer_store.py        a full-attention layer: its parts, its steps by the kernels, a dense copy for evaluation
 sinks_ring_pages.py   a part: sinks, ring and pages of some KV heads
-pool.py               where pages lie, in slots; pages that shrink on a schedule, in one memory
+pool.py               where pages lie, in slots
 step.py               a layer's step by the kernels: new tokens stored, queries answered
 state.py, padding.py  what layers share: plan, tensors, lengths, table of slots; which columns hold tokens
-dequantize.py         pages that are reconstructed first; predictions from other layers
+prediction.py         pages that hold residuals of a prediction from other layers
 workspace.py          scratch of a step, and its bytes
 """

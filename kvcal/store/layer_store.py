@@ -2,9 +2,8 @@
 
 A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts. One
 token for every sequence of a static cache, or a few where drafts are verified, is a step (``attend``): it stores them
-and attends to all tokens, by two operators (``LayerStep``); between them, what the kernels cannot read as
-it is stored is reconstructed (kvcal.store.dequantize). A step waits for nothing and knows no lengths on the host, so
-that it may be captured in a CUDA graph. Nothing here knows of transformers or of who owns the memory.
+and attends to all tokens, by two operators (``LayerStep``). A step waits for nothing and knows no lengths on the host,
+so that it may be captured in a CUDA graph. Nothing here knows of transformers or of who owns the memory.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from torch import Tensor
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
-from kvcal.kernels.variants import Variant, stored_form, variant_of
+from kvcal.kernels.variants import variant_of
 from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
-from kvcal.store.dequantize import Prediction, StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
-from kvcal.store.pool import Pool, RegionPool, TablePool, fixed
+from kvcal.store.pool import Pool, TablePool, fixed
+from kvcal.store.prediction import Prediction
 from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
@@ -61,16 +59,15 @@ class LayerStore:
         self.cache_dtype: CacheDtype = state.plan.cache_dtype
         self.prediction = Prediction(plan, state)
         self.sides: dict[Side, PagedTensor] = {}
-        self._variants, self._regions = ([], []) if static is None else self._compiled(static)
+        self._variant = replace(variant_of(plan, self.cache_dtype), lookahead=state.lookahead)
         self._tensors, group = state.tensors_on(device), plan.attention.group_heads
         for side in SIDES:
             codec = PageCodec.of_layer(plan, side, self.cache_dtype, self._tensors)
             pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
             self.sides[side] = PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
         self.prediction.attach(self.sides)
-        self.forms: list[StepForm] = [] if static is None else step_forms(plan, static, self.sides)
         if static is not None:
-            self.step, self.place = self._layer_step(static), static.place(self._variants[0].k, self._variants[0].v)
+            self.step, self.place = self._layer_step(static), static.place(self._variant.k, self._variant.v)
 
     @property
     def parts(self) -> list[PagedTensor]:
@@ -129,8 +126,7 @@ class LayerStore:
             for block in rows.blocks:
                 self.sides[side].crop(block.rows, rows.num_tokens(block, held), rows.num_tokens(block, columns))
         self.resize(rows.lengths(columns))
-        if self.static is None:
-            self.set_bits(columns)
+        self.set_bits(columns)
         self.prediction.forget()
 
     def select(self, indices: list[int]) -> None:
@@ -146,89 +142,54 @@ class LayerStore:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
         Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
         self.step.append(q, k_new, v_new, self.place)
-        if self.forms:
-            self._reconstruct()
         return self.step.attend(q, self.place, scale, softcap, s_aux)
 
-    @torch.compiler.disable
-    def _reconstruct(self) -> None:
-        """Not for torch.compile: products and sums that it would fuse round otherwise, and records must be the same
-        bytes everywhere."""
-        for form in self.forms:
-            form.step()
-
     # ---- how the memory is made
-
-    def _compiled(self, static: StepState) -> tuple[list[Variant], list[RegionPool]]:
-        """Variants that the kernels of a static cache are compiled for: one, or where pages shrink, one for each pair
-        of bits that keys and values come to have in their regions."""
-        variant = replace(variant_of(self.plan, self.cache_dtype), lookahead=static.shared.lookahead)
-        if static.phases is None:
-            return [variant], []
-        regions = [RegionPool(static.phases, self.plan.geometry.index, side) for side in SIDES]
-        found = []
-        raw = replace(variant, rescale=False, offset=False)  # pages of 16 bits hold K as the model made them
-        for k_bits, v_bits in static.phases.widths([region.number for region in regions]):
-            found.append(replace(raw if k_bits == RAW_BITS else variant, k_bits=k_bits, v_bits=v_bits))
-        return found, regions
 
     def _pool(self, codec: PageCodec) -> Pool | None:
         """The pool of a part of a static cache; None for a pool that grows."""
         if self.static is None:
             return None
-        if self._regions:
-            return self._regions[SIDES.index(codec.side)]
-        return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
+        return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.num_bits)))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
-        """The kernels that pack prompts of a static cache, where they read pages as they are stored; on a GPU those of
-        a dynamic cache with error feedback, too, which torch chooses channel by channel."""
-        if stored_form(self.plan, codec.side) is not None:
-            return None
+        """The kernels that pack prompts of a static cache; on a GPU those of a dynamic cache with error feedback, too,
+        which torch chooses channel by channel."""
         if self.static is None:
             if codec.feedback is None or not codec.feedback.is_cuda or any(refusals(self.plan, self.cache_dtype)):
                 return None
             with torch.inference_mode(False):  # as the memory of a part
                 error, nothing = codec.feedback.new_zeros(1, dtype=torch.int32), codec.feedback.new_empty(0)
-            variant, transform = variant_of(self.plan, self.cache_dtype), self._transform(self._tensors, nothing)
-            return KernelCodec(codec.side, transform, error, {(): variant}, is_awaited=True)
-        by_bits = {tuple(v.num_bits(side) for side in SIDES) if self._regions else (): v for v in self._variants}
+            transform = self._transform(self._tensors, nothing)
+            return KernelCodec(codec.side, transform, error, self._variant, is_awaited=True)
         transform = self._transform(self.static.tensors, self.static.scratch.nothing)
-        return KernelCodec(codec.side, transform, self.static.error, by_bits, self._regions)
+        return KernelCodec(codec.side, transform, self.static.error, self._variant)
 
     def _transform(self, tensors: Mapping[str, Tensor], nothing: Tensor) -> PageTransform:
         tensors = layer_transforms(tensors, self.plan.geometry.index)
-        return PageTransform.of_variant(variant_of(self.plan, self.cache_dtype), tensors, nothing)
+        return PageTransform.of_variant(self._variant, tensors, nothing)
 
     def _layer_step(self, static: StepState) -> LayerStep:
-        geometry, keys, first, scratch = self.plan.attention, self.sides["k"], self._variants[0], static.scratch
-        drafts, index = range(static.shared.lookahead), self.plan.geometry.index
+        geometry, keys, index, scratch = self.plan.attention, self.sides["k"], self.plan.geometry.index, static.scratch
+        drafts = range(static.shared.lookahead)
         k_basis, v_basis = (
             Basis.of(static.tensors, f"layers.{index}.{side}") if self.plan.basis(side) else None for side in SIDES
         )
-        with_drafts = ((replace(first, query_tokens=2 + number).number,) for number in drafts)
+        with_drafts = (replace(self._variant, query_tokens=2 + number).number for number in drafts)
         return LayerStep(
             scratch,
-            self._memory("k", static),
-            self._memory("v", static),
+            self._memory("k"),
+            self._memory("v"),
             QueryStatistic(keys.query_sum, keys.query_since),
             self._transform(static.tensors, static.scratch.nothing),
             (k_basis, v_basis),
-            scratch.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + len(drafts)), first.head_dim),
-            (tuple(variant.number for variant in self._variants), *with_drafts),
-            scratch.nothing if static.phases is None else static.phases.present,
-            tuple(region.number for region in self._regions),
+            scratch.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + len(drafts)), geometry.k_head_dim),
+            (self._variant.number, *with_drafts),
         )
 
-    def _memory(self, side: Side, static: StepState) -> Memory:
+    def _memory(self, side: Side) -> Memory:
         part = self.sides[side]
-        if static.phases is not None:
-            pages = static.phases.pages
-        elif stored_form(self.plan, side) is not None:
-            pages = dequantized_tokens(static, self.plan, side).flatten(2).view(torch.uint8)
-        else:
-            pages = part.pool.records
-        return Memory(*map(fixed, (part.sinks, part.ring, pages)))
+        return Memory(*map(fixed, (part.sinks, part.ring, part.pool.records)))
 
 
 def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:

@@ -26,13 +26,12 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.pool import PhasedPages, Span, fixed
+from kvcal.store.pool import Span, fixed
 from kvcal.store.step import StepScratch, require_no_error
-from kvcal.store.workspace import form_bytes, raw_record_bytes, step_workspace
 
 
 class Source(Protocol):
-    """A layer as others see it that are predicted from it (kvcal.store.dequantize)."""
+    """A layer as others see it that are predicted from it (kvcal.store.prediction)."""
 
     plan: LayerPlan
 
@@ -87,37 +86,10 @@ class Serving:
     is_active: bool = True
 
 
-class FormWorkspace:
-    """``tokens`` and ``kept`` of a static cache, for all layers. Empty for a plan without stored forms.
-    Zeroed, so that nothing that is computed from a page that was never written is NaN."""
-
-    def __init__(self, plan: Plan, batch: int, max_tokens: int, device: torch.device) -> None:
-        self._batch, self._max_tokens, self._dtype = batch, max_tokens, plan.cache_dtype
-        sizes = step_workspace(plan.layers, plan.cache_dtype, batch, max_tokens)
-        self._tokens = {side: torch.zeros(sizes.tokens[side], dtype=torch.uint8, device=device) for side in SIDES}
-        self._slots = [torch.zeros(slot, dtype=torch.float32, device=device) for slot in sizes.slots]
-        self._kept = {key: self._slots[number] for key, number in sizes.slot_of.items()}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._tokens.values(), *self._slots))
-
-    def pages(self, layer: LayerPlan, side: Side) -> Tensor:
-        """uint8 [slots, N, record]: 16-bit pages that the kernels meet, of a side in a stored form."""
-        size = form_bytes(layer, side, self._dtype, self._batch, self._max_tokens)
-        record = raw_record_bytes(layer, side, self._dtype)
-        return self._tokens[side][:size].view(-1, layer.attention.num_kv_heads, record)
-
-    def kept(self, index: int, side: Side) -> Tensor | None:
-        """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""
-        return self._kept.get((index, side))
-
-
 class StepState:
     """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
-    included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps, and ``forms``, that
-    of stored forms. ``shared`` is the plan's state; ``phases`` holds the pages of a plan that
-    has them shrink; ``in_prompt``: a prompt with padding is to come, or has not ended."""
+    included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps. ``shared`` is the plan's state;
+    ``in_prompt``: a prompt with padding is to come, or has not ended."""
 
     def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
         self.shared = shared
@@ -126,9 +98,7 @@ class StepState:
         self.in_prompt = in_prompt
         self.longest = 0
         self.serving: Serving | None = None
-        self.phases: PhasedPages | None = None
         self.lengths = self.columns = self.table = torch.empty(0)
-        self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
         self.scratch = StepScratch(0, max_tokens, torch.device("cpu"))
         self._evicted: dict[tuple[Side, int, int], Tensor] = {}
 
@@ -173,21 +143,15 @@ class StepState:
 
     def allocate(self, batch: int, device: torch.device) -> None:
         """The control tensors, for ``batch`` rows."""
-        self.shared.require_scheduled(batch, self.max_tokens)
         rows = self.shared.padding.resolve(batch)
         self.batch = batch
         self.in_prompt = rows.width > 0
         self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
         self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
         self.scratch = StepScratch(batch, self.max_tokens, device)
-        self.forms = FormWorkspace(self.shared.plan, batch, self.max_tokens, device)
         pages = num_pages(self.max_tokens)
         slots = torch.arange(batch * pages, dtype=torch.int32, device=device)
         self.table = fixed(slots.view(batch, pages))
-        self.phases = None
-        if self.shared.is_scheduled:
-            state = self.lengths, self.columns, self.error, self.max_tokens
-            self.phases = PhasedPages(self.shared.plan, self.tensors, *state)
 
     def place(self, k: Format, v: Format) -> Place:
         """As the operators are given it, for pages of these formats."""
@@ -207,8 +171,7 @@ class StepState:
     def nbytes(self) -> int:
         """Bytes of the control state."""
         held = [self.lengths, self.columns, self.table, *self.scratch.tensors, *self._evicted.values()]
-        held += [] if self.phases is None else self.phases.control_tensors
-        return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in held)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def is_step(self, tokens: int) -> bool:
         """Whether an update of so many columns is a step of the kernels: one token for every row, and drafts."""
@@ -246,8 +209,6 @@ class StepState:
         self.columns.fill_(columns)
         self.longest = max(lengths)
         self.in_prompt = columns < self.rows.width
-        if self.phases is not None and not columns:
-            self.phases.enter(0)
 
     def check(self) -> None:
         """Wait for the device, and raise what its kernels found."""

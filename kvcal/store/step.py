@@ -7,7 +7,6 @@ be captured in a CUDA graph. ``StepScratch`` is what the steps of all layers sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.pages.basis import Basis, reading_queries
 from kvcal.plan.page_format import SIDES, Format, Side
-from kvcal.store.pool import RegionPool, fixed
+from kvcal.store.pool import fixed
 
 
 class StepScratch:
@@ -73,15 +72,13 @@ def require_no_error(error: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KernelCodec:
-    """The kernels that pack and unpack the pages of one side in place of torch: of the one variant, or where pages
-    shrink, of the one for the bits that they have in ``pools``, of keys and of values. ``transform``: the layer's.
-    NaN and infinity set a bit of ``error``, or where it ``is_awaited``, raise NonFiniteActivations."""
+    """The kernels that pack and unpack the pages of one side in place of torch. ``transform``: the layer's. NaN and
+    infinity set a bit of ``error``, or where it ``is_awaited``, raise NonFiniteActivations."""
 
     side: Side
     transform: PageTransform
     error: Tensor
-    variants: Mapping[tuple[int, ...], Variant]
-    pools: Sequence[RegionPool] = ()
+    variant: Variant
     is_awaited: bool = False
 
     def pack(self, x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None) -> None:
@@ -97,15 +94,13 @@ class KernelCodec:
 
     def _operands(self, *error: Tensor) -> tuple[Any, ...]:
         transform = self.transform if self.side == "k" else self.transform.of_values
-        variant = self.variants[tuple(pool.num_bits for pool in self.pools)]
-        return list(transform), *error, SIDES.index(self.side), variant.number
+        return list(transform), *error, SIDES.index(self.side), self.variant.number
 
 
 @dataclass(frozen=True)
 class LayerStep:
     """A layer's calls of the operators on its memory. ``variants``: numbers of those that take 1, 2, ... tokens of a
-    sequence in one call; of one token several where pages shrink, one for each pair of bits that keys and values come
-    to have in ``regions``. ``bases`` of keys and values, None where a side has none."""
+    sequence in one call. ``bases`` of keys and values, None where a side has none."""
 
     scratch: StepScratch
     k: Memory
@@ -114,9 +109,7 @@ class LayerStep:
     transform: PageTransform
     bases: tuple[Basis | None, Basis | None]
     workspace: Tensor
-    variants: tuple[tuple[int, ...], ...]
-    present: Tensor
-    regions: tuple[int, ...] = ()
+    variants: tuple[int, ...]
 
     def memory(self, side: Side) -> Memory:
         return self.k if side == "k" else self.v
@@ -141,11 +134,10 @@ class LayerStep:
     def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> None:
         """Store k_new, v_new [B, N, D], one token a sequence, with the queries q [B, N G, D]; or S tokens,
         [B, S, N, D] and [B, S, N G, D]."""
-        for at, variants, (queries, keys, values) in self._calls(place, q, *self.entered(k_new, v_new)):
+        for at, variant, (queries, keys, values) in self._calls(place, q, *self.entered(k_new, v_new)):
             ops.append(
                 keys, values, queries if self.needs_queries else self.scratch.nothing, list(self.k), list(self.v),
-                list(self.statistic), list(at), list(self.transform), self.scratch.error, variants, self.present,
-                list(self.regions),
+                list(self.statistic), list(at), list(self.transform), self.scratch.error, variant,
             )  # fmt: skip
 
     def attend(self, q: Tensor, place: Place, scale: float, softcap: float, s_aux: Tensor | None) -> Tensor:
@@ -156,21 +148,21 @@ class LayerStep:
         parts = [
             ops.decode(
                 queries, list(self.k), list(self.v), list(at), list(self.transform), sinks, self.workspace, scale,
-                softcap, variants, self.present, list(self.regions),
+                softcap, variant,
             )
-            for at, variants, (queries,) in self._calls(place, reading_queries(q, k_basis, v_basis))
+            for at, variant, (queries,) in self._calls(place, reading_queries(q, k_basis, v_basis))
         ]  # fmt: skip
         attended: Tensor = parts[0] if len(parts) == 1 else torch.stack(parts, dim=1)
         return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
 
-    def _calls(self, place: Place, *new: Tensor) -> list[tuple[Place, list[int], tuple[Tensor, ...]]]:
+    def _calls(self, place: Place, *new: Tensor) -> list[tuple[Place, int, tuple[Tensor, ...]]]:
         """Calls of an operator for new tokens [B, n, D], or [B, S, n, D]: one, or where no variant takes so many, one
         for each."""
         tokens = 1 if new[0].dim() == 3 else new[0].shape[1]
         if new[0].dim() == 3 or 1 < tokens <= len(self.variants):
-            return [(place, list(self.variants[tokens - 1]), new)]
+            return [(place, self.variants[tokens - 1], new)]
         return [
-            (place._replace(lengths=place.lengths + n), list(self.variants[0]), tuple(x[:, n] for x in new))
+            (place._replace(lengths=place.lengths + n), self.variants[0], tuple(x[:, n] for x in new))
             for n in range(tokens)
         ]
 
@@ -186,7 +178,7 @@ class WindowedStep(LayerStep):
         number, nothing = window_variant(geometry, k.ring.shape[2], cache_dtype).number, scratch.nothing
         workspace = scratch.workspace(geometry.num_kv_heads, geometry.group_heads, geometry.k_head_dim)
         transform = PageTransform(*[nothing] * 6)
-        return cls(scratch, k, v, scratch.no_statistic, transform, (None, None), workspace, ((number,),), nothing)
+        return cls(scratch, k, v, scratch.no_statistic, transform, (None, None), workspace, (number,))
 
     def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> None:
         """Store k_new, v_new [B, N, D], one token a sequence."""

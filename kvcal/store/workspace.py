@@ -1,42 +1,37 @@
 """Memory that a decode step of a plan takes besides its cache: its bytes, which whole-device budgets and the bench
-count. A static cache allocates a part of it once (``kvcal.store.state``).
+count.
 
     kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last
                reader has used them. A layer that is predicted from the one before makes two exist at a time; a layer
                that many are predicted from stays until the last of them
-    tokens     static cache: the pages of ONE layer's stored forms (kvcal.store.dequantize) as the kernels read them: 16
-               bits, in the cache's dtype. Layers follow one another, so the largest layer's are room enough
-    passing    static cache: what a step that reconstructs pages computes with on the way, some pages at a time
-    unpacked   dynamic cache: keys and values of one layer as attention reads them, one side's pages on their way there;
-               of latent attention, the latents and the heads that they are expanded to
-    reading    dynamic cache: scratch of the pages that are decoded at once
-    packing    dynamic cache: what storing takes for a moment (``transient_bytes``)
+    unpacked   keys and values of one layer as attention reads them, one side's pages on their way there; of latent
+               attention, the latents and the heads that they are expanded to
+    reading    scratch of the pages that are decoded at once
+    packing    what storing takes for a moment (``transient_bytes``)
 
-A step is served by one of the two caches: the larger sum counts; of the dynamic cache, the larger of reading and
-storing, which follow each other. Sizes depend on the plan, the batch and ``max_tokens`` alone. Nothing here is part of
-the plan's bytes, and nothing outlives a forward pass.
+All of it is a dynamic cache's; steps of a static one unpack nothing. Of reading and storing, which follow each other,
+the larger counts. Sizes depend on the plan, the batch and ``max_tokens`` alone. Nothing here is part of the plan's
+bytes, and nothing outlives a forward pass.
 
-In a dynamic cache, the pages of one part (the keys or the values of one layer)
-lie in one tensor, which is allocated anew when pages are added or change their bits. So the old and the new pages of
-one part exist at a time; of all other parts, either those before the update or those after it. New pages are encoded,
-and old ones converted, a few at a time, which bounds the scratch. Tokens enter a basis a few at a time, too, in fp64.
+The pages of one part (the keys or the values of one layer) lie in one tensor, which is allocated anew when pages are
+added or change their bits. So the old and the new pages of one part exist at a time; of all other parts, either those
+before the update or those after it. New pages are encoded, and old ones converted, a few at a time, which bounds the
+scratch. Tokens enter a basis a few at a time, too, in fp64.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import stored_form
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
-from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side, num_pages
-from kvcal.plan.tensors import predictor_shape
+from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side, num_pages
 from kvcal.stored_tensor import ITEM_BYTES
 
 # Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29 on a
@@ -145,39 +140,21 @@ class _Part:
 
 
 FLOAT_BYTES = 4
-# Room in fp32 for pages that are reconstructed at once, of which torch makes a copy at every turn: inputs, prediction,
-# codes, values, transforms.
-PART_COPIES = 16
-
 Slot = tuple[int, int, int, int, int]  # [B, pages, 128, N, D]
 
 
 @dataclass(frozen=True)
 class StepWorkspace:
-    """Bytes, as in the module's docstring. ``slots``: the shapes of ``kept``; ``slot_of``: which of them holds the
-    pages of a layer's side."""
+    """Bytes, as in the module's docstring."""
 
-    tokens: Mapping[Side, int]
-    slots: tuple[Slot, ...]
-    slot_of: Mapping[tuple[int, Side], int]
-    passing: int
+    kept: int
     unpacked: int
     reading: int
     packing: int
 
     @property
-    def kept(self) -> int:
-        return sum(FLOAT_BYTES * math.prod(slot) for slot in self.slots)
-
-    @property
-    def forms(self) -> int:
-        """Of a static cache, allocated once."""
-        return self.kept + sum(self.tokens.values())
-
-    @property
     def nbytes(self) -> int:
-        """Of a step, whichever cache serves it."""
-        return max(self.forms + self.passing, self.kept + self.unpacked + max(self.reading, self.packing))
+        return self.kept + self.unpacked + max(self.reading, self.packing)
 
 
 def logits_bytes(batch: int, vocab_size: int) -> int:
@@ -188,29 +165,13 @@ def logits_bytes(batch: int, vocab_size: int) -> int:
 def step_workspace(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> StepWorkspace:
     """Of ``batch`` rows of up to ``max_tokens`` tokens."""
     paged = [layer for layer in layers if layer.is_paged]
-    slots, slot_of = kept_slots(paged, batch, max_tokens)
-    sizes = {side: [form_bytes(layer, side, cache_dtype, batch, max_tokens) for layer in paged] for side in SIDES}
     return StepWorkspace(
-        {side: max(sizes[side], default=0) for side in SIDES},
-        slots,
-        slot_of,
-        max((_passing(layer, layers, cache_dtype, batch, max_tokens) for layer in paged), default=0),
+        sum(FLOAT_BYTES * math.prod(slot) for slot in kept_slots(paged, batch, max_tokens)),
         max((_dense(layer, cache_dtype) for layer in paged), default=0) * batch * max_tokens,
         SCRATCH_BYTES
         * min(VALUES_AT_ONCE, max((_side_values(layer) for layer in paged), default=0) * batch * max_tokens),
         largest_transient(paged, cache_dtype, batch, max_tokens),
     )
-
-
-def form_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
-    """16-bit pages of a side in a stored form; 0 for others."""
-    pages = 0 if stored_form(layer, side) is None else batch * num_pages(max_tokens)
-    return pages * layer.attention.num_kv_heads * raw_record_bytes(layer, side, cache_dtype)
-
-
-def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> int:
-    """Of a 16-bit page of one head."""
-    return RAW.layout(side, 1, layer.head_dim(side), cache_dtype, RAW_BITS).record_bytes
 
 
 def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:
@@ -228,28 +189,7 @@ def _side_values(layer: LayerPlan) -> int:
     return layer.attention.num_kv_heads * max(layer.head_dim(side) for side in SIDES)
 
 
-def _passing(
-    layer: LayerPlan, layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int
-) -> int:
-    """Of the larger side; one follows the other."""
-    heads, most = layer.attention.num_kv_heads, 0
-    for side in SIDES:
-        if stored_form(layer, side) is None:
-            continue
-        tokens = batch * PAGE_TOKENS * num_pages(max_tokens)
-        found = PART_COPIES * FLOAT_BYTES * min(VALUES_AT_ONCE, tokens * heads * layer.head_dim(side))
-        predictor = layer.predictor(side)
-        if predictor is not None:
-            (source,) = [other for other in layers if other.geometry.index == predictor.source]
-            shape = predictor_shape(layer, source, side, cache_dtype)
-            found += 2 * FLOAT_BYTES * shape.num_inputs * shape.num_outputs  # its weight in fp32, and on the way there
-        most = max(most, found)
-    return most
-
-
-def kept_slots(
-    paged: Sequence[LayerPlan], batch: int, max_tokens: int
-) -> tuple[tuple[Slot, ...], dict[tuple[int, Side], int]]:
+def kept_slots(paged: Sequence[LayerPlan], batch: int, max_tokens: int) -> list[Slot]:
     """A slot for all pages that something is predicted from, shared by those that are not needed at the same time."""
     last_reader: dict[tuple[int, Side], int] = {}
     for layer in paged:
@@ -262,7 +202,6 @@ def kept_slots(
                 last_reader[layer.geometry.index, "k"] = layer.geometry.index
     slots: list[Slot] = []
     busy_until: list[int] = []
-    slot_of: dict[tuple[int, Side], int] = {}
     for layer in paged:
         for side in SIDES:
             key = layer.geometry.index, side
@@ -275,6 +214,5 @@ def kept_slots(
                 slots.append(shape)
                 busy_until.append(-1)
                 free = [len(slots) - 1]
-            slot_of[key] = free[0]
             busy_until[free[0]] = last_reader[key]
-    return tuple(slots), slot_of
+    return slots

@@ -141,8 +141,9 @@ def test_caches_that_are_no_prefix(tmp_path: Path) -> None:
     loaded, plan = aqua()
     config, path = loaded.model.config, tmp_path / "p.kv"
     two, empty = PlanCache(plan, config), PlanCache(plan, config)
+    static = PlanCache(plan_with(loaded, aqua_layers(loaded)), config, max_tokens=20)
     feed(loaded.model, two, random_ids(2, 9))
-    for cache in (two, empty, PlanCache(plan, config, max_tokens=20), PlanCache(plan, config, lookahead=2)):
+    for cache in (two, empty, static, PlanCache(plan, config, lookahead=2)):
         with pytest.raises(UsageError, match="one sequence without padding, in a dynamic cache"):
             cache.save(path, prompt(9))
     one = PlanCache(plan, config)

@@ -18,11 +18,13 @@ from cache_cases import (
     random_qkv,
     tiny_llama,
 )
+from form_cases import form_plan
 from static_cases import FORMATS, TRANSFORMED, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal import Plan, PlanCache, attached
+from kvcal.cache.paged_layer import DYNAMIC_HINT
 from kvcal.errors import ArtifactError, NonFiniteActivations, SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels.choice import refusals
@@ -286,16 +288,27 @@ def test_the_batch_and_the_model_are_checked() -> None:
 
 
 SHRINKING = Format(2, param_dtype="float32", shrink_at=(100,))
-GROWING = Format(8, param_dtype="float32", shrink_at=(100,))  # more than 16 bits take, in heads of 8
+LATTICE = Format(2, lattice_dim=2)
+# A plan of three layers, the layer that is refused, and why.
+DYNAMIC_ONLY = [
+    (llama_plan(SHRINKING, V, num_layers=3), 0, "k pages shrink, and memory of a fixed size stays as it is"),
+    (llama_plan(V, SHRINKING, num_layers=3), 0, "v pages shrink, and memory of a fixed size stays as it is"),
+    (llama_plan(V, LATTICE, num_layers=3), 0, "v pages are on a lattice, which the kernels cannot read"),
+    (form_plan("lattice d=2"), 0, "k pages are on a lattice, which the kernels cannot read"),
+    (form_plan("before RoPE"), 0, "k pages hold keys before RoPE, which the kernels cannot read"),
+    (form_plan("linear"), 1, "k pages hold residuals of a prediction, which the kernels cannot read"),
+]
 
 
-def test_plans_that_need_a_dynamic_cache() -> None:
-    for k, v in ((GROWING, V), (V, GROWING)):
-        plan = llama_plan(k, v, cache_dtype="bfloat16", num_layers=1)
-        with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: [kv] pages of 8 bits") as error:
-            static_cache(plan, 100)
-        assert "without max_tokens" in str(error.value.hint)
-        PlanCache(plan, tiny_llama(2, 1).config)
+@pytest.mark.parametrize(("plan", "layer", "reason"), DYNAMIC_ONLY)
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_plans_that_need_a_dynamic_cache(plan: Plan, layer: int, reason: str, lookahead: int) -> None:
+    config = tiny_llama(2, 3).config
+    with pytest.raises(UnsupportedModel) as refused:
+        PlanCache(plan, config, max_tokens=100, lookahead=lookahead)
+    assert refused.value.message == f"a static cache cannot hold layer {layer}: {reason}"
+    assert refused.value.hint == DYNAMIC_HINT and refused.value.exit_code == 4
+    assert PlanCache(plan, config).slow_layers == {}
 
 
 def test_a_layer_on_another_device_is_told_so() -> None:
@@ -316,8 +329,7 @@ def test_what_the_kernels_refuse() -> None:
     rotated = replace(V, quantizer="rotated")
     for served in (
         found(k, V), found(RAW, sinks, "float16"), found(rotated, rotated, k_rescale=True, k_offset=True),
-        found(k, rotated, "bfloat16", 64), found(rotated, rotated, k_pages="pre"),
-        found(Format(2, lattice_dim=2), sinks), found(k, sinks, k_pages="pre"), found(SHRINKING, V),
+        found(k, rotated, "bfloat16", 64),
     ):  # fmt: skip
         assert served == []
     for refused, says in (
@@ -326,7 +338,9 @@ def test_what_the_kernels_refuse() -> None:
         (found(k, V, dim=128, v_dim=64), ""),
         (found(k, rotated, dim=256), "head size 256; of rotated pages the kernels take up to 128"),
         (found(replace(k, boost=running), V), "chosen by all queries so far"),
-        (found(SHRINKING, V, k_pages="pre"), "hold keys before RoPE and shrink"),
+        (found(SHRINKING, V), "k pages shrink"),
+        (found(rotated, rotated, k_pages="pre"), "k pages hold keys before RoPE"),
+        (found(LATTICE, sinks), "k pages are on a lattice"),
     ):
         assert len(refused) == 1 and says in refused[0]
 
@@ -340,15 +354,19 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     step, error = store.step, scratch.error
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
     queries = q if step.needs_queries else scratch.nothing
-    place, transform, variants = list(store.place), list(step.transform), list(step.variants[0])
-    held, present = (list(step.k), list(step.v)), (variants, step.present, list(step.regions))
+    place, transform, variant, held = (
+        list(store.place),
+        list(step.transform),
+        step.variants[0],
+        (list(step.k), list(step.v)),
+    )
     x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), store.place.table
     packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
     calls = {
-        "append": (k, v, queries, *held, list(step.statistic), place, transform, error, *present),
-        "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, *present),
-        "pack": (x, step.k.pages, slots, mean, transform, error, 0, *variants),
-        "unpack": (*packed, transform, 0, *variants),
+        "append": (k, v, queries, *held, list(step.statistic), place, transform, error, variant),
+        "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, variant),
+        "pack": (x, step.k.pages, slots, mean, transform, error, 0, variant),
+        "unpack": (*packed, transform, 0, variant),
     }
     for op, args in calls.items():
         called = getattr(torch.ops.kvcal, op).default

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_cases import llama_plan, plan_of
 from engine_cases import TAKEN, UNSHARED, boosted, plan_for
+from form_cases import form_plan
 
 from kvcal.engines.capacity import VllmPool
 from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
@@ -41,6 +42,20 @@ def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str)
         require_served(mixed, is_cuda=False)
     assert refused.value.exit_code == 4
     assert "uniform or boosted pages" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lattice d=2", "layers 0: k pages are on a lattice, which the kernels cannot read; layers 0: v pages are on"),
+        ("before RoPE", "layers 0, 1: k pages hold keys before RoPE, which the kernels cannot read"),
+        ("linear", "layers 1, 2: k pages hold residuals of a prediction, which the kernels cannot read"),
+    ],
+)
+def test_what_a_dynamic_cache_alone_takes_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"an engine cannot serve this plan: {reason}") as refused:
+        require_served(form_plan(name), is_cuda=False)
+    assert refused.value.hint == FORMATS
 
 
 def with_sinks(keys: int, values: int = 0) -> Plan:

@@ -87,12 +87,6 @@ def test_softcap_and_sink_logits(name: str) -> None:
         assert_exact(case, 0.05, softcap, aux)
 
 
-@pytest.mark.parametrize("given", ({"k_bits": 16}, {"v_bits": 16}, {"k_bits": 16, "v_bits": 16}))
-def test_pages_that_were_decoded_into_tokens(given: dict[str, int]) -> None:
-    formats = k_format(2, num_sink_tokens=13), v_format(2, num_sink_tokens=40)
-    assert_exact(Case(dataclasses.replace(variant_of(*formats, dim=72), **given), LENGTHS, heads=2, seed=7), 0.05)
-
-
 @pytest.mark.parametrize(("name", "dim"), in_turn(CASES, 64, 128))
 def test_it_agrees_with_the_fast_kernel(name: str, dim: int) -> None:
     variant, scale = variant_of(*CASES[name], dim=dim), 0.4 * dim**-0.5

@@ -178,19 +178,3 @@ def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None
 def test_a_step_without_drafts_pays_nothing_for_them() -> None:
     """Which query a thread has divides by the heads of a token: with one token, 80 instructions and a spill."""
     assert_decode(variant(*VARIANTS["2 bits"][:2], 128, 7), 4575, old_compiler_bytes())
-
-
-@pytest.mark.parametrize("bits", [(16, 16), (4, 2)])
-def test_the_stages_of_pages_that_shrink_compile(bits: tuple[int, int]) -> None:
-    """Per token and 128, with λ: PM-KVQ. Finding out where the pages lie costs next to nothing."""
-    fmt = Format(2, "token", 128, 1, 128, param_dtype="float32", shrink_at=(1000, 2000, 4000))
-    stage = replace(
-        Variant(fmt, fmt, 128, "bfloat16", 4, True, False), k_bits=bits[0], v_bits=bits[1], rescale=bits[0] != 16
-    )
-    plain, staged = (
-        resources(cubin("decode", decode_defines(stage, "bfloat16", False, HOPPER, is_staged)))["decode"]
-        for is_staged in (False, True)
-    )
-    assert staged.local_bytes <= plain.local_bytes + 24 and staged.instructions <= plain.instructions + 200
-    found = resources(cubin("pack", stage.defines | {"STAGED": 1}))["append"]
-    assert found.local_bytes <= 16 and found.registers <= 128

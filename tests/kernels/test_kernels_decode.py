@@ -19,8 +19,7 @@ from decode_cases import (
 from kernel_oracle import PAIRS, Paged, pair_variant, states
 
 from kvcal.kernels.choice import is_plain
-from kvcal.kernels.operands import Regions
-from kvcal.plan.page_format import SIDES, Format
+from kvcal.plan.page_format import Format
 
 pytestmark = pytest.mark.gpu
 
@@ -142,35 +141,6 @@ def test_where_pages_lie_changes_no_bit(name: str, plain: bool) -> None:
     variant = dataclasses.replace(variant_of(*CASES[name]), plain=plain)
     cases = (Case(variant, LENGTHS, heads=2, seed=12, scattered=scattered) for scattered in (False, True))
     assert torch.equal(*(case.run(0.06) for case in cases))
-
-
-@pytest.mark.parametrize("name", ("2 bits", "sinks and windows", "V window longer"))
-@pytest.mark.parametrize("plain", (False, True))
-def test_pages_in_regions(name: str, plain: bool) -> None:
-    """Of pages that shrink: the variant of the present bits writes the result, the other one does nothing."""
-    variant = dataclasses.replace(variant_of(*CASES[name]), plain=plain)
-    case = Case(variant, LENGTHS, heads=2, seed=13, scattered=False)
-    expected, bits = case.run(0.06), [variant.num_bits(side) for side in SIDES]
-    every, rows = [torch.full((64,), 255, dtype=torch.uint8, device="cuda")], []
-    for side, num_bits in zip(SIDES, bits, strict=True):
-        pages = case.stores[side].pages
-        start = sum(map(len, every))
-        rows += [[num_bits, start, case.place.table.shape[1], 2, pages.shape[-1], 0, 0], [7] * 7]
-        every.append(pages.flatten())
-    memory = torch.cat(every)
-    stores = [store._replace(pages=memory) for store in case.stores.values()]
-    place = case.place._replace(table=torch.empty(0, dtype=torch.int32, device="cuda"))
-    wider = dataclasses.replace(variant, k_bits=8, v_bits=8)
-    regions = Regions(torch.tensor(rows, dtype=torch.int64, device="cuda"), (0, 2))
-    from kvcal.kernels.decode import launch_decode
-
-    none = case.q.new_empty(0)
-    for variants in ([wider, variant], [variant, wider]):
-        found = launch_decode(
-            case.q, *stores, place, case.transform, none, case.workspace(), 0.06, 0.0,
-            variants, regions,
-        )  # fmt: skip
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dim", (64, 80))

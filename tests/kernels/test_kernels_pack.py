@@ -193,37 +193,6 @@ def test_a_step_notes_what_it_cannot_store(side: int) -> None:
         paged.step(slice(0, 1), x[0][:, step], x[1][:, step], q[:, step])
 
 
-@pytest.mark.gpu
-def test_a_step_packs_into_regions() -> None:
-    """Pages that shrink: the variant of the present bits packs, the other one does nothing."""
-    fmt = Format(2, "token", 32, 3, param_dtype="float32")
-    variant = Variant(fmt, fmt, 64, "bfloat16", 2, False, False)
-    wide = replace(variant, k_bits=4, v_bits=4)
-    paged = Paged(variant, 2, 3, "cuda")
-    x = [states(2, 128, 2, 64, seed).cuda() for seed in (0, 1)]
-    q = states(2, 128, 4, 64).cuda()
-    record = variant.layout("k").record_bytes
-    size, start = 2 * 3 * 2 * record, 64
-    memory = torch.full((start + 2 * size,), POISON, dtype=torch.uint8, device="cuda")
-    rows = [[2, start, 3, 2, record, 0, 0], [9] * 7, [2, start + size, 3, 2, record, 0, 0]]
-    present = torch.tensor(rows, dtype=torch.int64, device="cuda")
-    for step in range(128):
-        if step == 127:
-            k, v = ([*paged.memory[side][:2], memory] for side in SIDES)
-            place = [paged.place.lengths, torch.empty(0, dtype=torch.int32, device="cuda"), *paged.place[2:]]
-            ops.append(
-                x[0][:, step], x[1][:, step], q[:, step], k, v, list(paged.queries), place, list(paged.transform),
-                paged.error, [wide.number, variant.number], present, [0, 2],
-            )  # fmt: skip
-        paged.step(slice(0, 2), x[0][:, step], x[1][:, step], q[:, step])
-    for number, side in enumerate(SIDES):
-        at = start + number * size
-        found = memory[at : at + size].view(2, 3, 2, record)
-        for row in range(2):
-            assert torch.equal(found[row].cpu(), paged.records(side, row))
-    assert bool((memory[:start] == POISON).all()) and int(paged.error) == 0
-
-
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 

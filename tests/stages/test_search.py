@@ -15,7 +15,7 @@ from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.folder import Folder, sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import bare_layers, fixed_layers
-from kvcal.plan.page_format import RAW
+from kvcal.plan.page_format import RAW, Format
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, load_plan, plan_record
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
@@ -209,6 +209,14 @@ def test_what_decodes_as_fast_as_16_bits(loaded: LoadedModel, name: str, reason:
     assert found is None if reason is None else reason in str(found)
     short = choose.not_for_decoding(layers, "bfloat16", Workload(1, 1))  # where windows have more room than tokens
     assert short is not None or {RAW} == {*layers[0].k} or layers[0].k[0].max_window == 0
+
+
+def test_pages_that_shrink_are_not_for_decoding(loaded: LoadedModel) -> None:
+    """No static cache and no engine serves them."""
+    shrinking = Format(2, param_dtype="float32", shrink_at=(100,))
+    layers = [replace(layer, k=(shrinking,), v=(shrinking,)) for layer in bare_layers(loaded.geometry)]
+    found = choose.not_for_decoding(layers, "bfloat16", DEFAULT_WORKLOAD)
+    assert str(found).startswith("slower than 16 bits to decode: k pages shrink, ")
 
 
 def test_systems_read_the_text_of_the_search(tmp_path: Path) -> None:

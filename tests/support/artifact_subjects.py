@@ -10,8 +10,8 @@ import torch
 from cache_cases import KIVI_2, feed, llama_plan, model_plan, random_ids, tiny_llama
 from form_cases import KITTY, RULE, form_plan, with_tensors
 from predictor_runs import fitted_llama, loaded_llama, plan_with
+from progressive_cases import fixed, transformed
 from report_cases import UNIFORM, evaluation, row
-from staged_cases import staged_plan, transformed
 from tiny_models import built
 from transformers import PreTrainedModel
 
@@ -58,7 +58,7 @@ def plans() -> dict[str, Plan]:
     found["paged window"] = llama_plan(
         Format(2, "channel", 32, window_rule=WindowRule("paged", 0.2, 100)), Format(2, "token", 32, window_rule=RULE)
     )
-    found["progressive, λ"] = transformed(staged_plan((140, 260, 300), (200, 300), num_layers=2))
+    found["progressive, λ"] = transformed(fixed((140, 260, 300), (200, 300), num_layers=2))
     found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
     found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
     fed, rotated = llama_plan(KITTY, KIVI_2[1]), (Format(2, quantizer="rotated"),)

@@ -222,7 +222,7 @@ class Case:
         none = self.q.new_empty(0)
         return launch_decode(
             self.q.to(dtype), *self.stores.values(), self.place, self.transform,
-            none if s_aux is None else s_aux, workspace, scale, softcap, [self.variant],
+            none if s_aux is None else s_aux, workspace, scale, softcap, self.variant,
         )  # fmt: skip
 
     def expected(

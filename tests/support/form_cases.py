@@ -1,5 +1,5 @@
-"""What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to feed the
-same queries, keys and values to a dynamic and to a static cache, layer by layer, without a model."""
+"""What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to feed
+queries, keys and values to a dynamic cache, layer by layer, without a model."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,16 +7,14 @@ from dataclasses import replace
 
 import torch
 from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan, plan_of, tiny_llama
-from static_cases import QUERY, assert_same_pages
+from static_cases import QUERY
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.cache.paged_layer import PagedLayer
 from kvcal.geometry import Geometry
 from kvcal.plan.layer import LayerPlan, Predictor
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
+from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule
 from kvcal.plan.tensors import needed_tensors
-from kvcal.store.state import Serving
 
 Change = Callable[[LayerPlan], LayerPlan]
 
@@ -123,14 +121,6 @@ def form_plan(
     return with_tensors(plan, layers, rotary)
 
 
-def static_of(plan: Plan, max_tokens: int, batch: int, mask: Tensor | None = None, device: str = "cpu") -> PlanCache:
-    """Allocated, and served by whoever calls ``advance``; the caller filters or expects SlowPath."""
-    cache = PlanCache(plan, tiny_llama(2, 3).config, mask, max_tokens=max_tokens)
-    cache.allocate(batch, device)
-    cache.static.serving = Serving()
-    return cache
-
-
 def dynamic_of(plan: Plan, mask: Tensor | None = None) -> PlanCache:
     return PlanCache(plan, tiny_llama(2, 3).config, mask)
 
@@ -143,58 +133,13 @@ def states(layer: int, batch: int, tokens: int, dim: int = HEAD_DIM, seed: int =
     return q, k, v
 
 
-def advance(cache: PlanCache, start: int, stop: int, all_states: Sequence[tuple[Tensor, ...]]) -> list:
-    """Columns [start, stop) of every layer's queries, keys and values. What each layer hands to attention, or for a
-    step of a static cache, what attention gives: a list of (K, V) or of outputs [B, H, D]."""
+def advance(
+    cache: PlanCache, start: int, stop: int, all_states: Sequence[tuple[Tensor, ...]], device: str = "cpu"
+) -> list[tuple[Tensor, Tensor]]:
+    """Columns [start, stop) of every layer's queries, keys and values; what each layer hands to attention: (K, V)."""
     found = []
     for layer, states_of_layer in zip(cache.layers, all_states, strict=True):
-        q, k, v = (x[:, :, start:stop] for x in states_of_layer)
-        keys, values = layer.update(k, v)
-        if layer.static is not None and layer.static.is_step(stop - start):
-            found.append(layer.attend(q, keys, values, None, 0.3, 0.0)[:, 0])
-        else:
-            layer.observe(q)
-            found.append((keys, values))
+        q, k, v = (x[:, :, start:stop].to(device) for x in states_of_layer)
+        found.append(layer.update(k, v))
+        layer.observe(q)
     return found
-
-
-def as_met(layer: PagedLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """What the dynamic cache hands to attention, rounded once where a step of the static one reconstructs it in 16
-    bits."""
-    found = [keys.clone(), values.clone()]
-    for form in layer.store.forms:
-        if form.tokens is not None:
-            number = SIDES.index(form.codec.side)
-            found[number] = found[number].bfloat16().float()
-    return found
-
-
-def attention(q: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
-    """fp64 [B, H, D]: of the last query of q [B, H, T, D] over the ``real`` [B, S] tokens of keys, values."""
-    grouped = q[:, :, -1].double().unflatten(1, (keys.shape[1], -1))
-    scores = (grouped @ keys.double().transpose(-1, -2) * 0.3).masked_fill(~real[:, None, None], -torch.inf)
-    return (scores.softmax(-1) @ values.double()).flatten(1, 2)
-
-
-def score_spread(q: Tensor, keys: Tensor, real: Tensor) -> float:
-    """The largest standard deviation of a head's scores, as ``attention`` has them."""
-    grouped = q[:, :, -1].double().unflatten(1, (keys.shape[1], -1))
-    scores = grouped @ keys.double().transpose(-1, -2) * 0.3
-    return max(float(of_row[..., seen].std(-1).max()) for of_row, seen in zip(scores, real, strict=True))
-
-
-def assert_same_records(static: PlanCache, dynamic: PlanCache) -> int:
-    """Every page is stored with the same bytes, in all layers; how many there are."""
-    return assert_same_pages(static, dynamic)
-
-
-def poison(static: PlanCache) -> None:
-    """NaN wherever nothing that is read may lie: all scratch, and records of pages that no row has yet."""
-    forms = static.static.forms
-    for tensor in (*forms._tokens.values(), *forms._slots):
-        tensor.view(torch.uint8).fill_(255)
-    room = static.static.table.shape[1]
-    for layer in static.paged_layers:
-        for part in layer.parts:
-            for row, length in enumerate(static.lengths):
-                part.pool.records[part.pool.slots([(row, num_pages(length), room)])] = 255

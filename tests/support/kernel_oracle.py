@@ -55,7 +55,7 @@ class Case:
         own = {"DTYPE": DTYPES[self.cache], "SIDE": SIDES.index(self.side)}
         own |= {"K_RESCALE": int(self.rescale), "K_OFFSET": int(self.offset)}
         own |= {f"{self.side.upper()}_FEEDBACK": int(self.feedback), "V_GAIN": int(self.gain)}
-        return own | side_defines(self.side, self.fmt, self.dim, self.cache, self.fmt.num_bits)
+        return own | side_defines(self.side, self.fmt, self.dim, self.cache)
 
     @property
     def variant(self) -> Variant:
@@ -261,8 +261,7 @@ class Paged:
         k, v = (self._of_rows(side, rows) for side in SIDES)
         queries = [part[rows] for part in self.queries]
         ops.append(
-            k_new, v_new, q, k, v, queries, self._place(rows), list(self.transform), self.error, [self.variant.number],
-            self.nothing, [],
+            k_new, v_new, q, k, v, queries, self._place(rows), list(self.transform), self.error, self.variant.number,
         )  # fmt: skip
 
     def decode(self, rows: slice, q: Tensor, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None) -> Tensor:
@@ -270,7 +269,7 @@ class Paged:
         k, v = (self._of_rows(side, rows) for side in SIDES)
         return ops.decode(
             q, k, v, self._place(rows), list(self.transform), self.nothing if s_aux is None else s_aux,
-            self._workspace(), scale, softcap, [self.variant.number], self.nothing, [],
+            self._workspace(), scale, softcap, self.variant.number,
         )  # fmt: skip
 
     def step(self, rows: slice, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import torch
 from cache_cases import llama_plan, plan_of
 
 from kvcal.geometry import Geometry
@@ -33,8 +34,19 @@ def scheduled(
     return dataclasses.replace(plan, layers=layers, workload=workload), budget
 
 
-def fixed(k_at: tuple[int, ...], v_at: tuple[int, ...], **changes) -> Plan:
-    """One layer, 2 KV heads, K per channel and V per token, shrinking at given counts."""
+def fixed(k_at: tuple[int, ...], v_at: tuple[int, ...], num_layers: int = 1, **changes) -> Plan:
+    """2 KV heads, K per channel and V per token, shrinking at given counts."""
     k = Format(16 >> len(k_at), "channel", 32, 3, param_dtype="float32", shrink_at=k_at, **changes)
     v = Format(16 >> len(v_at), "token", 32, param_dtype="float32", shrink_at=v_at, **changes)
-    return dataclasses.replace(llama_plan(k, v, num_layers=1), workload=Workload(8, 4096))
+    return dataclasses.replace(llama_plan(k, v, num_layers=num_layers), workload=Workload(8, 4096))
+
+
+def transformed(plan: Plan) -> Plan:
+    """With random λ and offsets of keys."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for layer in plan.layers:
+        index, shape = layer.geometry.index, (layer.attention.num_kv_heads, layer.attention.k_head_dim)
+        tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
+        tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
+    layers = tuple(dataclasses.replace(layer, k_rescale=True, k_offset=True) for layer in plan.layers)
+    return dataclasses.replace(plan, layers=layers, tensors=tensors)

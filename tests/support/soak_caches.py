@@ -33,7 +33,7 @@ from kvcal.models.supported_layers import geometry_of
 
 ROWS, CONTEXT = 4, 560
 MOST_LENGTHS = 8  # of prompts in a batch, beyond which rows share them
-KINDS = ("ragged", "progressive", "ragged, static", "progressive, static")
+KINDS = ("ragged", "progressive", "ragged, static")
 
 
 @dataclass(frozen=True)

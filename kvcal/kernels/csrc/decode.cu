@@ -59,15 +59,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const int* lengths, const int* ring_rows, i64 rows, i64 heads, const int* table, i64 table_row, i64 table_width,
     const int* k_read_at, i64 k_events, const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset,
     const signed char* k_signs, const signed char* v_signs, const float* s_aux, float* parts, int* counters, void* out,
-    float scale, float softcap STAGE_PARAMETERS QUERY_PARAMETERS) {
+    float scale, float softcap QUERY_PARAMETERS) {
     using namespace decode_;
     kv_let_next_start();
-#ifdef STAGED
-    if (k_region->bits != K_BITS || v_region->bits != V_BITS) return kv_wait_for_previous();
-    k_pages += k_region->base; k_page_stride = heads * K_RECORD;
-    v_pages += v_region->base; v_page_stride = heads * V_RECORD;
-    table_row = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
-#endif
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -137,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                            v_sinks + kv_row_start(stored, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
                            v_ring + kv_row_start(stored, v_ring_row) + (i64)head_index * (V_RING * DIM),
                            k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
-                           slots_of(table, table_row, row), k_pages_behind(before_last), v_pages_behind(before_last), before_last + 1};
+                           table + row * table_row, k_pages_behind(before_last), v_pages_behind(before_last), before_last + 1};
         const Cut cut(head.num_k_pages, head.num_v_pages, QUERY_TOKENS > 1 ? v_pages_behind(before) : head.num_v_pages);
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 

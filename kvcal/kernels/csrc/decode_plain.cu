@@ -13,7 +13,6 @@
 // blocks fill the time), and tiles in 16 bits.
 
 #include "plain_parts.cuh"
-#include "stage.cuh"
 
 namespace plain {
 
@@ -166,16 +165,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
     long long heads, const int* table, long long table_row, long long table_width, const int* k_read_at, long long k_events,
     const int* v_read_at, long long v_events, const float* k_rescale, const float* k_offset, const signed char* k_signs,
     const signed char* v_signs, const float* s_aux, float* parts, int* counters, void* out, float scale,
-    float softcap STAGE_PARAMETERS) {
+    float softcap) {
     using namespace plain;
-#ifdef STAGED
-    if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
-        return;
-    }
-    k_pages += k_region->base, k_page_stride = heads * K_RECORD;
-    v_pages += v_region->base, v_page_stride = heads * V_RECORD;
-    table_row = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
-#endif
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -222,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
         auto slot_of = [&](int tile) {
             const int page = tile * TOKENS / KV_PAGE_TOKENS;
             const bool is_read = tile < last && page < max(keys.num_pages, values.num_pages);
-            return is_read ? slots_of(table, table_row, row)[page] : 0;
+            return is_read ? table[row * table_row + page] : 0;
         };
 
         const long long first_query = row * q_row + (long long)head * GROUP_HEADS * q_head;

@@ -11,7 +11,6 @@
 // strides of pages, in bytes, those from slot to slot.
 
 #include "pack_page.cuh"
-#include "stage.cuh"
 #include "stored.cuh"
 
 #ifndef SIDE
@@ -49,7 +48,7 @@ struct Queries {
 
 template <class S>
 KV_INLINE void append_side(
-    const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, Slots slots, int num_slots,
+    const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, const int* slots, int num_slots,
     const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int* error) {
     static_assert(QUERY_TOKENS == 1 || !S::needs_queries, "queries of tokens that are taken back would stay counted");
     const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
@@ -117,7 +116,6 @@ KV_INLINE void append_side(
 //   k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], the factors of error feedback, or 0
 //   k_signs, v_signs  int8 [D], of rotated pages, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
-// With STAGED, k_pages and v_pages are the memory of all pages, and the regions say what of it is theirs, and its room.
 extern "C" __global__ void __launch_bounds__(THREADS) append(
     const unsigned short* k_new, long long k_row_stride, long long k_head_stride, const unsigned short* v_new,
     long long v_row_stride, long long v_head_stride, const unsigned short* q, long long q_row_stride,
@@ -127,22 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
     long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
-    const signed char* k_signs, const signed char* v_signs, int* error STAGE_PARAMETERS TOKEN_PARAMETERS) {
+    const signed char* k_signs, const signed char* v_signs, int* error TOKEN_PARAMETERS) {
     kv_let_next_start();
-#ifdef STAGED
-    if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
-        return;
-    }
-    k_pages += k_region->base, k_page_stride = k_region->heads * K_RECORD;
-    v_pages += v_region->base, v_page_stride = v_region->heads * V_RECORD;
-    table_stride = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
-#endif
 #if QUERY_TOKENS == 1
     const long long k_token_stride = 0, v_token_stride = 0;
 #endif
     __shared__ union { Scratch<Keys> k; Scratch<Values> v; } scratch;
     const int head = blockIdx.x, sequence = blockIdx.y, tokens = lengths[sequence], row = kv_row_of(rows, sequence);
-    const Slots slots = slots_of(table, table_stride, sequence);
+    const int* slots = table + sequence * table_stride;
     if (blockIdx.z == 0) {
         const Store store{
             k_new, k_row_stride, k_head_stride, k_token_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages,

@@ -8,11 +8,6 @@ runtime's cache holds: X is rounded to the cache's dtype (so 16 bits cost nothin
 tokens begin after the sinks, which are never quantized. Groups divide pages, so that pages need not be cut here;
 the last, partial page is quantized with partial groups. The recent window counts as quantized: in a long text it is
 a vanishing part.
-
-On CUDA a Triton kernel, which comes with torch, computes uniform groups: keys or values and their gradients are read
-once for all bits, and nothing as large as they are is written. The arithmetic is ``pages.uniform``'s, operation by
-operation: IEEE division, no fused multiply-add, rounding half to even. Only sums are in another order: over at most 128
-channels in fp32, everything else in fp64, without atomics, so that the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,9 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +25,6 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout_protocol import AXES, PAGE_TOKENS
 from kvcal.plan.page_format import UNIFORM, Format, Side
-
-CHANNELS_AT_ONCE, TOKENS_AT_ONCE = 64, 64
 
 
 class Errors(NamedTuple):
@@ -102,9 +94,6 @@ def quantization_errors(
         all_bits = tuple(columns_of_bits)
         if quantizer != UNIFORM:
             found.append(_page_errors(values, all_bits, axis, size, quantizer, side))
-        elif is_fused(x_BNTD, axis, size):
-            dtypes = (cache_dtype, param_dtype)
-            found.append(fused_errors(x_BNTD, g_BNTD, lengths_B, all_bits, axis, size, num_sink_tokens, *dtypes))
         else:
             found.append(_group_errors(values, all_bits, axis, size))
     places = torch.tensor([place_of[column] for column in range(len(formats))], dtype=torch.int64, device=x_BNTD.device)
@@ -220,122 +209,3 @@ def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tens
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def is_fused(x: Tensor, axis: str, group_size: int) -> bool:
-    """Whether ``fused_errors`` takes such groups on the device of ``x``; without it torch gives the same result."""
-    is_power = group_size & (group_size - 1) == 0
-    return x.is_cuda and find_spec("triton") is not None and (is_power or axis == "token")
-
-
-def fused_errors(
-    x_BNTD: Tensor,
-    g_BNTD: Tensor,
-    lengths_B: Tensor,
-    all_bits: Sequence[int],
-    axis: str,
-    group_size: int,
-    num_sink_tokens: int,
-    cache_dtype: torch.dtype,
-    param_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(Eq. 5 [B, N, C] fp64, squared errors [B, C] fp64) for C = len(all_bits) and groups of ``group_size`` along
-    ``axis``, after the sinks and before the padding.
-
-    Args:
-        x_BNTD, g_BNTD: keys or values, and their gradients, any float dtype and strides.
-        lengths_B: int64.
-    """
-    B, N, T, D = x_BNTD.shape
-    if axis == "channel":
-        tokens, span, channels, dim = group_size, CHANNELS_AT_ONCE, CHANNELS_AT_ONCE, 0
-    else:
-        tokens, span, channels, dim = TOKENS_AT_ONCE, group_size, 1 << (group_size - 1).bit_length(), 1
-    grid = (-(-(T - num_sink_tokens) // tokens), -(-D // span), B * N)
-    sums = x_BNTD.new_empty(B, N, grid[0] * grid[1], len(all_bits), 2, dtype=torch.float64)
-    import triton.language as tl
-
-    triton_type = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    levels = _levels(tuple(all_bits), x_BNTD.device)
-    operands = (x_BNTD, g_BNTD, lengths_B, levels, sums, N, D, num_sink_tokens, *x_BNTD.stride(), *g_BNTD.stride())
-    _kernel()[grid](
-        *operands,
-        NUM_BITS=len(all_bits),
-        TOKENS=tokens,
-        SPAN=span,
-        CHANNELS=channels,
-        DIM=dim,
-        CACHE=triton_type[cache_dtype],
-        PARAM=triton_type[param_dtype],
-        enable_fp_fusion=False,
-    )
-    sums_BNC2 = sums.sum(2)
-    return sums_BNC2[..., 0], sums_BNC2[..., 1].sum(1)
-
-
-@cache
-def _levels(all_bits: tuple[int, ...], device: torch.device) -> Tensor:
-    """The largest code of each number of bits, fp32; copied to the device once, which waits for it."""
-    return torch.tensor([2.0**bits - 1 for bits in all_bits], device=device)
-
-
-@cache
-def _kernel() -> Any:
-    """The kernel: one program a tile of TOKENS x SPAN values of one head, which holds whole groups along DIM."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(  # type: ignore[no-untyped-def]
-        x_ptr,
-        g_ptr,
-        lengths_ptr,
-        levels_ptr,
-        sums_ptr,
-        N,
-        D,
-        num_sinks,
-        x_b,
-        x_n,
-        x_t,
-        x_d,
-        g_b,
-        g_n,
-        g_t,
-        g_d,
-        NUM_BITS: tl.constexpr,
-        TOKENS: tl.constexpr,
-        SPAN: tl.constexpr,
-        CHANNELS: tl.constexpr,
-        DIM: tl.constexpr,
-        CACHE: tl.constexpr,
-        PARAM: tl.constexpr,
-    ):
-        b = (tl.program_id(2) // N).to(tl.int64)
-        n = (tl.program_id(2) % N).to(tl.int64)
-        t = (num_sinks + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-        d = (tl.program_id(1) * SPAN + tl.arange(0, CHANNELS)).to(tl.int64)[None, :]
-        is_real = (t < tl.load(lengths_ptr + b)) & (d < D) & (tl.arange(0, CHANNELS) < SPAN)[None, :]
-        x = tl.load(x_ptr + b * x_b + n * x_n + t * x_t + d * x_d, mask=is_real, other=0.0).to(CACHE).to(tl.float32)
-        weight = tl.abs(tl.load(g_ptr + b * g_b + n * g_n + t * g_t + d * g_d, mask=is_real, other=0.0).to(tl.float32))
-        infinite = tl.full((TOKENS, CHANNELS), float("inf"), tl.float32)
-        low = tl.min(tl.where(is_real, x, infinite), axis=DIM, keep_dims=True)
-        high = tl.max(tl.where(is_real, x, -infinite), axis=DIM, keep_dims=True)
-        zero = low.to(PARAM).to(tl.float32)
-        offset = x - zero
-        tile = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
-        out_ptr = sums_ptr + tile.to(tl.int64) * NUM_BITS * 2
-        for index in range(NUM_BITS):
-            levels = tl.load(levels_ptr + index)
-            step = tl.div_rn(high - low, tl.zeros_like(low) + levels).to(PARAM).to(tl.float32)
-            divisor = tl.where(step == 0.0, float("inf"), step)
-            code = tl.div_rn(offset, tl.broadcast_to(divisor, (TOKENS, CHANNELS)))
-            code = tl.minimum(tl.maximum(code, 0.0), levels)
-            code = (code + 8388608.0) - 8388608.0  # 2^23: to the nearest integer, half to even
-            error = tl.where(is_real, tl.abs(code * step + zero - x), 0.0)
-            weighted = tl.sum(tl.sum(error * weight, axis=1).to(tl.float64), axis=0)
-            squared = tl.sum(tl.sum(error * error, axis=1).to(tl.float64), axis=0)
-            tl.store(out_ptr + index * 2, weighted)
-            tl.store(out_ptr + index * 2 + 1, squared)
-
-    return kernel

@@ -1,7 +1,6 @@
 // What `decode` is compiled for: sizes from the macros of a variant, the shared memory of a block, its arguments.
 
 #include "common.cuh"
-#include "stage.cuh"
 
 #ifndef QUERY_TOKENS
 #define QUERY_TOKENS 1                            // of a step: drafts that are verified come several at a time

@@ -14,7 +14,7 @@ struct Head {
     const u16 *k_sinks, *k_ring, *v_sinks, *v_ring;
     const u8 *k_pages, *v_pages;                  // of this head in slot 0; the next slot is k_stride bytes on
     u32 k_stride, v_stride;
-    Slots slots;
+    const int* slots;
     int num_k_pages, num_v_pages, num_tokens;
 
     __device__ __forceinline__ const u8* k_page(int slot) const { return k_pages + (u64)(u32)slot * k_stride; }
