@@ -16,7 +16,6 @@ SHRINKING = {
     "one by one": fixed((140, 260, 300), (150, 270, 310), num_layers=3),
     "with the pages": fixed((128, 256, 384), (129, 257, 385), num_layers=3),
     "two at once, transformed": transformed(fixed((200, 200, 300), (140, 261, 261), num_layers=3)),
-    "direct shift": fixed((140, 259, 262), (200, 300), num_layers=3, shift="direct"),
 }
 
 
