@@ -3,7 +3,8 @@
     from kvcal import PlanCache, attached, load_plan         runs a plan
     from kvcal import build_plan, load_model, load_recipe    makes one, as ``kvcal plan`` does (docs/api.md)
 
-Names are imported on first use: the command line's help should not wait for torch, nor a plan for transformers.
+Names are imported on first use: the command line's help should not wait for torch, nor a plan for
+transformers.
 """
 
 from __future__ import annotations

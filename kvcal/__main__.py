@@ -1,7 +1,7 @@
 """The command line: its commands, errors and exit codes; the commands are in ``kvcal.commands``.
 
-Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU
-kernel, 7 a gate failed, 8 another rank ended, 130 interrupted.
+Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 stale, mismatched or corrupt artifact,
+6 no GPU kernel, 7 a gate failed, 8 another rank ended, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def options(
     """Compile a KV-cache quantization plan for a language model, and run it."""
 
 
-# Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the command line.
+# Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the
+# command line.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "First": {
         "plan": needs_compile(run.plan),

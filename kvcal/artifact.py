@@ -1,11 +1,12 @@
 """Every file kvcal writes between two stages, and the only file that touches the safetensors container.
 
-An artifact is one safetensors file with exactly one metadata key, ``kvcal`` (safetensors orders several at random),
-whose value is canonical JSON (sorted keys, no spaces, ASCII, finite numbers): ``{"body", "digest", "inputs", "kind",
-"schema"}``. ``digest`` is the sha256 over that JSON without the digest, then, for every tensor in order of the names,
-the canonical JSON of [name, dtype, shape] and the tensor's bytes (little-endian, row-major): a flipped bit is refused.
-``inputs`` says what the artifact was made from; a stage is skipped when they equal what it would use now. Other files
-are written by the same atomic rename; compiled kernels lie in the user's cache folder.
+An artifact is one safetensors file with exactly one metadata key, ``kvcal`` (safetensors orders several at
+random), whose value is canonical JSON (sorted keys, no spaces, ASCII, finite numbers): ``{"body", "digest",
+"inputs", "kind", "schema"}``. ``digest`` is the sha256 over that JSON without the digest, then, for every
+tensor in order of the names, the canonical JSON of [name, dtype, shape] and the tensor's bytes
+(little-endian, row-major): a flipped bit is refused. ``inputs`` says what the artifact was made from; a stage
+is skipped when they equal what it would use now. Other files are written by the same atomic rename; compiled
+kernels lie in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from kvcal.stored_tensor import NAMES, StoredTensor, StoredTensors, stored
 
 
 def require_file(path: str | Path, error: type[KvcalError]) -> None:
-    """Raise ``error`` if there is something at ``path`` that is no regular file, or the system does not take the name.
-    A path with nothing at it is left to the caller."""
+    """Raise ``error`` if there is something at ``path`` that is no regular file, or the system does not take
+    the name. A path with nothing at it is left to the caller."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -87,8 +88,8 @@ def make_again(kind: str | None) -> str:
 
 @dataclass(frozen=True)
 class Artifact:
-    """Content of a file of ``kind`` in version ``schema``. ``inputs``: a flat dict from field to JSON value of what it
-    was made from; ``body``: JSON; ``tensors``: any dtypes and shapes."""
+    """Content of a file of ``kind`` in version ``schema``. ``inputs``: a flat dict from field to JSON value
+    of what it was made from; ``body``: JSON; ``tensors``: any dtypes and shapes."""
 
     kind: str
     schema: int
@@ -131,7 +132,8 @@ def to_bytes(artifact: Artifact) -> bytes:
 
 
 def write(path: str | Path, artifact: Artifact) -> None:
-    """Writes the artifact whole or not at all. ArtifactError on non-finite content or when the system refuses."""
+    """Writes the artifact whole or not at all. ArtifactError on non-finite content or when the system
+    refuses."""
     write_bytes_atomic(path, to_bytes(artifact))
 
 
@@ -140,9 +142,10 @@ def write_text_atomic(path: str | Path, text: str) -> None:
 
 
 def write_bytes_atomic(path: str | Path, data: bytes, by_all_ranks: bool = False) -> None:
-    """Writes a temporary file next to ``path``, syncs it and renames it over ``path``; on any failure, Ctrl-C included,
-    the temporary file is removed. A file with these bytes stays as it is, so that a finished run can be repeated where
-    nothing can be written. Of several ranks the first alone writes, unless ``by_all_ranks``."""
+    """Writes a temporary file next to ``path``, syncs it and renames it over ``path``; on any failure, Ctrl-C
+    included, the temporary file is removed. A file with these bytes stays as it is, so that a finished run
+    can be repeated where nothing can be written. Of several ranks the first alone writes, unless
+    ``by_all_ranks``."""
     if distributed.rank() > 0 and not by_all_ranks:
         return
     path = Path(path)
@@ -168,8 +171,8 @@ def write_bytes_atomic(path: str | Path, data: bytes, by_all_ranks: bool = False
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvcal, or ~/.cache/kvcal where the variable is unset or (as its standard asks) not absolute. The
-    home of a user without one is /."""
+    """$XDG_CACHE_HOME/kvcal, or ~/.cache/kvcal where the variable is unset or (as its standard asks) not
+    absolute. The home of a user without one is /."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not folder.is_absolute():
         folder = Path("/", os.path.expanduser("~").removeprefix("~"), ".cache")
@@ -177,8 +180,8 @@ def cache_folder() -> Path:
 
 
 def keep(path: Path, data: bytes, what: str) -> None:
-    """Write a file of the cache folder whole, and its folder; where that fails, warn, once a folder, that ``what`` will
-    be made again."""
+    """Write a file of the cache folder whole, and its folder; where that fails, warn, once a folder, that
+    ``what`` will be made again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomic(path, data, by_all_ranks=True)
@@ -202,8 +205,8 @@ def remove_stale(folder: Path) -> None:
 
 
 def require_output(path: Path, kind: str) -> None:
-    """Before the work: make the folder of ``path``. ArtifactError where a file of the kind could not be written there,
-    or would replace a safetensors file of another kind: a model's weights, a profile."""
+    """Before the work: make the folder of ``path``. ArtifactError where a file of the kind could not be
+    written there, or would replace a safetensors file of another kind: a model's weights, a profile."""
     require_file(path, ArtifactError)
     require_parent(path)
     try:
@@ -220,7 +223,8 @@ def require_output(path: Path, kind: str) -> None:
 
 
 def require_parent(path: Path) -> None:
-    """Make the folder that ``path`` is to lie in. ArtifactError where that, or a new file in it, is refused."""
+    """Make the folder that ``path`` is to lie in. ArtifactError where that, or a new file in it, is
+    refused."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
@@ -245,9 +249,9 @@ def read_bytes(path: str | Path, kind: str) -> bytes:
 
 
 def read(path: str | Path, kind: str, schema: int) -> Artifact:
-    """Reads and verifies an artifact of this ``kind`` and ``schema``, without torch; tensors come on the CPU, in own
-    memory, each made on its first use. ArtifactError for a file that is missing, damaged or another one, or that holds
-    NaN or infinity.
+    """Reads and verifies an artifact of this ``kind`` and ``schema``, without torch; tensors come on the CPU,
+    in own memory, each made on its first use. ArtifactError for a file that is missing, damaged or another
+    one, or that holds NaN or infinity.
     """
     path = Path(path)
     try:
@@ -278,7 +282,8 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
-    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none."""
+    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is
+    none."""
     inputs = _unverified_head(path).get("inputs")
     if not isinstance(inputs, dict):
         raise ArtifactError(f"{path} has no artifact's header: inputs are no object", make_again(None))
@@ -354,7 +359,8 @@ def _read_head(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def require_shallow(value: Any, path: str | Path, levels: int = _MOST_LEVELS) -> None:
-    """ArtifactError when JSON from ``path`` holds lists and objects within each other beyond so many levels."""
+    """ArtifactError when JSON from ``path`` holds lists and objects within each other beyond so many
+    levels."""
     if not isinstance(value, dict | list):
         return
     if not levels:

@@ -1,11 +1,12 @@
 """Time of a decoding step over a plan's packed pages, next to a step at 16 bits: ``kvcal bench``.
 
-A step of a layer is all that its cache does for one new token of every row: keys and values enter their basis, are
-stored, and fill pages, which are packed; queries turn, attention reads sinks, pages and ring, and its outputs leave the
-basis. Copies of a layer are the layers of one static cache: so many that the GPU's L2 cache holds none of them. Random
-keys and values are stored as a prompt's are, by the plan's formats and tensors. One CUDA graph holds a step of each
-copy, and is replayed with rows at random phases of their pages, so that as many rows pack as do when requests come at
-any time. The baseline stores a token in dense keys and values, and attends by the fastest backend of torch's SDPA.
+A step of a layer is all that its cache does for one new token of every row: keys and values enter their
+basis, are stored, and fill pages, which are packed; queries turn, attention reads sinks, pages and ring, and
+its outputs leave the basis. Copies of a layer are the layers of one static cache: so many that the GPU's L2
+cache holds none of them. Random keys and values are stored as a prompt's are, by the plan's formats and
+tensors. One CUDA graph holds a step of each copy, and is replayed with rows at random phases of their pages,
+so that as many rows pack as do when requests come at any time. The baseline stores a token in dense keys and
+values, and attends by the fastest backend of torch's SDPA.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.E
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Microseconds of a step whose rows begin at random phases of a page, of the 128 that follow: median, mean, 99th
-    percentile and longest; the longest where all rows fill a page at once; and ``packing``, its share of the mean."""
+    """Microseconds of a step whose rows begin at random phases of a page, of the 128 that follow: median,
+    mean, 99th percentile and longest; the longest where all rows fill a page at once; and ``packing``, its
+    share of the mean."""
 
     us: float
     mean_us: float
@@ -59,8 +61,8 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """``layers``: indices of layers that are alike; ``nbytes``: of the cache of one. ``step`` is one layer's, None with
-    a ``reason``; ``dense_us``: of a step at 16 bits, None where no backend takes the shape."""
+    """``layers``: indices of layers that are alike; ``nbytes``: of the cache of one. ``step`` is one layer's,
+    None with a ``reason``; ``dense_us``: of a step at 16 bits, None where no backend takes the shape."""
 
     layers: tuple[int, ...]
     k: str
@@ -167,8 +169,8 @@ def step_calls(layers: Sequence[PagedLayer]) -> list[Callable[[], Tensor]]:
 
 
 def step_times(step: Call, lengths: Tensor, workload: Workload, layers: int = 1, rounds: int = 2) -> StepTimes:
-    """Of ``step`` on rows of ``lengths`` int32 [B], which each replay is given anew, divided by ``layers``. A replay is
-    made ``rounds`` times, of which the shortest counts: they do the same."""
+    """Of ``step`` on rows of ``lengths`` int32 [B], which each replay is given anew, divided by ``layers``. A
+    replay is made ``rounds`` times, of which the shortest counts: they do the same."""
     phase = torch.randint(PAGE_TOKENS, (workload.batch,), generator=torch.Generator().manual_seed(0))
     number, first = torch.arange(PAGE_TOKENS).unsqueeze(1), max(0, workload.context - PAGE_TOKENS)
     spread = first + (phase + number) % min(PAGE_TOKENS, workload.context)
@@ -184,8 +186,8 @@ def step_times(step: Call, lengths: Tensor, workload: Workload, layers: int = 1,
 
 
 def dense_us(layer: LayerPlan, workload: Workload, dtype: torch.dtype, device: torch.device) -> float | None:
-    """Microseconds of a step at 16 bits by the fastest backend, which is given the query heads of a group as heads or
-    as rows of one query; None where none takes the shape."""
+    """Microseconds of a step at 16 bits by the fastest backend, which is given the query heads of a group as
+    heads or as rows of one query; None where none takes the shape."""
     heads, found, batch = layer.attention, [], workload.batch
     made = partial(torch.randn, dtype=dtype, device=device)
     nbytes = batch * workload.context * heads.values_per_token * dtype.itemsize
@@ -216,7 +218,8 @@ def dense_us(layer: LayerPlan, workload: Workload, dtype: torch.dtype, device: t
 
 
 def replay_us(step: Call, prepared: Sequence[Call]) -> list[float]:
-    """Microseconds of a replay of one CUDA graph of ``step`` after each call of ``prepared``, which are not timed."""
+    """Microseconds of a replay of one CUDA graph of ``step`` after each call of ``prepared``, which are not
+    timed."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     prepared[0]()
     torch.cuda.synchronize()

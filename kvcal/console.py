@@ -47,8 +47,8 @@ stderr = Console(stderr=True)
 
 
 class View(NamedTuple):
-    """A table. Columns come in the order of their weight: on a narrow terminal the last ones leave. ``legend``: lines
-    below it. ``bits``: by header, what colours the cells of a column, row by row."""
+    """A table. Columns come in the order of their weight: on a narrow terminal the last ones leave.
+    ``legend``: lines below it. ``bits``: by header, what colours the cells of a column, row by row."""
 
     title: str
     headers: Sequence[str]
@@ -64,8 +64,8 @@ class View(NamedTuple):
 class TerminalReporter:
     """A Reporter: bars with the remaining time on a terminal, else a line now and then.
 
-    Work goes on within other work: a label that is not finished keeps its bar while others come and go below it, such
-    as the plans of an evaluation above the tokens of one."""
+    Work goes on within other work: a label that is not finished keeps its bar while others come and go below
+    it, such as the plans of an evaluation above the tokens of one."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet, self._printed = quiet, time.monotonic()
@@ -121,7 +121,8 @@ def print_json(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """Text and a line's end on stdout, at once. Who closes the pipe has read enough: the command ends well."""
+    """Text and a line's end on stdout, at once. Who closes the pipe has read enough: the command ends
+    well."""
     if sys.stdout is None:
         raise ArtifactError("cannot write to stdout: it is closed", "redirect it")
     try:
@@ -144,8 +145,8 @@ def discard_stdout() -> None:
 
 
 def show(part: View | str) -> None:
-    """A table or a text on stdout. A table keeps to the terminal's width: its last columns leave, and are named below
-    it. Piped output is as wide as it needs to be."""
+    """A table or a text on stdout. A table keeps to the terminal's width: its last columns leave, and are
+    named below it. Piped output is as wide as it needs to be."""
     if isinstance(part, str):
         print_text(part)
         return
@@ -179,8 +180,8 @@ def show(part: View | str) -> None:
 
 
 def _widths(view: View, width: int, header_lines: int) -> list[int]:
-    """Widths of the columns that a terminal of ``width`` has room for, two at least: of the longest cell and of a
-    header in so many lines; of sentences, of as much as must stand on a line."""
+    """Widths of the columns that a terminal of ``width`` has room for, two at least: of the longest cell and
+    of a header in so many lines; of sentences, of as much as must stand on a line."""
     found: list[int] = []
     left = width - 1
     for number, header in enumerate(view.headers):
@@ -199,8 +200,8 @@ def _widths(view: View, width: int, header_lines: int) -> list[int]:
 
 
 def print_error_json(error: KvcalError) -> None:
-    """One line of JSON on stderr, its last: what went wrong, where, what to do, and the exit code. stdout is empty, or
-    has the result that the error is about."""
+    """One line of JSON on stderr, its last: what went wrong, where, what to do, and the exit code. stdout is
+    empty, or has the result that the error is about."""
     names = ("message", "hint", "place", "exit_code", "smallest_bytes", "least_bits", "parts")
     about = {name: getattr(error, name) for name in names if hasattr(error, name)}
     with suppress(OSError):

@@ -1,12 +1,12 @@
 """Ranks: the processes that torchrun starts for one command.
 
-Every rank runs the same command from start to end. Only the items of a long loop (sequences, batches, plans) are dealt
-out: ``map_over_ranks`` gives every rank every result, in the order of the items, so that all go on with the same state.
-One process takes the same way, without a group.
+Every rank runs the same command from start to end. Only the items of a long loop (sequences, batches, plans)
+are dealt out: ``map_over_ranks`` gives every rank every result, in the order of the items, so that all go on
+with the same state. One process takes the same way, without a group.
 
-Rank 0 prints and writes files; the others read what it wrote, so that all ranks need one file system. Messages are
-Python objects that torch.distributed moves over gloo, between processes of one command. An error of an item is raised
-on all ranks. A rank that ends otherwise breaks its connections, which ends the others.
+Rank 0 prints and writes files; the others read what it wrote, so that all ranks need one file system.
+Messages are Python objects that torch.distributed moves over gloo, between processes of one command. An error
+of an item is raised on all ranks. A rank that ends otherwise breaks its connections, which ends the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from kvcal.errors import KvcalError, RankFailed, UsageError
 from kvcal.lazy_torch import torch
 
-# The longest wait for another rank that is at work: an item may be a whole evaluation. A dead one is noticed at once.
+# The longest wait for another rank that is at work: an item may be a whole evaluation. A dead one is noticed
+# at once.
 TIMEOUT = timedelta(days=1)
 # Unset for the libraries: lm-eval and accelerate would otherwise shard the work a second time.
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -36,7 +37,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class _Ranks:
-    """This process among ``size``. ``local``: its number among the ``on_node`` of its node; ``store``: of all."""
+    """This process among ``size``. ``local``: its number among the ``on_node`` of its node; ``store``: of
+    all."""
 
     rank: int = 0
     size: int = 1
@@ -64,7 +66,8 @@ def size_on_node() -> int:
 
 
 def world_size() -> int:
-    """The number of processes that torchrun has started, whether or not they have joined. UsageError: no number."""
+    """The number of processes that torchrun has started, whether or not they have joined. UsageError: no
+    number."""
     return max(1, _number("WORLD_SIZE", 1))
 
 
@@ -74,7 +77,8 @@ def prints_errors() -> bool:
 
 
 def device(name: str) -> str:
-    """``name`` of a device; of several ranks each takes the GPU of its number on the node for "auto" and "cuda"."""
+    """``name`` of a device; of several ranks each takes the GPU of its number on the node for "auto" and
+    "cuda"."""
     if _ranks.size == 1 or name == "cpu" or not torch.cuda.is_available():
         return name
     if name not in ("auto", "cuda"):
@@ -161,8 +165,8 @@ def require_same(what: str, value: object) -> None:
 
 
 def map_over_ranks(items: Sequence[Item], fn: Callable[[Item], Result]) -> Iterator[Result]:
-    """Yield ``fn(item)`` for each item, in order. Items are dealt round-robin to the ranks; every rank receives every
-    result, tensors on the CPU.
+    """Yield ``fn(item)`` for each item, in order. Items are dealt round-robin to the ranks; every rank
+    receives every result, tensors on the CPU.
 
     Raises:
         What ``fn`` raises of KvcalError, on every rank, after the results of the items before.

@@ -1,4 +1,5 @@
-"""Every error for users, one class per kind, each with a stable exit code; a warning; and the hint of a misspelling.
+"""Every error for users, one class per kind, each with a stable exit code; a warning; and the hint of a
+misspelling.
 
 A message names the value, the place and the allowed set; the optional hint says what to do next.
 """
@@ -50,8 +51,9 @@ class UsageError(KvcalError):
 
 
 class InfeasibleBudget(KvcalError):
-    """No allocation fits; ``smallest_bytes`` is the smallest budget (bytes) that would. Where formats are chosen:
-    ``least_bits`` per cached value, rounded up to hundredths, and ``parts``, the bytes by what takes them."""
+    """No allocation fits; ``smallest_bytes`` is the smallest budget (bytes) that would. Where formats are
+    chosen: ``least_bits`` per cached value, rounded up to hundredths, and ``parts``, the bytes by what takes
+    them."""
 
     exit_code = 3
 
@@ -101,7 +103,8 @@ class NonFiniteActivations(KvcalError):
 
 
 class KernelError(KvcalError):
-    """A CUDA kernel that cannot be compiled, loaded or run here: no cuda-core, no GPU, one that is too old."""
+    """A CUDA kernel that cannot be compiled, loaded or run here: no cuda-core, no GPU, one that is too
+    old."""
 
     exit_code = 6
 

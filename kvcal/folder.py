@@ -1,4 +1,5 @@
-"""The folder of a run's artifacts, what ties one to its model, and the one way to reuse one: ``current_or``."""
+"""The folder of a run's artifacts, what ties one to its model, and the one way to reuse one:
+``current_or``."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, ProfileSpec, Recipe, SearchSpec
 
 Made = TypeVar("Made")
-# Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole plans is
-# measured on, and of a basis.
+# Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole
+# plans is measured on, and of a basis.
 CPU_KL, CPU_PLANS, CPU_BASIS = (2, 512), (6, 1024), (6, 1024)
 
 
@@ -41,8 +42,8 @@ class _File:
 
 @dataclass(frozen=True)
 class Folder:
-    """The stages' artifacts in ``path``; of a named allocation, all but the profile and its basis, which lie in
-    ``profiled``."""
+    """The stages' artifacts in ``path``; of a named allocation, all but the profile and its basis, which lie
+    in ``profiled``."""
 
     path: Path
     profiled: Path | None = None
@@ -70,7 +71,8 @@ class Folder:
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
-        """Make the folder if needed, and remove what killed processes left in it. UsageError when it cannot be made."""
+        """Make the folder if needed, and remove what killed processes left in it. UsageError when it cannot
+        be made."""
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except OSError as refused:
@@ -87,21 +89,22 @@ class Folder:
         return cls(path) if cls(path).profile.exists() or not cls(above).profile.exists() else cls(path, above)
 
     def named(self, name: str) -> Folder:
-        """A folder below, for one allocation of the profile here; it is not made yet. UsageError for a wrong name."""
+        """A folder below, for one allocation of the profile here; it is not made yet. UsageError for a wrong
+        name."""
         if not re.fullmatch(r"[\w+-][\w.+-]*", name):
             raise UsageError(f"--name {name!r}; allowed: letters, digits and . _ + -, no . first")
         return Folder(self.path / name, self.path)
 
     def of_system(self, name: str) -> Folder:
-        """Of the artifacts of a search's system; not made yet. Where this folder is a named allocation's, the system's
-        profile is that of all of them."""
+        """Of the artifacts of a search's system; not made yet. Where this folder is a named allocation's, the
+        system's profile is that of all of them."""
         safe = re.sub(r"^\.+|[^\w.+-]", "_", name)
         above = None if self.profiled is None else self.profiled / "systems" / safe
         return Folder(self.path / "systems" / safe, above)
 
     def require_model(self, inputs: Mapping[str, Any]) -> None:
-        """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
-        one in ``inputs``. A damaged file is left to the stage that reads it."""
+        """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model
+        than the one in ``inputs``. A damaged file is left to the stage that reads it."""
         for one in (self.basis, self.profile, self.search, self.allocation, self.reparam, self.centre, self.predictors):
             for path in (one, partial_path(one)):
                 try:
@@ -136,8 +139,8 @@ def current_or(
     reporter: Reporter,
     made_on: str | None = None,
 ) -> Made:
-    """The content of ``path`` if it was made from ``inputs``, else what ``make`` makes of them and writes there. Says
-    which of the two, and on which data (``made_on``). The file is read and verified once."""
+    """The content of ``path`` if it was made from ``inputs``, else what ``make`` makes of them and writes
+    there. Says which of the two, and on which data (``made_on``). The file is read and verified once."""
     Folder(path.parent).require_model(inputs)
     found = load(path) if path.exists() else None
     difference = None if found is None else differing_input(inputs, read_inputs(path))
@@ -187,8 +190,8 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
 def sequences(
     spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit", folder: Folder | None = None
 ) -> TokenDataset:
-    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises, and
-    ArtifactError for a ``folder`` of another model."""
+    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences
+    raises, and ArtifactError for a ``folder`` of another model."""
     if folder is not None:
         folder.require_model(model_inputs(loaded))
     tokenizer = tokenizer_of(loaded)
@@ -197,7 +200,8 @@ def sequences(
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer. UsageError where it has none, or one with more tokens than the model has embeddings."""
+    """The model's tokenizer. UsageError where it has none, or one with more tokens than the model has
+    embeddings."""
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="neither text nor tasks can be tokenized without one")
     num_embedded, num_tokens = num_embeddings(loaded.model), loaded.tokenizer.vocab_size
@@ -214,8 +218,8 @@ def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
 
 
 def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
-    """``spec`` with the ``kl_measured`` that None stands for; on a CPU, where KL is not measured at all bits, on fewer
-    and shorter texts."""
+    """``spec`` with the ``kl_measured`` that None stands for; on a CPU, where KL is not measured at all bits,
+    on fewer and shorter texts."""
     if loaded.source in embedded_models() or spec.kl_measured == "all":
         return spec
     limits = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
@@ -234,7 +238,8 @@ def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:
 
 
 def calibration_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
-    """The recipe's [basis] or [feedback], on a CPU with fewer and shorter texts for a basis, unless --thorough."""
+    """The recipe's [basis] or [feedback], on a CPU with fewer and shorter texts for a basis, unless
+    --thorough."""
     spec = recipe.calibration
     assert spec is not None
     if recipe.basis is None:

@@ -24,7 +24,8 @@ HeadDim = Annotated[int, Field(ge=1, le=2**14)]
 
 @dataclass(frozen=True, config=STRICT)
 class ExpandedHeads:
-    """Sizes of the key and the value that multi-head latent attention makes of a latent for every query head."""
+    """Sizes of the key and the value that multi-head latent attention makes of a latent for every query
+    head."""
 
     k_head_dim: HeadDim
     v_head_dim: HeadDim
@@ -32,12 +33,12 @@ class ExpandedHeads:
 
 @dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
-    """One attention layer. ``window`` is the sliding window in tokens, None for full attention. ``state_bytes``: of the
-    state that it keeps besides keys and values, of a sequence (Falcon-H1, Zamba2).
+    """One attention layer. ``window`` is the sliding window in tokens, None for full attention.
+    ``state_bytes``: of the state that it keeps besides keys and values, of a sequence (Falcon-H1, Zamba2).
 
-    Multi-head latent attention (``expanded`` is not None) caches one latent and one rotary key for all query heads. The
-    latent takes the place of the keys, the rotary key that of the values: ``k_head_dim`` is the latent's size,
-    ``v_head_dim`` the rotary key's.
+    Multi-head latent attention (``expanded`` is not None) caches one latent and one rotary key for all query
+    heads. The latent takes the place of the keys, the rotary key that of the values: ``k_head_dim`` is the
+    latent's size, ``v_head_dim`` the rotary key's.
     """
 
     index: Index

@@ -1,19 +1,19 @@
 """torch, and modules of kvcal, imported on their first use.
 
-One file has a page's bytes and its encoder; one reads a plan and runs it. Counting bytes and reading plans need no
-torch, whose import takes longer than both (docs/measurements.md). So the modules on their way write
+One file has a page's bytes and its encoder; one reads a plan and runs it. Counting bytes and reading plans
+need no torch, whose import takes longer than both (docs/measurements.md). So the modules on their way write
 
     from kvcal.lazy_torch import Tensor, torch
 
-A function then imports torch when it computes with it, a module never. ``Tensor`` is for annotations alone. The
-command line's help runs no module of a stage at all:
+A function then imports torch when it computes with it, a module never. ``Tensor`` is for annotations alone.
+The command line's help runs no module of a stage at all:
 
     with lazy_imports():
         from kvcal.stages import pipeline
 
-binds ``pipeline`` to a stand-in, which imports the module when one of its names is first looked up. So a block imports
-modules, not names. Python 3.15's ``lazy import`` (PEP 810) says both. importlib's ``LazyLoader`` is no help: it puts
-unfinished modules into ``sys.modules``, which torch walks through.
+binds ``pipeline`` to a stand-in, which imports the module when one of its names is first looked up. So a
+block imports modules, not names. Python 3.15's ``lazy import`` (PEP 810) says both. importlib's
+``LazyLoader`` is no help: it puts unfinished modules into ``sys.modules``, which torch walks through.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The lm-evaluation-harness's command line, with the model "kvcal" next to its own:
 
-    python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks gsm8k
+    python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks
+    gsm8k
 
-The harness (0.4.13) looks for no models outside of itself: this module registers ours, then hands all arguments over.
-In Python: ``register()``, then ``lm_eval.simple_evaluate(model="kvcal", ...)``.
+The harness (0.4.13) looks for no models outside of itself: this module registers ours, then hands all
+arguments over. In Python: ``register()``, then ``lm_eval.simple_evaluate(model="kvcal", ...)``.
 """
 
 from __future__ import annotations

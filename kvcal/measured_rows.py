@@ -1,7 +1,7 @@
 """Measured plans side by side: rows for a page, and series for a picture.
 
-kvcal's own plan is told from its rivals, which are the baselines, and from all others. The recipe of `kvcal plan` is
-called kvcal in pictures.
+kvcal's own plan is told from its rivals, which are the baselines, and from all others. The recipe of `kvcal
+plan` is called kvcal in pictures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Measured(NamedTuple):
 
 
 def of_comparison(comparison: Comparison, found: Verdict | None) -> list[Measured]:
-    """All measured plans. kvcal's are those of its own recipe, without one those of the recipe that does best."""
+    """All measured plans. kvcal's are those of its own recipe, without one those of the recipe that does
+    best."""
     recipes = {entry.recipe for entry, _ in comparison.measured}
     ours = OWN_RECIPE if OWN_RECIPE in recipes or found is None else found.winner.recipe
     roles: dict[str, Role] = {entry.name: "kvcal" if entry.recipe == ours else "other" for entry in comparison.entries}
@@ -79,8 +80,8 @@ def series_of(rows: Sequence[Measured]) -> tuple[list[Series], list[Series]]:
 
 
 def dots_of(rows: Sequence[Measured]) -> dict[str, Any]:
-    """Rows by bits, most first, on one logarithmic axis of KL, its ends, and the headers of the others' columns. 16
-    bits lie at its left end, however little they lose."""
+    """Rows by bits, most first, on one logarithmic axis of KL, its ends, and the headers of the others'
+    columns. 16 bits lie at its left end, however little they lose."""
     kls = [row.text.kl for *_, row in rows if row.text.kl > 10 * SMALLEST_KL] or [SMALLEST_KL]
     low, high = math.floor(math.log10(min(kls))), math.ceil(math.log10(max(kls)) + 1e-9)
 

@@ -1,8 +1,8 @@
 """Pictures of plans, as PNGs: the bits of every layer, and quality against bits.
 
-Points are labelled where they lie: one colour for kvcal's own plan, black for its rivals, grey for all others. A PNG
-has no date and no version: equal content gives equal bytes. Matplotlib is imported when a figure is drawn, on its Agg
-canvas: no window.
+Points are labelled where they lie: one colour for kvcal's own plan, black for its rivals, grey for all
+others. A PNG has no date and no version: equal content gives equal bytes. Matplotlib is imported when a
+figure is drawn, on its Agg canvas: no window.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ TICKS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 Role = Literal["kvcal", "rival", "other"]
 COLOURS: Mapping[Role, str] = {"kvcal": "#2f4fd6", "rival": "#16181d", "other": "#8b919c"}
 MARKERS: Mapping[Role, str] = {"kvcal": "o", "rival": "s", "other": "o"}
-# Where a label may stand, in points from its point: right, left, above, below, then the corners, then further away.
+# Where a label may stand, in points from its point: right, left, above, below, then the corners, then further
+# away.
 PLACES = [(dx * far, dy * far) for far in (7, 12, 18) for dx, dy in
           ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))]  # fmt: skip
 
@@ -52,8 +53,9 @@ class Series(NamedTuple):
 
 
 def draw_bits(layers: Sequence[LayerPlan], costs: Mapping[Side, Mapping[int, float]], title: str, path: Path) -> None:
-    """Write the code bits of every layer, and below them what each would ``costs`` (by side and cache index) have it,
-    with the ``title`` of that. Pages that shrink are shown in their final bits, layers without pages in grey."""
+    """Write the code bits of every layer, and below them what each would ``costs`` (by side and cache index)
+    have it, with the ``title`` of that. Pages that shrink are shown in their final bits, layers without pages
+    in grey."""
     costs = {side: values for side, values in costs.items() if any(value > 0 for value in values.values())}
     figure = _figure(max(7.0, 1.2 + 0.24 * len(layers)), 4.6 if costs else 1.9)
     rows = figure.subplots(2 if costs else 1, 1, sharex=True, squeeze=False, height_ratios=[1, 2] if costs else [1])[
@@ -89,8 +91,8 @@ def _heat(bits: int) -> tuple[str, str]:
 
 
 def draw_quality(title: str, kl: Sequence[Series], accuracy: Sequence[Series], path: Path) -> None:
-    """Write KL (nats per token, logarithmic) and accuracy (%) against bits: a panel for each that has points. Bars are
-    one standard error."""
+    """Write KL (nats per token, logarithmic) and accuracy (%) against bits: a panel for each that has points.
+    Bars are one standard error."""
     shown = [(name, series) for name, series in (("kl", kl), ("accuracy", accuracy)) if any(s.points for s in series)]
     figure = _figure(7.6 * max(1, len(shown)), 5.2)
     figure.suptitle(title, fontsize=11)

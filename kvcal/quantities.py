@@ -1,11 +1,11 @@
-"""Numbers of bytes and of tokens as a user writes and reads them, one spelling for the whole program; and how large a
-batch may be.
+"""Numbers of bytes and of tokens as a user writes and reads them, one spelling for the whole program; and how
+large a batch may be.
 
 A budget decides what fits on a device, so decimal and binary units must never be mixed up silently: GB is
 10^9 bytes and GiB is 2^30, units are case-sensitive (a lower-case ``b`` could mean bits), and a fraction is
-computed exactly and rounded down, so that a parsed budget never exceeds what was written. A short form is read as the
-one that fits either way: G as the smaller GB, 32k tokens as the larger 32,768. Left out on purpose: exponents
-(``1e9``), thousands separators and bit units.
+computed exactly and rounded down, so that a parsed budget never exceeds what was written. A short form is
+read as the one that fits either way: G as the smaller GB, 32k tokens as the larger 32,768. Left out on
+purpose: exponents (``1e9``), thousands separators and bit units.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _QUANTITY = re.compile(r"([0-9]{1,40})(\.[0-9]{1,18})? ?([A-Za-z]*)")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``24GB`` or ``24G``, ``1.5GiB``, ``800MB``, ``123456B`` or ``123456``; at least 1, rounded down.
+    """Bytes of ``24GB`` or ``24G``, ``1.5GiB``, ``800MB``, ``123456B`` or ``123456``; at least 1, rounded
+    down.
 
     Raises UsageError, naming the text and what is allowed, on anything else.
     """
@@ -64,7 +65,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """``parse_bytes`` of a device's memory. UsageError for a small number without a unit, which was left out."""
+    """``parse_bytes`` of a device's memory. UsageError for a small number without a unit, which was left
+    out."""
     nbytes = parse_bytes(text)
     if nbytes < LEAST_BARE and text.strip(" ").isdecimal():
         unit = "MB" if nbytes >= 256 else "GB"
@@ -73,7 +75,8 @@ def parse_memory(text: str) -> int:
 
 
 def parse_tokens(text: str, least: int = 1) -> int:
-    """Tokens of ``4096``, ``32k`` or ``32K`` (times 1,024) or ``1M`` (times 1,048,576), from ``least`` to MAX_CONTEXT.
+    """Tokens of ``4096``, ``32k`` or ``32K`` (times 1,024) or ``1M`` (times 1,048,576), from ``least`` to
+    MAX_CONTEXT.
 
     Raises UsageError, naming the text and what is allowed, on anything else.
     """

@@ -1,9 +1,10 @@
 """A recipe: every knob of a compilation, with its default, its range and one line about it.
 
-A recipe either fixes the formats ([formats]: the baselines) or lets a stage choose them ([allocate], [importance],
-[search]); what follows works on what was chosen. Where a paper has a value, it is the default. Unknown keys are errors.
-``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is ``kvcal.data.sequences.DataSpec``, [formats]
-``kvcal.plan.layer.FormatsSpec``, [evaluate] and [tune] are in ``kvcal.data.reading``.
+A recipe either fixes the formats ([formats]: the baselines) or lets a stage choose them ([allocate],
+[importance], [search]); what follows works on what was chosen. Where a paper has a value, it is the default.
+Unknown keys are errors. ``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is
+``kvcal.data.sequences.DataSpec``, [formats] ``kvcal.plan.layer.FormatsSpec``, [evaluate] and [tune] are in
+``kvcal.data.reading``.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ BUDGET_KINDS = {
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileSpec:
-    """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per token
-    only) and 16 bits.
+    """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per
+    token only) and 16 bits.
 
-    Of these, ``kl_num_bits`` x the largest group size x the first of ``k_axes`` have a KL to the 16-bit cache: one
-    layer's K or V alone, through the packed cache. It is measured for all of their bits, or for the lowest: then the KL
-    at other bits is that one times the ratio of the squared errors.
+    Of these, ``kl_num_bits`` x the largest group size x the first of ``k_axes`` have a KL to the 16-bit
+    cache: one layer's K or V alone, through the packed cache. It is measured for all of their bits, or for
+    the lowest: then the KL at other bits is that one times the ratio of the squared errors.
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
@@ -104,7 +105,8 @@ class CacheSpec:
 
     @property
     def first_from_page(self) -> int:
-        """The first token predicted from a quantized page, which is read after the window and not all of sinks."""
+        """The first token predicted from a quantized page, which is read after the window and not all of
+        sinks."""
         pages = self.num_sink_tokens // PAGE_TOKENS + 1
         return max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS * pages + 1
 
@@ -172,7 +174,8 @@ class AllocateSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class ImportanceSpec:
-    """[importance], KVmix: layers with the largest gradient norms (K and V apart) get more bits and larger windows."""
+    """[importance], KVmix: layers with the largest gradient norms (K and V apart) get more bits and larger
+    windows."""
 
     share: Share = knob(0.2, "Share of the layers that get the high bits.")
     k_high_bits: Literal[2, 3, 4, 8] = knob(3, "Bits of the keys of these layers.")
@@ -195,8 +198,8 @@ SYSTEMS = ("default", "sensitivity", "kitty", "kitty-pro", "mixkvq-capped", "kvm
 
 @dataclass(frozen=True, config=STRICT)
 class SearchSpec:
-    """[search]: the plan of every system within the budget of [allocate]; the one of least KL to the 16-bit cache is
-    kept. [data] limits the systems' calibration texts."""
+    """[search]: the plan of every system within the budget of [allocate]; the one of least KL to the 16-bit
+    cache is kept. [data] limits the systems' calibration texts."""
 
     serve: Literal["decode", "storage"] = knob(
         "decode", "What the plan is for: fast decoding, or few bytes on disk or a network."
@@ -212,7 +215,8 @@ class SearchSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class ProgressiveSpec:
-    """[progressive], PM-KVQ's 16 -> 8 -> 4 -> 2: pages shrink when the budget for the tokens so far is used up."""
+    """[progressive], PM-KVQ's 16 -> 8 -> 4 -> 2: pages shrink when the budget for the tokens so far is used
+    up."""
 
     bits: Bits | None = knob(None, "All-in bits per cached value; default: the allocation's budget.")
 
@@ -245,8 +249,9 @@ class PredictorSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class FeedbackSpec:
-    """[feedback], GPTQ's and LDLQ's error feedback: codes of a token are chosen one after the other, each making up for
-    the errors before it. Pages and their decoder stay. ``stage``: its name, and its artifact's kind."""
+    """[feedback], GPTQ's and LDLQ's error feedback: codes of a token are chosen one after the other, each
+    making up for the errors before it. Pages and their decoder stay. ``stage``: its name, and its artifact's
+    kind."""
 
     stage: ClassVar[str] = "feedback"
     sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
@@ -262,8 +267,8 @@ class FeedbackSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class BasisSpec(FeedbackSpec):
-    """[basis], in which rotated pages are stored: the one that queries and output weights ask for. Codes are chosen
-    with error feedback in it."""
+    """[basis], in which rotated pages are stored: the one that queries and output weights ask for. Codes are
+    chosen with error feedback in it."""
 
     stage: ClassVar[str] = "basis"
     position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(1.0, "Stretches positions: short text for long.")
@@ -272,9 +277,9 @@ class BasisSpec(FeedbackSpec):
 
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
-    """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of ``allocate``) chooses
-    the formats; ``progressive``, ``reparam``, ``predictors``, ``basis`` and ``feedback`` then work on what was
-    chosen. ``tune`` searches the thresholds of ``formats`` alone."""
+    """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of
+    ``allocate``) chooses the formats; ``progressive``, ``reparam``, ``predictors``, ``basis`` and
+    ``feedback`` then work on what was chosen. ``tune`` searches the thresholds of ``formats`` alone."""
 
     name: str = Field(description="The file's name unless given.")
     description: str = knob("", "One line for people.")

@@ -1,7 +1,8 @@
-"""Recipes as files: where they are, how one is read, and how `--set section.key=value` changes single knobs of it.
+"""Recipes as files: where they are, how one is read, and how `--set section.key=value` changes single knobs
+of it.
 
-The recipes that come with kvcal are found by name. Values given on the command line go through the same strict
-dataclasses as the file.
+The recipes that come with kvcal are found by name. Values given on the command line go through the same
+strict dataclasses as the file.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def require_baselines(names: Iterable[str], place: str) -> None:
 
 
 def read_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Knobs by dotted name, and their values, of ``section.key=value`` texts: values are TOML, a bare word is a string,
-    and no value (None) restores the default. The last of several counts."""
+    """Knobs by dotted name, and their values, of ``section.key=value`` texts: values are TOML, a bare word is
+    a string, and no value (None) restores the default. The last of several counts."""
     known = _known_knobs()
     sections = sorted({name.partition(".")[0] for name in known})
     settings: dict[str, Any] = {}
@@ -143,8 +144,8 @@ def _toml_value(text: str) -> Any:
 
 
 def with_knobs(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with the knobs in ``changes``: dotted names to JSON-like values, None for the default. One kind of
-    budget replaces another.
+    """The recipe with the knobs in ``changes``: dotted names to JSON-like values, None for the default. One
+    kind of budget replaces another.
 
     Raises:
         UsageError: a value of the wrong type or out of range, or knobs that do not go together.

@@ -1,8 +1,8 @@
 """Records in files: the JSON body of an artifact, or a JSON file with a digest, as a strict frozen dataclass.
 
-A record is read by :func:`strict.parse`, which bounds every number that its dataclass bounds, and has one spelling:
-2.0 or true for an integer, or a key left to its default, is refused. Faults that only show when the parts of a plan are
-put together are ValueErrors, which :func:`refusing` turns into the file's ArtifactError.
+A record is read by :func:`strict.parse`, which bounds every number that its dataclass bounds, and has one
+spelling: 2.0 or true for an integer, or a key left to its default, is refused. Faults that only show when the
+parts of a plan are put together are ValueErrors, which :func:`refusing` turns into the file's ArtifactError.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvcal.strict import dump, findings, parse
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor. ``dtype``: torch's name of it; ``shape``: None is any extent. ``low`` and ``high``: the least and the
-    largest value allowed, one number for all, or one for each place of the last dimension; values are finite in any
-    case."""
+    """One tensor. ``dtype``: torch's name of it; ``shape``: None is any extent. ``low`` and ``high``: the
+    least and the largest value allowed, one number for all, or one for each place of the last dimension;
+    values are finite in any case."""
 
     dtype: str
     shape: tuple[int | None, ...]
@@ -83,8 +83,8 @@ Record = TypeVar("Record")
 
 @contextmanager
 def refusing(place: str | Path, hint: str | None = None) -> Iterator[None]:
-    """ValueError and UsageError become ArtifactError: here the values come from the file ``place``, not from a user.
-    Without a ``hint``, that of a path is how to make the file again."""
+    """ValueError and UsageError become ArtifactError: here the values come from the file ``place``, not from
+    a user. Without a ``hint``, that of a path is how to make the file again."""
     try:
         yield
     except ValidationError as wrong:
@@ -111,7 +111,8 @@ def record_of(record: type[Record], body: Mapping[str, Any], place: str | Path, 
 
 
 def write_json(path: str | Path, kind: str, schema: int, record: Any) -> None:
-    """Write a JSON file whole or not at all, with sorted keys and a digest. ArtifactError when the system refuses."""
+    """Write a JSON file whole or not at all, with sorted keys and a digest. ArtifactError when the system
+    refuses."""
     body = dump(record)
     content = {"kind": kind, "schema": schema, "digest": artifact.sha256_json(body), "body": body}
     artifact.write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")

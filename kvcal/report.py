@@ -1,9 +1,9 @@
-"""The report of a folder: one page of HTML that needs no network, for people who did not make the plan. First what was
-gained and what was lost, then where the bytes go, the layers, what was measured, and what to do next. A part whose
-artifact is missing is left out.
+"""The report of a folder: one page of HTML that needs no network, for people who did not make the plan. First
+what was gained and what was lost, then where the bytes go, the layers, what was measured, and what to do
+next. A part whose artifact is missing is left out.
 
-The page states no date and no path: equal artifacts give equal bytes. Its template is report.html; the pictures next to
-it (kvcal.pictures) are for other pages.
+The page states no date and no path: equal artifacts give equal bytes. Its template is report.html; the
+pictures next to it (kvcal.pictures) are for other pages.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Folded:
 
 
 def write_report(folder: Folder) -> Path:
-    """Write report.html of what ``folder`` holds, with the pictures bits.png and quality.png, and return its path."""
+    """Write report.html of what ``folder`` holds, with the pictures bits.png and quality.png, and return its
+    path."""
     from jinja2 import Environment
 
     plan = load_plan(folder.plan) if folder.plan.is_file() else None

@@ -1,7 +1,8 @@
-"""Tensors as files hold them: a dtype's name, a shape and bytes. numpy checks their values, torch computes with them.
+"""Tensors as files hold them: a dtype's name, a shape and bytes. numpy checks their values, torch computes
+with them.
 
-What reads a file checks all that the file holds; only what runs it needs torch. So ``StoredTensors`` is a mapping whose
-tensors become torch's when they are first asked for.
+What reads a file checks all that the file holds; only what runs it needs torch. So ``StoredTensors`` is a
+mapping whose tensors become torch's when they are first asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from kvcal.lazy_torch import Tensor, torch
 
 
 class Dtype(NamedTuple):
-    """``stored``: its name in a safetensors file. ``numbers``: numpy's dtype of the values, or of their bits where
-    numpy has no such numbers. ``infinite``: the bits that are all set in NaN and infinity and in no other number, 0 for
-    integers."""
+    """``stored``: its name in a safetensors file. ``numbers``: numpy's dtype of the values, or of their bits
+    where numpy has no such numbers. ``infinite``: the bits that are all set in NaN and infinity and in no
+    other number, 0 for integers."""
 
     stored: str
     numbers: str
@@ -46,7 +47,8 @@ ITEM_BYTES = {name: int(dtype.numbers[-1]) for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor. ``dtype``: a key of DTYPES; ``data``: the bytes, little-endian and row-major, in any buffer."""
+    """One tensor. ``dtype``: a key of DTYPES; ``data``: the bytes, little-endian and row-major, in any
+    buffer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +72,8 @@ class StoredTensor:
         return torch.frombuffer(self.data, dtype=dtype).view(self.shape)
 
     def values(self) -> np.ndarray:
-        """The numbers in the tensor's shape; bfloat16 as float32. Not for 8-bit floats, which numpy does not have."""
+        """The numbers in the tensor's shape; bfloat16 as float32. Not for 8-bit floats, which numpy does not
+        have."""
         numbers = np.frombuffer(self.data, DTYPES[self.dtype].numbers).reshape(self.shape)
         return (numbers.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else numbers
 

@@ -52,7 +52,8 @@ def knob(default: Record, doc: str) -> Record:
 def parse(
     record: type[Record], value: Mapping[str, Any], place: str, error: type[KvcalError], hint: str | None = None
 ) -> Record:
-    """Build ``record`` from JSON-like data (lists for tuples). ``error``: the first findings, each with its place."""
+    """Build ``record`` from JSON-like data (lists for tuples). ``error``: the first findings, each with its
+    place."""
     try:
         return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:
@@ -62,7 +63,8 @@ def parse(
 
 
 def changed(record: Record, changes: Mapping[str, Any], place: str, error: type[KvcalError]) -> Record:
-    """``record`` with the fields in ``changes`` (JSON-like) that are not None, checked as :func:`parse` does."""
+    """``record`` with the fields in ``changes`` (JSON-like) that are not None, checked as :func:`parse`
+    does."""
     given = {name: value for name, value in changes.items() if value is not None}
     return parse(type(record), dump(record) | given, place, error)
 
@@ -105,7 +107,8 @@ def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> st
 
 
 def _suggestion(found: ValidationError, record: Any) -> str | None:
-    """``did_you_mean`` of the first unknown key or word that is like an allowed one; or how a list is written."""
+    """``did_you_mean`` of the first unknown key or word that is like an allowed one; or how a list is
+    written."""
     for item in found.errors(include_url=False):
         hint = None
         if item["type"] == "unexpected_keyword_argument":

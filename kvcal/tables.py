@@ -35,8 +35,8 @@ _SHORT = re.compile("(?<=^[0-9a-f]{8})[0-9a-f]{56}$")  # a digest is shown by it
 
 
 def side_name(layer: LayerPlan, side: Side) -> str:
-    """The formats of a layer's K or V, and what is done to its pages; of latent attention, of the latent or the rotary
-    key."""
+    """The formats of a layer's K or V, and what is done to its pages; of latent attention, of the latent or
+    the rotary key."""
     name = " ".join(part for part in (_bits(layer, side), _pages(layer, side)) if part)
     if layer.attention.is_latent:
         name = f"{'latent' if side == 'k' else 'rotary key'} {name}"
@@ -150,8 +150,8 @@ def _protected(layer: LayerPlan) -> str:
 
 
 def search_table(report: SearchReport) -> View:
-    """The plans of all systems: KL to the 16-bit cache on both pools, the paired difference from the plan that ships,
-    and why a system has no plan."""
+    """The plans of all systems: KL to the 16-bit cache on both pools, the paired difference from the plan
+    that ships, and why a system has no plan."""
     rows = []
     for one in report.systems:
         figures = (
@@ -190,7 +190,8 @@ def bits_name(plan: Plan) -> str:
 
 
 def bounded_note(plan: Plan, workload: Workload) -> str:
-    """Bytes of layers that a plan leaves as they are, and that bits per value do not count; "" without any."""
+    """Bytes of layers that a plan leaves as they are, and that bits per value do not count; "" without
+    any."""
     parts, others = plan.parts(workload), sum(not layer.is_paged for layer in plan.layers)
     nbytes = parts.get("sliding_windows", 0) + parts.get("states", 0)
     if not nbytes:

@@ -1,11 +1,14 @@
-"""What a change of a recipe is worth: KL to 16 bits of the changed recipe's plan, next to that of the recipe's own.
+"""What a change of a recipe is worth: KL to 16 bits of the changed recipe's plan, next to that of the
+recipe's own.
 
     python lab/ablations.py --model reasoner-10m                        # all of ABLATIONS
-    python lab/ablations.py kvmix:importance.window=none "kitty:formats.k.boost.score=variance" --out kitty.json
+    python lab/ablations.py kvmix:importance.window=none "kitty:formats.k.boost.score=variance" --out
+    kitty.json
 
-A change is spelled as in ``recipe_of``: RECIPE:KEY=VALUE, several after semicolons. KL is in nats per loss token, read
-through the packed cache as in decoding, on texts that no calibration sees. Errors are standard errors over texts;
-differences are paired, text by text. Pages that shrink have their final bits at the end of each text.
+A change is spelled as in ``recipe_of``: RECIPE:KEY=VALUE, several after semicolons. KL is in nats per loss
+token, read through the packed cache as in decoding, on texts that no calibration sees. Errors are standard
+errors over texts; differences are paired, text by text. Pages that shrink have their final bits at the end of
+each text.
 """
 
 from __future__ import annotations

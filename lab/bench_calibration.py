@@ -1,12 +1,13 @@
-"""Seconds, share of the FLOP floor and peak memory of every stage of a calibration, on a random model of a shape.
+"""Seconds, share of the FLOP floor and peak memory of every stage of a calibration, on a random model of a
+shape.
 
     python lab/bench_calibration.py --shape 8b --out calibration.json
     python lab/bench_calibration.py --hidden 256 --layers 8 --samples 4 --seq-len 512 --out small.json
 
-One process, one device. Gradients are timed for several batch sizes, with and without candidates; the divergence with
-layers that plans share run once, and run by every plan, on one group of plans at each end of the model. What 512
-sequences take is extrapolated: gradients, Hessians and λ by sequence, the divergence as it is, since it has its own few
-texts.
+One process, one device. Gradients are timed for several batch sizes, with and without candidates; the
+divergence with layers that plans share run once, and run by every plan, on one group of plans at each end of
+the model. What 512 sequences take is extrapolated: gradients, Hessians and λ by sequence, the divergence as
+it is, since it has its own few texts.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ class Bench:
             self.say("λ", label.removeprefix("reparam: "), 1, (seconds, measured[1]), self.forward_flops)
 
     def predictors(self) -> None:
-        """Of all layers; seconds of two numbers of sequences tell what a sequence adds, and what solving takes."""
+        """Of all layers; seconds of two numbers of sequences tell what a sequence adds, and what solving
+        takes."""
         layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
         for at_once, count in product(self.given.predictor_batches, self.given.predictor_sequences):
             data = replace(self.data, sequences=self.data.sequences[:count], loss_masks=self.data.loss_masks[:count])

@@ -3,11 +3,13 @@
     python lab/bench_product.py --out product.json
     python lab/bench_product.py --part layers --shape 8x32768 --plan plan.safetensors --out product.json
 
-Needs a CUDA device. Plans are those of --plan, or what the default recipe makes at each of --bits (``shared``); and for
-reference alone, rotated pages of 2 bits without a basis. Weights are random, rows at random phases of pages. Parts:
+Needs a CUDA device. Plans are those of --plan, or what the default recipe makes at each of --bits
+(``shared``); and for reference alone, rotated pages of 2 bits without a basis. Weights are random, rows at
+random phases of pages. Parts:
 
     layers   a step of all layers' caches, for each --shape: microseconds a layer, as kvcal/bench.py has them
-    prompts  milliseconds until the first token of one prompt, at once and in chunks; 16 bits in a DynamicCache
+    prompts  milliseconds until the first token of one prompt, at once and in chunks; 16 bits in a
+    DynamicCache
     model    whole steps as CUDA graphs, of --batch sequences and of all that fit in --memory GB of cache: tokens a
              second; 16 bits in a StaticCache that is read without a mask, by the backend that torch chooses
 
@@ -76,7 +78,8 @@ def reference_plan(like: Plan) -> Plan:
 
 
 def measured(times: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What ``times`` says, once the caches before it are cleared, whose layers know each other; or why not."""
+    """What ``times`` says, once the caches before it are cleared, whose layers know each other; or why
+    not."""
     gc.collect()
     torch.cuda.empty_cache()
     try:
@@ -155,8 +158,8 @@ def whole_step(plan: Plan | None, model: PreTrainedModel, workload: Workload) ->
 
 @contextmanager
 def caching(plan: Plan | None, model: PreTrainedModel, context: int) -> Iterator[Any]:
-    """A static cache to which the model attends within; at 16 bits to its first ``context`` tokens, without a mask, the
-    query heads of a group as rows of one query."""
+    """A static cache to which the model attends within; at 16 bits to its first ``context`` tokens, without a
+    mask, the query heads of a group as rows of one query."""
     if plan is not None:
         with attached(model):
             yield PlanCache(plan, model.config, max_tokens=context + PAGE_TOKENS)

@@ -7,8 +7,8 @@ and with a 70B's layers streamed from a checkpoint that is written first, where 
 
     torchrun --nproc-per-node 2 lab/bench_ranks.py --streamed /dev/shm/llama-70b --layers 11 --of-layers 80
 
-The sha256 of the profile and of its statistics is printed: none may depend on the number of ranks. Gradients are timed
-after the first batches of every rank, the divergence as a whole.
+The sha256 of the profile and of its statistics is printed: none may depend on the number of ranks. Gradients
+are timed after the first batches of every rank, the divergence as a whole.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Seconds a layer, and memory, of profiling a model of 70B's shape whose layers are streamed through 24 GB of a GPU.
+"""Seconds a layer, and memory, of profiling a model of 70B's shape whose layers are streamed through 24 GB of
+a GPU.
 
-Writes a Llama checkpoint of random weights with that shape, but as few layers as a disk holds: a layer's time does not
-depend on how many there are. Then it measures
+Writes a Llama checkpoint of random weights with that shape, but as few layers as a disk holds: a layer's time
+does not depend on how many there are. Then it measures
 
 - reading a layer's file from the disk of --disk, where it is not in the page cache;
 - loads: a forward of few tokens, with the files in memory (the page cache, or a folder of /dev/shm);
-- plans that are compared at once: side by side, so that a layer is loaded once for all, and one after the other;
+- plans that are compared at once: side by side, so that a layer is loaded once for all, and one after the
+  other;
 - the gradients of a profile, streamed;
 - the same with all layers on the device, which is the time without any waiting, and must give the same bytes.
 
-Seconds of all 128 sequences are those of the measured ones, scaled: batches are alike, and take their time in turn.
+Seconds of all 128 sequences are those of the measured ones, scaled: batches are alike, and take their time in
+turn.
 
 Example: python lab/bench_streamed.py /dev/shm/llama-70b-20 --disk /scratch --layers 20 --memory 24GB
 
@@ -89,7 +92,8 @@ def write_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype, devi
 
 
 def open_model(folder: Path, memory: int, num_tokens: int, device: torch.device) -> tuple[PreTrainedModel, Residence]:
-    """As ``kvcal.models.load`` does, but for the hash of the weights, which takes long and tells nothing here."""
+    """As ``kvcal.models.load`` does, but for the hash of the weights, which takes long and tells nothing
+    here."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     residence = stream(model, device, memory, num_tokens)
     print(residence, flush=True)
@@ -124,7 +128,8 @@ def seconds_of_forward(model: PreTrainedModel) -> float:
 
 
 def seconds_of_plans(model: PreTrainedModel, num_texts: int, num_tokens: int) -> float:
-    """Of ``LOCKSTEP`` plans, all different in the first layer, and the reference, on texts of random tokens."""
+    """Of ``LOCKSTEP`` plans, all different in the first layer, and the reference, on texts of random
+    tokens."""
     geometry = geometry_of(model)
     reference = unquantized_plan(ModelIdentity("70b", "llama", "c", "w", "t"), geometry)
     plans = []

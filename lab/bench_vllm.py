@@ -1,17 +1,19 @@
 """Tokens a second inside vLLM at equal memory of the cache: of plans that ship, and of vLLM's own caches.
 
-    python lab/bench_vllm.py --caches kvcal bfloat16 fp8 int4_per_token_head turboquant_4bit_nc --out speed.json
-    python lab/bench_vllm.py --plan plan.safetensors --context 8192 --passes 8
+    python lab/bench_vllm.py --caches kvcal bfloat16 fp8 int4_per_token_head turboquant_4bit_nc --out
+    speed.json python lab/bench_vllm.py --plan plan.safetensors --context 8192 --passes 8
 
-Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and dummy
-weights. Plans are those of --plan, or what the default recipe makes of this shape at each of --bits (``shared``: random
-where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes are cached, as they are by
-default. Prompts are of random lengths, so that requests are at random phases of their pages.
+Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and
+dummy weights. Plans are those of --plan, or what the default recipe makes of this shape at each of --bits
+(``shared``: random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes
+are cached, as they are by default. Prompts are of random lengths, so that requests are at random phases of
+their pages.
 
-Every cache has an engine of its own, in its own process as when it serves, and as many sequences as fit with the whole
-context. Prompts are computed once, by one engine after the other. Then they take turns, so that what else happens on
-the host meets all of them: in a pass, each makes so many steps alone, and the others are paused. Last, each makes some
-with a profiler. A cache that vLLM does not start with is reported with vLLM's reason.
+Every cache has an engine of its own, in its own process as when it serves, and as many sequences as fit with
+the whole context. Prompts are computed once, by one engine after the other. Then they take turns, so that
+what else happens on the host meets all of them: in a pass, each makes so many steps alone, and the others are
+paused. Last, each makes some with a profiler. A cache that vLLM does not start with is reported with vLLM's
+reason.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ LINE = "BENCH "
 
 
 def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
-    """A configuration in ``folder``, and plans in ``folder`` / plans: what each cache of a plan is, by its name."""
+    """A configuration in ``folder``, and plans in ``folder`` / plans: what each cache of a plan is, by its
+    name."""
     from shared import default_plan
 
     from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
@@ -85,8 +88,9 @@ def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
 
 
 class Served:
-    """One engine with one cache of ``given.memory`` bytes, and as many sequences of ``given.context`` tokens as fit
-    into it, of which the last are made in ``given.passes`` of ``given.steps``, and then with a profiler."""
+    """One engine with one cache of ``given.memory`` bytes, and as many sequences of ``given.context`` tokens
+    as fit into it, of which the last are made in ``given.passes`` of ``given.steps``, and then with a
+    profiler."""
 
     def __init__(self, folder: Path, cache: str, given: argparse.Namespace) -> None:
         from vllm import LLM
@@ -162,8 +166,8 @@ class Served:
         self.llm.sleep(level=0, mode="keep")
 
     def make(self, steps: int) -> tuple[int, list[float]]:
-        """New tokens, and seconds of each step. The engine is paused before and after; it may be a step or two ahead of
-        what it has said."""
+        """New tokens, and seconds of each step. The engine is paused before and after; it may be a step or
+        two ahead of what it has said."""
         tokens, seconds = 0, []
         self.llm.wake_up(["scheduling"])
         for _ in range(WARM_STEPS):
@@ -200,8 +204,8 @@ def kernels_in(traces: Path) -> Iterator[tuple[str, float]]:
 
 
 def serve(folder: Path, given: argparse.Namespace) -> None:
-    """The process of one cache: a line of JSON when it has started, and one for each line of its input: filled at the
-    first, and profiled at the last."""
+    """The process of one cache: a line of JSON when it has started, and one for each line of its input:
+    filled at the first, and profiled at the last."""
     served = Served(folder, given.serve, given)
     print(LINE + json.dumps({"sequences": served.count, "prompt": served.prompt}), flush=True)
     for number, _ in enumerate(sys.stdin):
@@ -271,8 +275,8 @@ def measure(folder: Path, caches: list[str], given: argparse.Namespace) -> dict[
 
 
 def table(results: dict[str, Any], names: dict[str, str]) -> str:
-    """In Markdown. Of tokens a second, the median pass, the least and the most; of steps, the median, the 99th
-    percentile and the longest. Shares are those of the GPU's time."""
+    """In Markdown. Of tokens a second, the median pass, the least and the most; of steps, the median, the
+    99th percentile and the longest. Shares are those of the GPU's time."""
     head = "sequences | step: median, 99th percentile, longest | tokens/s (least, most) | first token | kernels"
     lines = [f"| cache | {head} |", "|---|---|---|---|---|---|"]
     for cache, found in results.items():

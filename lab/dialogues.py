@@ -1,10 +1,11 @@
 """Generated dialogues, assembled from templates and a small grammar in our own words.
 
-A dialogue has 6 to 40 exchanges of small talk and instructions: lists to keep, plans to change, sums, rewritten
-sentences, explanations. Later turns ask back for what was said far above, so that its tokens must be read exactly.
+A dialogue has 6 to 40 exchanges of small talk and instructions: lists to keep, plans to change, sums,
+rewritten sentences, explanations. Later turns ask back for what was said far above, so that its tokens must
+be read exactly.
 
-The same ``random.Random`` state always gives the same text, in every process. Left out: more languages than English,
-system prompts, tool calls.
+The same ``random.Random`` state always gives the same text, in every process. Left out: more languages than
+English, system prompts, tool calls.
 """
 
 from __future__ import annotations

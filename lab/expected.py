@@ -2,11 +2,12 @@
 
     python lab/expected.py          # what was fitted, its errors, and a table of chips
 
-A call takes t0 + (m^p + c^p)^(1/p). m: bytes over ``SHARE`` of the bandwidth. c: the larger of a page's instructions
-over what an SM issues, and of its products over what tensor cores take. An SM issues less with few warps, which shared
-memory limits. t0, p and the issued share are fitted on ``FITTED``, an H200's rows of docs/measured/2026-11-2*;
-``CHECKED``, rows of other pages there, are not seen by the fit: another card, newer kernels. Chips are as data sheets
-and papers of the vendor say, B200 as chipsandcheese.com and hmc-tech.com do; int8's dense rate is that of products.
+A call takes t0 + (m^p + c^p)^(1/p). m: bytes over ``SHARE`` of the bandwidth. c: the larger of a page's
+instructions over what an SM issues, and of its products over what tensor cores take. An SM issues less with
+few warps, which shared memory limits. t0, p and the issued share are fitted on ``FITTED``, an H200's rows of
+docs/measured/2026-11-2*; ``CHECKED``, rows of other pages there, are not seen by the fit: another card, newer
+kernels. Chips are as data sheets and papers of the vendor say, B200 as chipsandcheese.com and hmc-tech.com
+do; int8's dense rate is that of products.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ BITS = {"2": 2.25, "3": 3.25, "4": 4.25, "rotated 2": 2.13, "rotated 3": 3.13, "
 INSTRUCTIONS = {"2": 1235, "3": 1235 + 736, "4": 1235 + 280}
 PRODUCTS = 88
 SHARE, RAW_FIXED = 0.935, 7.4  # of 16 bits on an H200: the slope and the offset of its times over bytes
-# By warps, of what 12 issue: 8 x 8 heads on an H200 took 52.7 and, with 4, 67 us; 53.9 and, with 8, 58.7; less t0.
+# By warps, of what 12 issue: 8 x 8 heads on an H200 took 52.7 and, with 4, 67 us; 53.9 and, with 8, 58.7;
+# less t0.
 ISSUED = {12: 1.0, 8: 0.91, 4: 0.76}
 HEADS, DIM, PAGE = 8, 128, 128
 K = 1024
@@ -101,8 +103,8 @@ def fitted() -> Fit:
 
 
 def tokens_a_second(chip: Chip, fmt: str, fit: Fit, context: int = 32 * K) -> tuple[float, int]:
-    """Of Llama-3.1-8B's shape, bf16 weights, and the batch that fills the memory. A step's other 3.5 ms and 17.4 GB are
-    an H200's (docs/measured/2026-11-21-whole-steps-earlier.md)."""
+    """Of Llama-3.1-8B's shape, bf16 weights, and the batch that fills the memory. A step's other 3.5 ms and
+    17.4 GB are an H200's (docs/measured/2026-11-21-whole-steps-earlier.md)."""
     batch = int((chip.gb - 17.4) // (4.33 * BITS[fmt] / 16))
     step = 3500 + 16.06e6 / (SHARE * chip.gb_s) + 32 * microseconds(chip, fmt, max(1, batch) * context, fit)
     return 1e6 * batch / step, batch

@@ -2,14 +2,15 @@
 
     word = q0 | q1 << 3 | ... | q9 << 27 | q10 << 30        11 codes in 32 bits: ten of 3 bits, the last of 2
 
-All codes of a group share one scale, (max - min) / 7, so the eleventh of each word saturates at min + 3 scale: any
-value above min + 3.5 scale is lost there. The paper calls this 10 % denser than 10 codes a word. With everything
-counted it is not: a group of 11, as its public kernels store it, is one word + scale + zero = 64 bits, 5.8 a value;
-groups of 32 fill three words, 4.0 a value, exactly what the 2-bit plane + 1-bit plane of ``packing`` takes without
-saturating anything. Only groups that are multiples of 11 save codes, 2.91 bits a value instead of 3.
+All codes of a group share one scale, (max - min) / 7, so the eleventh of each word saturates at min + 3
+scale: any value above min + 3.5 scale is lost there. The paper calls this 10 % denser than 10 codes a word.
+With everything counted it is not: a group of 11, as its public kernels store it, is one word + scale + zero =
+64 bits, 5.8 a value; groups of 32 fill three words, 4.0 a value, exactly what the 2-bit plane + 1-bit plane
+of ``packing`` takes without saturating anything. Only groups that are multiples of 11 save codes, 2.91 bits a
+value instead of 3.
 
-Groups run along the last dimension and each starts a new word. The codes are those of ``uniform`` at 3 bits, the
-eleventh clamped to 3: it saturates, it never wraps. Left out: kernels.
+Groups run along the last dimension and each starts a new word. The codes are those of ``uniform`` at 3 bits,
+the eleventh clamped to 3: it saturates, it never wraps. Left out: kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _LAST_CODE = 3
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """words [..., words of the groups, one group after the other] int32; scale, zero [..., groups], as given."""
+    """words [..., words of the groups, one group after the other] int32; scale, zero [..., groups], as
+    given."""
 
     words: Tensor
     scale: Tensor
@@ -42,8 +44,8 @@ class Packed:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """One group's codes [..., g] uint8 below 8 -> words [..., ceil(g / 11)] int32; every eleventh code above 3 becomes
-    3, free slots are 0."""
+    """One group's codes [..., g] uint8 below 8 -> words [..., ceil(g / 11)] int32; every eleventh code above
+    3 becomes 3, free slots are 0."""
     num_words = uniform.num_groups(codes.shape[-1], CODES_PER_WORD)
     free = num_words * CODES_PER_WORD - codes.shape[-1]
     slots = torch.nn.functional.pad(codes, (0, free)).unflatten(-1, (num_words, CODES_PER_WORD))

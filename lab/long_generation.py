@@ -3,15 +3,16 @@
     python lab/long_generation.py --model path/to/model.gguf --data texts --plans default@2.5,default@3,kivi-2
 
 rows       records, a line of JSON each, and the same as the rows of a table, as in LongProc (arXiv 2501.05414): rows
-           that the model gets right, letter for letter, each after the true rows before it; and how many come before
-           the first wrong one, which greedy decoding writes just so
+           that the model gets right, letter for letter, each after the true rows before it; and how many come
+           before the first wrong one, which greedy decoding writes just so
 own text   after the beginnings of texts, tokens are drawn from the plan's distributions, at temperature 1. By quarter
-           of what it wrote: KL to 16 bits, along that and along what 16 bits wrote after the same beginnings (where
-           errors build up, the first is the larger one); and the negative log-likelihood of it by 16 bits
+           of what it wrote: KL to 16 bits, along that and along what 16 bits wrote after the same beginnings
+           (where errors build up, the first is the larger one); and the negative log-likelihood of it by 16
+           bits
 
-The cache is packed all the while; own text is written by the kernels on a GPU. KL and rows are measured as in real.py,
-whose --data, --plans and names of models are these, too. Errors are standard errors over texts, paired where plans are
-compared. OUT/long.json has the results after every plan; a second run goes on.
+The cache is packed all the while; own text is written by the kernels on a GPU. KL and rows are measured as in
+real.py, whose --data, --plans and names of models are these, too. Errors are standard errors over texts,
+paired where plans are compared. OUT/long.json has the results after every plan; a second run goes on.
 """
 
 from __future__ import annotations
@@ -180,8 +181,8 @@ def written(loaded: LoadedModel, plan: Plan, tokens_BT: Tensor, count: int) -> T
 
 @torch.inference_mode()
 def along(loaded: LoadedModel, raw: Plan, plan: Plan, tokens_BT: Tensor, first: int) -> dict[str, list[list[float]]]:
-    """Along tokens from ``first`` on, of every text and quarter: the mean KL of the plan to 16 bits, and the negative
-    log-likelihood by 16 bits, both in nats."""
+    """Along tokens from ``first`` on, of every text and quarter: the mean KL of the plan to 16 bits, and the
+    negative log-likelihood by 16 bits, both in nats."""
     model, next_BT = loaded.model, tokens_BT[:, 1:].to(loaded.model.device)
     caches = [PlanCache.for_measurement(one, model.config) for one in ([raw] if plan is raw else [raw, plan])]
     reference_BTV, found = torch.empty(0), dict[str, list[Tensor]]()

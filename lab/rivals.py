@@ -2,21 +2,22 @@
 
     python lab/rivals.py --model Qwen/Qwen3-0.6B --data texts --rivals int4,oscar --plans kivi-2,default@2.5
 
-Options are those of real.py, ``--rivals``, and ``--long`` for texts longer than --tokens. What OUT/real.json has of the
-same settings is not measured again; results go to OUT/rivals.json and rivals.png. All is written from descriptions.
-No codes are stored: attention gets the keys and values that a format gives back. So every token of a text reads in one
-forward what it reads in decoding: all tokens, itself too, from codes, but for the sinks, windows and layers that stay
-at 16 bits.
+Options are those of real.py, ``--rivals``, and ``--long`` for texts longer than --tokens. What OUT/real.json
+has of the same settings is not measured again; results go to OUT/rivals.json and rivals.png. All is written
+from descriptions. No codes are stored: attention gets the keys and values that a format gives back. So every
+token of a text reads in one forward what it reads in decoding: all tokens, itself too, from codes, but for
+the sinks, windows and layers that stay at 16 bits.
 
-fp8: e4m3 with scale 1, as vLLM's. int4: signs, Hadamard, fp32 scale that hides the zero (vLLM: int4_per_token_head).
-tq-4, tq-k3v4, tq-3 (vLLM: turboquant_4bit_nc, _k3v4_nc, _3bit_nc): keys with fp16 norm, Hadamard, Lloyd-Max codes and
-unit length restored, values with fp16 scale and minimum; two first and two last layers at 16 bits, in -all none.
-oscar: a layer's rotation, by queries and by weighted values; clipped 2 bits; 64 sinks, 256 recent; scale and zero are
-counted at 16 bits as its paper does, its code stores 32. wush: a head's invertible transform, by keys and queries,
-values and W_o; codes and windows of oscar. wush-2, wush-3: one scale, by a token's norm (QuEST); 16 sinks, 128 recent.
+fp8: e4m3 with scale 1, as vLLM's. int4: signs, Hadamard, fp32 scale that hides the zero (vLLM:
+int4_per_token_head). tq-4, tq-k3v4, tq-3 (vLLM: turboquant_4bit_nc, _k3v4_nc, _3bit_nc): keys with fp16 norm,
+Hadamard, Lloyd-Max codes and unit length restored, values with fp16 scale and minimum; two first and two last
+layers at 16 bits, in -all none. oscar: a layer's rotation, by queries and by weighted values; clipped 2 bits;
+64 sinks, 256 recent; scale and zero are counted at 16 bits as its paper does, its code stores 32. wush: a
+head's invertible transform, by keys and queries, values and W_o; codes and windows of oscar. wush-2, wush-3:
+one scale, by a token's norm (QuEST); 16 sinks, 128 recent.
 
-Keys are those after RoPE. oscar and wush are calibrated on a basis's texts, put at all places of the model's context as
-there. Bits count all but their matrices (.002).
+Keys are those after RoPE. oscar and wush are calibrated on a basis's texts, put at all places of the model's
+context as there. Bits count all but their matrices (.002).
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ Codec = Callable[[Tensor, int, Side], Tensor]
 
 @dataclass(frozen=True)
 class Rival:
-    """``k_bits``, ``v_bits``: of a code; ``k_params``, ``v_params``: bits of a token and head besides its codes.
-    ``boundary``: first layers, and last, that stay at 16 bits. Tokens are packed ``flush`` at a time."""
+    """``k_bits``, ``v_bits``: of a code; ``k_params``, ``v_params``: bits of a token and head besides its
+    codes. ``boundary``: first layers, and last, that stay at 16 bits. Tokens are packed ``flush`` at a
+    time."""
 
     codec: Codec
     k_bits: int
@@ -102,7 +104,8 @@ class Rival:
 
     @cache  # noqa: B019
     def _mask(self, tokens: int, device: torch.device) -> Tensor:
-        """Bool [1, 1, T, 2 T]: whether a query reads a token's codes, and whether it reads the token itself."""
+        """Bool [1, 1, T, 2 T]: whether a query reads a token's codes, and whether it reads the token
+        itself."""
         at = torch.arange(tokens, device=device)
         is_coded = (at >= self.sinks) & (at < self.packed(at + 1)[:, None])
         return torch.cat([is_coded, ~is_coded & (at <= at[:, None])], 1)[None, None]
@@ -249,7 +252,8 @@ def all_rivals(loaded: LoadedModel, names: list[str]) -> dict[str, Rival]:
 
 @torch.inference_mode()
 def measure_rivals(loaded: LoadedModel, texts: list[real.Text], named: Mapping[str, Rival]) -> dict[str, list[Any]]:
-    """Of every rival and text what real.measure_group notes of a plan, against 16 bits in one forward, too."""
+    """Of every rival and text what real.measure_group notes of a plan, against 16 bits in one forward,
+    too."""
     found: dict[str, list[Any]] = {name: [] for name in named}
     at_once, num_layers = max(1, AT_ONCE // texts[0].tokens_T.numel()), len(loaded.geometry.layers)
     for first in range(0, len(texts), at_once):

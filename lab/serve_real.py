@@ -1,27 +1,30 @@
-"""A pretrained model served over HTTP with a plan, in the engines themselves, against ``generate`` with the same plan.
+"""A pretrained model served over HTTP with a plan, in the engines themselves, against ``generate`` with the
+same plan.
 
     python lab/serve_real.py                                      # SmolLM2-135M, each version of each engine
     python lab/serve_real.py --model path/to/model --engines vllm # a folder; the newest version alone
     python lab/serve_real.py --engines vllm --python PATH         # an engine that is installed, on a GPU
 
-``kvcal plan --for-engine`` makes a plan, ``kvcal serve-args`` prints a command line, which starts the engine's server.
-Without --python, engines are those of the tests: on a CPU, in fp32, made once in a folder of caches. Four checks:
+``kvcal plan --for-engine`` makes a plan, ``kvcal serve-args`` prints a command line, which starts the
+engine's server. Without --python, engines are those of the tests: on a CPU, in fp32, made once in a folder of
+caches. Four checks:
 
     cold       prompts of 20 to 560 tokens, one after the other
     prefixes   the same again, which begin after the blocks that the first time filled
     chunks     new prompts at once, in chunks of 256 tokens
     shortage   prompts at once, in fewer blocks than they need: requests lose theirs, and are computed again
 
-The engine's steps are recorded and computed again with ``PlanCache``: the same tokens in the same chunks, and after the
-same losses. Two comparisons (tests/support/engine_replay.py):
+The engine's steps are recorded and computed again with ``PlanCache``: the same tokens in the same chunks, and
+after the same losses. Two comparisons (tests/support/engine_replay.py):
 
-    attention  of every layer and token, on a CPU: from the queries, keys and values that the engine had there, the
+    attention  of every layer and token, on a CPU: from the queries, keys and values that the engine had
+    there, the
                engine's and ``PlanCache``'s differ by what eight roundings of a score in fp32 move, at most
     answers    by the whole model: each token is the most likely one, or tied with it, and has ``PlanCache``'s
-               log-probability. Single codes come out one step apart where products round otherwise, and all later
-               layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of themselves,
-               too ("rounding"; in bf16 by 2^-9, and logits are rounded to bf16, as engines have them): an engine
-               may be twice as far from ``PlanCache`` as these are
+               log-probability. Single codes come out one step apart where products round otherwise, and all
+               later layers and tokens follow. So the same steps are computed with weights changed by 2^-22 of
+               themselves, too ("rounding"; in bf16 by 2^-9, and logits are rounded to bf16, as engines have
+               them): an engine may be twice as far from ``PlanCache`` as these are
 
 Tokens of cold prompts are compared with ``generate``, too. Exit code 1 where anything differs.
 """
@@ -62,7 +65,8 @@ from kvcal.plan.plan import load_plan
 
 LENGTHS, TOKENS, CONTEXT, REQUESTS = (20, 150, 300, 560), 16, 2048, 4
 CHUNK = 256
-# Relative change of weights, as other orders of sums (or products in bf16) change what comes out; how often drawn.
+# Relative change of weights, as other orders of sums (or products in bf16) change what comes out; how often
+# drawn.
 ROUNDING, DRAWS = {"float32": 2.0**-22, "bfloat16": 2.0**-9}, 2
 ATTENTION = 8.0  # roundings of a score, as AttentionReplay counts them: the root of 64 channels
 ENGINES = [f"{engine}-{version}" for engine, versions in TESTED.items() for version in versions]
@@ -199,8 +203,9 @@ class Checker:
         )
 
     def short(self) -> list[str]:
-        """Blocks for all prompts, of three pages each, and for half of the pages that answers begin. Nothing is kept of
-        those that are lost, and SGLang takes requests one after the other, without counting on all of their answers."""
+        """Blocks for all prompts, of three pages each, and for half of the pages that answers begin. Nothing
+        is kept of those that are lost, and SGLang takes requests one after the other, without counting on all
+        of their answers."""
         if self.engine == "vllm":
             pool = VllmPool(HeadShard(self.plan), has_prefixes=False)
             blocks = 1 + REQUESTS * (pool.ring_blocks + 3) + 2
@@ -215,8 +220,8 @@ class Checker:
 
 
 class Served:
-    """Checks of one server, whose steps are computed again as they come: once as they are, and as often with changed
-    weights as ``DRAWS`` says."""
+    """Checks of one server, whose steps are computed again as they come: once as they are, and as often with
+    changed weights as ``DRAWS`` says."""
 
     def __init__(self, server: Server, loaded: LoadedModel, plan: Plan, is_exact: bool, dtype: str) -> None:
         self.server, self.model, self.plan, self.rounding = server, loaded.model, plan, ROUNDING[dtype]
@@ -226,7 +231,8 @@ class Served:
         self.steps = self.attended = 0  # so many steps, and bytes of recorded attention, are computed again
 
     def check(self, check: str, prompts: dict[str, list[int]], together: bool) -> tuple[Any, ...]:
-        """What follows in the row of a check. AssertionError where the engine answers otherwise than ``PlanCache``."""
+        """What follows in the row of a check. AssertionError where the engine answers otherwise than
+        ``PlanCache``."""
         answers = self.server.complete(prompts, TOKENS, together)
         requests = {name: [prompts[name], answers[name][0]] for name in prompts}
         every = self.server.recorded()[self.steps :]

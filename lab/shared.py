@@ -1,4 +1,5 @@
-"""What the scripts share: recipes with changes, plans without a calibration, means with their errors, and tables."""
+"""What the scripts share: recipes with changes, plans without a calibration, means with their errors, and
+tables."""
 
 from __future__ import annotations
 
@@ -31,15 +32,16 @@ Place = tuple[int, Side]  # the layer's cache index first
 
 
 def recipe_of(name: str) -> Recipe:
-    """A recipe by name or path, as it is or changed: ``kvmix:importance.window=none``; semicolons separate several
-    changes. A key without a value gets its default: ``pm-kvq:reparam=`` is without λ."""
+    """A recipe by name or path, as it is or changed: ``kvmix:importance.window=none``; semicolons separate
+    several changes. A key without a value gets its default: ``pm-kvq:reparam=`` is without λ."""
     base, _, changes = name.partition(":")
     settings = read_settings([one for one in changes.split(";") if one])
     return replace(with_knobs(load_recipe(base), settings), name=name)
 
 
 def scheduled(plan: Plan, workload: Workload) -> Plan:
-    """A plan whose pages have their final bits at the end of ``workload``, and no sooner than they have to."""
+    """A plan whose pages have their final bits at the end of ``workload``, and no sooner than they have
+    to."""
     layers = [
         replace(layer, **{side: tuple(replace(fmt, shrink_at=()) for fmt in layer.formats(side)) for side in "kv"})
         for layer in plan.layers
@@ -58,9 +60,10 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
 def default_plan(
     geometry: Geometry, bits: float, workload: Workload | None = None, identity: ModelIdentity | None = None
 ) -> Plan:
-    """A plan with the formats, the tensors and the bytes of one that the default recipe makes at ``bits`` a value of
-    ``workload`` (default: the recipe's), the same at every call. What a calibration finds is random: which sides get
-    more bits, bases (of condition 3 to 32) and factors. It shows time and memory, and no quality.
+    """A plan with the formats, the tensors and the bytes of one that the default recipe makes at ``bits`` a
+    value of ``workload`` (default: the recipe's), the same at every call. What a calibration finds is random:
+    which sides get more bits, bases (of condition 3 to 32) and factors. It shows time and memory, and no
+    quality.
 
     ValueError: the formats take more than ``bits`` at their least.
     """
@@ -79,7 +82,8 @@ def default_plan(
     spare = (bits - plan.bits_per_value()) * len(chosen)
     if spare < 0:
         raise ValueError(f"{bits} bits a value of {workload}: at least {plan.bits_per_value():.3f} are taken")
-    # What a bit more takes off the damage falls from width to width, so that the steps of a place come in order.
+    # What a bit more takes off the damage falls from width to width, so that the steps of a place come in
+    # order.
     steps = [(place, fewer, more) for place in damage for fewer, more in itertools.pairwise(widths)]
     for place, fewer, more in sorted(
         steps, key=lambda step: -damage[step[0]] * (4.0 ** -step[1] - 4.0 ** -step[2]) / (step[2] - step[1])
@@ -136,8 +140,8 @@ def mean_and_error(values: Sequence[float] | Tensor) -> Pair:
 
 
 def ratio_and_error(sums: Tensor, counts: Tensor) -> Pair:
-    """Mean over tokens, from each text's sum and count, and its standard error over texts (delta method; 0 for a single
-    one)."""
+    """Mean over tokens, from each text's sum and count, and its standard error over texts (delta method; 0
+    for a single one)."""
     mean, n = float(sums.sum() / counts.sum()), len(sums)
     spread = float((sums - mean * counts).square().sum())
     return mean, math.sqrt(n / max(1, n - 1) * spread) / float(counts.sum())

@@ -27,8 +27,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The tests' own cache folder. Compiled kernels outlast the tests: the name of each is the digest of all that it
-    depends on, and compiling them takes minutes."""
+    """The tests' own cache folder. Compiled kernels outlast the tests: the name of each is the digest of all
+    that it depends on, and compiling them takes minutes."""
     home = tmp_path_factory.mktemp("cache")
     KERNELS.mkdir(parents=True, exist_ok=True)
     for file in KERNELS.iterdir():

@@ -4,14 +4,15 @@
     with kvcal.attached(model):
         model.generate(**inputs, past_key_values=cache)
 
-Within it, every plan cache that the model is called with, by any thread, is given its own queries, for plans that
-choose channels by queries (MixKVQ); and of a static cache, one new token for every row goes to the kernels, which read
-packed pages (``PagedLayer.attend``) and need no mask. Everything else goes to the implementation that the model had:
-prompts, whose tokens are stored then (``PagedLayer.observe``), and calls with other caches, or none.
+Within it, every plan cache that the model is called with, by any thread, is given its own queries, for plans
+that choose channels by queries (MixKVQ); and of a static cache, one new token for every row goes to the
+kernels, which read packed pages (``PagedLayer.attend``) and need no mask. Everything else goes to the
+implementation that the model had: prompts, whose tokens are stored then (``PagedLayer.observe``), and calls
+with other caches, or none.
 
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
-``AttentionMaskInterface``. Attention functions are not handed the cache: it is noted by thread, before every forward
-pass of the decoder, which stays in its thread.
+``AttentionMaskInterface``. Attention functions are not handed the cache: it is noted by thread, before every
+forward pass of the decoder, which stays in its thread.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _ATTACHED: dict[nn.Module, CurrentCache] = {}
 
 
 def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager[None]:
-    """The context to call a model in, for dynamic caches of these plans: ``attached`` if one of them needs it."""
+    """The context to call a model in, for dynamic caches of these plans: ``attached`` if one of them needs
+    it."""
     return attached(model) if any(plan.needs_queries for plan in plans) else nullcontext()
 
 
@@ -53,11 +55,12 @@ def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """See the module's docstring. The attention implementation is restored on exit, also after an error.
 
-    Enter it once for a model, in any thread: it serves all threads that call the model until it is left. A second
-    one, in the same thread or in another, is refused until then; so threads share one around them all.
+    Enter it once for a model, in any thread: it serves all threads that call the model until it is left. A
+    second one, in the same thread or in another, is refused until then; so threads share one around them all.
 
     Raises:
-        UnsupportedModel: the model bypasses the attention interface, does not let its implementation be set, or calls
+        UnsupportedModel: the model bypasses the attention interface, does not let its implementation be set,
+        or calls
             one attention module in several layers (Zamba2).
         UsageError: its attention is neither sdpa nor eager, or is observed or attached already.
     """
@@ -90,7 +93,8 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 def _attention(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function: query [B, H, T, D]; key and value as ``PagedLayer.update`` returned them."""
+    """The registered attention function: query [B, H, T, D]; key and value as ``PagedLayer.update`` returned
+    them."""
     current = _ATTACHED.get(module)
     cache = None if current is None else current.cache
     layer = None if cache is None else cache.layers[module.layer_idx]  # type: ignore[index]
@@ -111,7 +115,8 @@ def _attention(
 
 @torch.compiler.disable
 def _base_attention(base: str, module: nn.Module, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that the model file calls under ``base``; the last of ``args`` are the keyword arguments."""
+    """The attention that the model file calls under ``base``; the last of ``args`` are the keyword
+    arguments."""
     attended: tuple[Tensor, Tensor | None] = base_attention(base, module)(module, *args[:-1], **args[-1])
     return attended
 
@@ -137,7 +142,8 @@ def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dic
 @torch.compiler.disable
 def _require_same_padding(module: nn.Module, layer: PagedLayer, attention_mask: Tensor | None, columns: int) -> None:
     """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone.
-    UnsupportedModel where it does more than hide. It is of ``columns``, the last of which are the new ones."""
+    UnsupportedModel where it does more than hide. It is of ``columns``, the last of which are the new
+    ones."""
     if layer.pending is None:
         return
     window, new = layer.plan.attention.window, layer.pending

@@ -1,8 +1,9 @@
 """The layers of a cache: ours for attention, transformers' own for the states of linear attention.
 
-The model's configuration says which layers there are, as it does to transformers' ``DynamicCache``; the plan has to
-agree with it, layer by layer. Full attention is stored in pages, a sliding window at 16 bits, either of them dynamic or
-static. A layer of both kinds (Falcon-H1, Zamba2) is ours with the state that transformers' own keeps.
+The model's configuration says which layers there are, as it does to transformers' ``DynamicCache``; the plan
+has to agree with it, layer by layer. Full attention is stored in pages, a sliding window at 16 bits, either
+of them dynamic or static. A layer of both kinds (Falcon-H1, Zamba2) is ours with the state that transformers'
+own keeps.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from kvcal.store.state import PlanState, StepState
 def cache_layers(
     config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate, keep_decoded: bool
 ) -> list[Any]:
-    """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``: what they
-    call with batch and device when the first tokens come. ``keep_decoded``: see kvcal.store.layer_store."""
+    """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``:
+    what they call with batch and device when the first tokens come. ``keep_decoded``: see
+    kvcal.store.layer_store."""
     layers: list[Any] = DynamicCache(config=config).layers
     sharing = [] if static is None else sharing_layers(config)
     if sharing:
@@ -118,8 +120,8 @@ class HybridLayer(LinearAttentionLayer, PagedLayer):
 
 
 def require_state(index: int, geometry: AttentionGeometry | StateGeometry | None, states: list[Tensor]) -> None:
-    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence; ``geometry`` is
-    None where the plan has no such layer."""
+    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence;
+    ``geometry`` is None where the plan has no such layer."""
     if geometry is None:
         raise ArtifactError(f"layer {index} keeps a state, which the plan does not know", hint=ANOTHER_MODEL)
     found = sum(state.nbytes // state.shape[0] for state in states)
@@ -131,7 +133,8 @@ def require_state(index: int, geometry: AttentionGeometry | StateGeometry | None
 
 
 def _is_ours(native: object, plan: LayerPlan) -> bool:
-    """Whether we store the layer that transformers would store as ``native``, and not transformers, a state."""
+    """Whether we store the layer that transformers would store as ``native``, and not transformers, a
+    state."""
     geometry = plan.geometry
     has_state = isinstance(geometry, AttentionGeometry) and geometry.state_bytes > 0
     paged = LinearAttentionAndFullAttentionLayer if has_state else DynamicLayer

@@ -1,9 +1,10 @@
-"""A full-attention layer as dense tensors, for measuring plans: what a ``PagedLayer`` gives, bit for bit, without
-records, tables and byte counts, which take the host longer than the layer takes a GPU.
+"""A full-attention layer as dense tensors, for measuring plans: what a ``PagedLayer`` gives, bit for bit,
+without records, tables and byte counts, which take the host longer than the layer takes a GPU.
 
-Tokens stay exact until attention comes to read their page. Then the page is encoded, decoded and written over them. By
-then pages of other layers are due, too, and of other caches that are fed the same chunks: those that are stored alike
-go through one call of the codec (``UnreadPages``). A page that is never read is never encoded, whatever it holds.
+Tokens stay exact until attention comes to read their page. Then the page is encoded, decoded and written over
+them. By then pages of other layers are due, too, and of other caches that are fed the same chunks: those that
+are stored alike go through one call of the codec (``UnreadPages``). A page that is never read is never
+encoded, whatever it holds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 
-# Values that the codec takes at once of several layers, by device: bounds its scratch, on a CPU to what caches hold.
+# Values that the codec takes at once of several layers, by device: bounds its scratch, on a CPU to what
+# caches hold.
 VALUES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -38,7 +40,8 @@ class UnreadPages:
         self._layers.append(weakref.ref(layer))
 
     def read_back(self, num_tokens: int) -> None:
-        """Decode what attention reads of ``num_tokens`` tokens. NonFiniteActivations: NaN or infinity in a page."""
+        """Decode what attention reads of ``num_tokens`` tokens. NonFiniteActivations: NaN or infinity in a
+        page."""
         alike: dict[object, list[_Page]] = {}
         for layer in filter(None, (held() for held in self._layers)):
             for page in layer.take_due(num_tokens):
@@ -128,7 +131,8 @@ class DenseLayer(DynamicLayer):
 
     @staticmethod
     def can_stand_for(layer: PagedLayer) -> bool:
-        """Whether an empty layer's pages stay as they are packed, apart from those of others, and it has no state."""
+        """Whether an empty layer's pages stay as they are packed, apart from those of others, and it has no
+        state."""
         plan, state, index = layer.plan, layer.state, layer.plan.geometry.index
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
         is_predicted = any(plan.predictor(side) is not None for side in SIDES)

@@ -1,17 +1,18 @@
 """A full-attention layer behind the interface of transformers, stored as its plan says.
 
-A prompt, or any chunk, goes through ``update``: it returns dense keys and values, as every attention implementation
-expects: the past as it is stored, the new tokens unquantized (rounded to the cache's dtype). So a prompt attends to
-itself at full precision, and a token becomes quantized for the tokens after the update that packs it. Reading before
-writing makes a chunk that ends where a page fills see exactly what its tokens would have seen one by one.
+A prompt, or any chunk, goes through ``update``: it returns dense keys and values, as every attention
+implementation expects: the past as it is stored, the new tokens unquantized (rounded to the cache's dtype).
+So a prompt attends to itself at full precision, and a token becomes quantized for the tokens after the update
+that packs it. Reading before writing makes a chunk that ends where a page fills see exactly what its tokens
+would have seen one by one.
 
-Where attention is needed for storing (query scores; a static cache, whose context checks the padding), new tokens are
-stored by ``observe``, once the attention of the same update is called.
+Where attention is needed for storing (query scores; a static cache, whose context checks the padding), new
+tokens are stored by ``observe``, once the attention of the same update is called.
 
-One token for every row of a static cache is a step: ``update`` hands over the new keys and values alone, and ``attend``
-stores them and reads packed pages, without a dense copy of the past. A step never waits for the device. A token with
-up to ``lookahead`` drafts after it is a step, too: each attends as if it came alone, and ``crop`` takes back rejected
-ones.
+One token for every row of a static cache is a step: ``update`` hands over the new keys and values alone, and
+``attend`` stores them and reads packed pages, without a dense copy of the past. A step never waits for the
+device. A token with up to ``lookahead`` drafts after it is a step, too: each attends as if it came alone, and
+``crop`` takes back rejected ones.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ Allocate = Callable[[int, torch.device], None]
 
 
 class PagedLayer(CacheLayerMixin):
-    """See the module's docstring. ``state`` is the cache's; ``static`` and ``allocate`` (what allocates the whole
-    cache, given batch and device) are a static cache's. ``pending``: new tokens that wait for their attention."""
+    """See the module's docstring. ``state`` is the cache's; ``static`` and ``allocate`` (what allocates the
+    whole cache, given batch and device) are a static cache's. ``pending``: new tokens that wait for their
+    attention."""
 
     is_sliding = False
     is_croppable = True
@@ -112,13 +114,14 @@ class PagedLayer(CacheLayerMixin):
 
     @torch.compiler.disable
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Storage for the rows of key_states [B, N, T, k_head_dim], on their device; of a static cache, for all
-        layers."""
+        """Storage for the rows of key_states [B, N, T, k_head_dim], on their device; of a static cache, for
+        all layers."""
         create = self.create if self._allocate is None else self._allocate
         create(key_states.shape[0], key_states.device)
 
     def create(self, batch: int, device: torch.device) -> None:
-        """Empty storage for ``batch`` rows. UnsupportedModel where the kernels do not take a static cache's layer."""
+        """Empty storage for ``batch`` rows. UnsupportedModel where the kernels do not take a static cache's
+        layer."""
         self.padding.resolve(batch)
         if self.static is not None and device.type == "cuda":
             cache_dtype = self.state.plan.cache_dtype
@@ -141,9 +144,9 @@ class PagedLayer(CacheLayerMixin):
         self._columns = columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """New tokens [B, N, T, D] -> what their attention takes: for a step of a static cache the same, otherwise all
-        tokens [B, N, S + T, D] in the dtype given. Padding columns of the past are zero, those of the new tokens as
-        they came."""
+        """New tokens [B, N, T, D] -> what their attention takes: for a step of a static cache the same,
+        otherwise all tokens [B, N, S + T, D] in the dtype given. Padding columns of the past are zero, those
+        of the new tokens as they came."""
         require_shapes(self.plan.attention, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -254,7 +257,8 @@ class PagedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        """A step: store k_new, v_new [B, N, S, D], and attend from q [B, N G, S, D] to all tokens up to each one.
+        """A step: store k_new, v_new [B, N, S, D], and attend from q [B, N G, S, D] to all tokens up to each
+        one.
 
         Returns [B, S, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
         """
@@ -280,8 +284,8 @@ class PagedLayer(CacheLayerMixin):
         return columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns that a mask covers, the first of them). A step has none: what it attends to is known by the lengths
-        alone."""
+        """(columns that a mask covers, the first of them). A step has none: what it attends to is known by
+        the lengths alone."""
         if self.static is not None and self.static.is_step(query_length):
             return 0, 0
         columns = self.columns
@@ -289,8 +293,8 @@ class PagedLayer(CacheLayerMixin):
         return past + query_length, columns - past
 
     def get_seq_length(self) -> Any:
-        """Columns fed. Of a static cache a tensor on the device, as transformers' static layers have it: a copy, as the
-        original moves on with every step; 0 before the first update."""
+        """Columns fed. Of a static cache a tensor on the device, as transformers' static layers have it: a
+        copy, as the original moves on with every step; 0 before the first update."""
         if self.static is None:
             return self._columns
         return self.static.columns.clone() if self.is_initialized else 0
@@ -299,7 +303,8 @@ class PagedLayer(CacheLayerMixin):
         return -1 if self.static is None else self.static.max_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -n columns (n negative), or, as older transformers ask, keep the first n (n positive)."""
+        """Remove the last -n columns (n negative), or, as older transformers ask, keep the first n (n
+        positive)."""
         tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor
         held, rows = self.columns, self.padding.rows
         columns = max(0, tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove)
@@ -339,8 +344,9 @@ def tokens_to_next_event(plan: LayerPlan, rows: Rows | None, columns: int) -> in
 
 
 def require_shapes(geometry: AttentionGeometry, key_states: Tensor, value_states: Tensor) -> None:
-    """ArtifactError unless key_states [B, N, T, k_head_dim] and value_states [B, N, T, v_head_dim] have the heads and
-    head sizes of the plan; UsageError for values of other sequences, heads or tokens than the keys."""
+    """ArtifactError unless key_states [B, N, T, k_head_dim] and value_states [B, N, T, v_head_dim] have the
+    heads and head sizes of the plan; UsageError for values of other sequences, heads or tokens than the
+    keys."""
     expected = (geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
     found = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
     if found != expected:

@@ -8,11 +8,11 @@
 
 ``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
 
-With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
-kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes, and plans
-that the kernels do not take are refused there: pages that shrink, lattices, predicted pages and keys before RoPE are a
-dynamic cache's. What the fast kernels do not take is slower, and said so by a ``SlowPath`` warning and ``slow_layers``.
-``save`` and ``load`` keep a prompt on disk.
+With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are
+served by the kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph.
+Other batch sizes, and plans that the kernels do not take are refused there: pages that shrink, lattices,
+predicted pages and keys before RoPE are a dynamic cache's. What the fast kernels do not take is slower, and
+said so by a ``SlowPath`` warning and ``slow_layers``. ``save`` and ``load`` keep a prompt on disk.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _require_type(name: str, value: object, expected: type, usage: str) -> None:
 class PlanCache(Cache):
     """The packed cache of one plan, for one forward pass at a time: threads take a cache each.
 
-    ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
-    (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
-    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.workspace.transient_bytes`` more. A static
-    cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top.
-    With ``lookahead``, every sequence of either takes the bytes of so many more tokens at 16 bits in each
-    full-attention layer."""
+    ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is
+    on (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next
+    crop or update. While it stores new tokens, a dynamic cache takes up to
+    ``kvcal.store.workspace.transient_bytes`` more. A static cache takes ``plan.nbytes`` of rows of
+    ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top. With ``lookahead``, every
+    sequence of either takes the bytes of so many more tokens at 16 bits in each full-attention layer."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class PlanCache(Cache):
         keep_decoded: bool = False,
         lookahead: int = 0,
     ) -> None:
-        """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens that every
-        sequence has room for, which makes the cache static; keep_decoded: a dynamic cache decodes every page once and
-        keeps a dense copy, for evaluation on machines where decoding dominates; lookahead: draft tokens a step, up to
-        7, that can be taken back as if they had never been there (``crop``). A static cache verifies a token with as
-        many drafts in one step.
+        """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens
+        that every sequence has room for, which makes the cache static; keep_decoded: a dynamic cache decodes
+        every page once and keeps a dense copy, for evaluation on machines where decoding dominates;
+        lookahead: draft tokens a step, up to 7, that can be taken back as if they had never been there
+        (``crop``). A static cache verifies a token with as many drafts in one step.
 
         Raises:
-            ArtifactError: the plan's layers are not the model's.
-            UsageError: max_tokens is no integer of 1 or more, or goes with keep_decoded; lookahead is none of 0 to 7;
+            ArtifactError: the plan's layers are not the model's. UsageError: max_tokens is no integer of 1 or
+            more, or goes with keep_decoded; lookahead is none of 0 to 7;
                 another argument is of another type.
             UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
@@ -110,8 +110,8 @@ class PlanCache(Cache):
         return cache_layers(self.config, self.state, self.static, self.allocate, self._keep_decoded)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
-        """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
-        with ``SlowPath`` of ``slow_layers``. Refused, the cache is as it was.
+        """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does.
+        Warns with ``SlowPath`` of ``slow_layers``. Refused, the cache is as it was.
 
         Raises:
             UsageError: the cache is dynamic, or is allocated already.
@@ -142,8 +142,8 @@ class PlanCache(Cache):
         """As the layers'.
 
         Raises:
-            UsageError: the last forward pass did not reach the last layer, so that the layers hold different tokens.
-            ArtifactError: the model's heads, head sizes or states are not the plan's.
+            UsageError: the last forward pass did not reach the last layer, so that the layers hold different
+            tokens. ArtifactError: the model's heads, head sizes or states are not the plan's.
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -163,7 +163,8 @@ class PlanCache(Cache):
         return found
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As the layers'. UsageError for no new tokens, of which models make tensors that torch cannot reshape."""
+        """As the layers'. UsageError for no new tokens, of which models make tensors that torch cannot
+        reshape."""
         if not query_length:
             raise UsageError(
                 f"the model is called with no new tokens: generate() counts the {self.lengths} tokens that the cache "
@@ -178,8 +179,8 @@ class PlanCache(Cache):
         return f"PlanCache(nbytes={self.nbytes}, lengths={self.lengths}, bits_per_value={bits:.3f}{room})"
 
     def _require_states(self) -> None:
-        """ArtifactError where a state that has come to be is none of the plan's, or not of the plan's size; each is
-        looked at once."""
+        """ArtifactError where a state that has come to be is none of the plan's, or not of the plan's size;
+        each is looked at once."""
         for index, geometry in list(self._unseen_states.items()):
             layer = self.layers[index]
             assert isinstance(layer, LinearAttentionCacheLayerMixin)
@@ -205,14 +206,16 @@ class PlanCache(Cache):
 
     @property
     def slow_layers(self) -> dict[int, list[str]]:
-        """Layers of a static cache whose steps take longer than the fast kernels on CUDA, by index, and why."""
+        """Layers of a static cache whose steps take longer than the fast kernels on CUDA, by index, and
+        why."""
         if self.static is None:
             return {}
         return {layer.plan.geometry.index: layer.slow_reasons for layer in self.paged_layers if layer.slow_reasons}
 
     @property
     def workspace_nbytes(self) -> int:
-        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, and the scratch of its kernels."""
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, and the scratch of its
+        kernels."""
         if self.static is None or not self.static.is_allocated:
             return 0
         control = (tensor for layer in self.paged_layers for tensor in layer.control)
@@ -233,9 +236,9 @@ class PlanCache(Cache):
 
     @classmethod
     def for_measurement(cls, plan: Plan, config: PretrainedConfig, unread: UnreadPages | None = None) -> PlanCache:
-        """A dynamic cache without padding whose layers are dense where they can be (kvcal.cache.dense_layer): the same
-        keys and values, but ``nbytes`` does not count these layers. ``unread``: of all caches that are fed in lockstep,
-        chunk by chunk. Raises as the constructor."""
+        """A dynamic cache without padding whose layers are dense where they can be (kvcal.cache.dense_layer):
+        the same keys and values, but ``nbytes`` does not count these layers. ``unread``: of all caches that
+        are fed in lockstep, chunk by chunk. Raises as the constructor."""
         cache, unread = cls(plan, config), unread or UnreadPages()
         for number, layer in enumerate(cache.layers):
             if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer):
@@ -243,15 +246,16 @@ class PlanCache(Cache):
         return cache
 
     def skip(self, num_layers: int, batch: int, tokens: int) -> None:
-        """Count ``tokens`` more columns, of ``batch`` rows, as fed to the first layers of a dynamic cache, of which it
-        stores nothing: a forward that begins after them never reads them."""
+        """Count ``tokens`` more columns, of ``batch`` rows, as fed to the first layers of a dynamic cache, of
+        which it stores nothing: a forward that begins after them never reads them."""
         self.padding.resolve(batch)
         for layer in self.layers[:num_layers]:
             if isinstance(layer, PagedLayer | BoundedLayer | DenseLayer):
                 layer.skip(tokens)
 
     def tokens_to_next_page(self) -> int:
-        """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
+        """New tokens until some page is quantized; a chunk of at most this many is exactly like single
+        steps."""
         layers = (layer for layer in self.layers if isinstance(layer, PagedLayer | DenseLayer))
         found = [layer.tokens_to_next_page() for layer in layers]
         return min(found, default=NO_PAGE)
@@ -267,11 +271,12 @@ class PlanCache(Cache):
             self.static.check()
 
     def save(self, path: str | Path, tokens_T: Tensor) -> None:
-        """Write the sequence that a dynamic cache holds, whose token ids ``tokens_T`` [T] are, to a prefix file
-        (kvcal.cache.prefix_file).
+        """Write the sequence that a dynamic cache holds, whose token ids ``tokens_T`` [T] are, to a prefix
+        file (kvcal.cache.prefix_file).
 
         Raises:
-            UsageError: the cache is static, has lookahead, or holds no sequence, several ones, or padding; or other
+            UsageError: the cache is static, has lookahead, or holds no sequence, several ones, or padding; or
+            other
                 tokens than these.
             UnsupportedModel: a layer keeps a state of linear attention.
             ArtifactError: the file cannot be written.
@@ -318,7 +323,8 @@ class PlanCache(Cache):
         """Remove the last -n columns (n negative or 0), or keep the first n. A refusal changes nothing.
 
         Raises:
-            UsageError: tokens that would come back into a full sliding window; the last forward pass did not reach
+            UsageError: tokens that would come back into a full sliding window; the last forward pass did not
+            reach
                 the last layer.
             UnsupportedModel: a layer keeps a state of linear attention.
         """
@@ -343,11 +349,12 @@ class PlanCache(Cache):
             self.static.set_columns(held + removed)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
-        the one given). A static cache keeps its memory and its batch.
+        """Forget all sequences; the next update may bring another batch (without padding, with the same mask,
+        or with the one given). A static cache keeps its memory and its batch.
 
         Raises:
-            UsageError, UnsupportedModel: the mask is no mask, not of a static cache's batch, or padded on the right of
+            UsageError, UnsupportedModel: the mask is no mask, not of a static cache's batch, or padded on the
+            right of
                 a static sliding window; nothing is changed.
             NonFiniteActivations: a static cache met NaN or infinity; it is reset all the same.
         """
@@ -371,7 +378,8 @@ class PlanCache(Cache):
             self.static.check()
 
     def verify_decoded(self) -> None:
-        """Compare what ``keep_decoded`` keeps with a fresh read of the packed pages, every value of every layer.
+        """Compare what ``keep_decoded`` keeps with a fresh read of the packed pages, every value of every
+        layer.
 
         Raises:
             ArtifactError: they differ.

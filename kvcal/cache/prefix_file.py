@@ -1,11 +1,13 @@
 """A prompt's packed cache on disk: ``PlanCache.save`` and ``PlanCache.load`` (AQUA-KV's codec mode).
 
-The file is one artifact (kvcal.artifact): the token ids, and of every layer the packed pages, sinks, recent tokens and
-query statistics of one sequence, as a dynamic cache holds them, so that it takes the bytes of the plan. It names the
-plan by its digest, and the model. Generation goes on from the file as it does from the cache that was saved.
+The file is one artifact (kvcal.artifact): the token ids, and of every layer the packed pages, sinks, recent
+tokens and query statistics of one sequence, as a dynamic cache holds them, so that it takes the bytes of the
+plan. It names the plan by its digest, and the model. Generation goes on from the file as it does from the
+cache that was saved.
 
-A prompt attends to itself before it is quantized, but tokens after a loaded prefix read its pages. So a longer prompt
-gives what it gives in two parts, the prefix first. Left out: states of linear attention, batches, and static caches.
+A prompt attends to itself before it is quantized, but tokens after a loaded prefix read its pages. So a
+longer prompt gives what it gives in two parts, the prefix first. Left out: states of linear attention,
+batches, and static caches.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ AGAIN = "pack the prompt again with this plan and model: kvcal pack-prefix"
 
 
 def save(path: str | Path, plan: Plan, layers: Sequence[object], tokens_T: Tensor) -> None:
-    """Write the layers of a dynamic cache that holds the sequence ``tokens_T`` (ids) alone. ArtifactError when the file
-    cannot be written."""
+    """Write the layers of a dynamic cache that holds the sequence ``tokens_T`` (ids) alone. ArtifactError
+    when the file cannot be written."""
     tensors = {name: tensor for index, layer in enumerate(layers) for name, tensor in _held(index, layer)}
     inputs = {"plan_sha256": plan.sha256, "model": dump(plan.model)}
     tensors["tokens"] = tokens_T.to(torch.int64)

@@ -1,12 +1,14 @@
 """A sliding-window layer: 16 bits, bounded, counted to the byte, behind the interface of transformers.
 
-``BoundedLayer`` is of a dynamic cache: transformers' own, without its hold on the whole prompt. ``StaticWindow`` is of
-a static one: like a full-attention layer, but for the past that it holds, the last W - 1 columns for a window of W. A
-prompt, or a chunk of one, is handed these and its own, under the masks that transformers makes for its own
-sliding-window layers; a step takes no mask, since all that a row still holds is in its window.
+``BoundedLayer`` is of a dynamic cache: transformers' own, without its hold on the whole prompt.
+``StaticWindow`` is of a static one: like a full-attention layer, but for the past that it holds, the last W -
+1 columns for a window of W. A prompt, or a chunk of one, is handed these and its own, under the masks that
+transformers makes for its own sliding-window layers; a step takes no mask, since all that a row still holds
+is in its window.
 
-That is so where a row's tokens lie in neighbouring columns: masks count columns, and a row counts tokens. So padding
-after the tokens of a row is refused, and so is attention in chunks (Llama-4), whose windows begin anew.
+That is so where a row's tokens lie in neighbouring columns: masks count columns, and a row counts tokens. So
+padding after the tokens of a row is refused, and so is attention in chunks (Llama-4), whose windows begin
+anew.
 
 A ``StaticWindow``'s memory is allocated once: the last W - 1 tokens of every row in a ring. A step is
 ``append_window`` (kvcal.kernels.ops), then ``decode``.
@@ -34,8 +36,8 @@ from kvcal.store.step import WindowedStep
 
 
 class StaticWindow(PagedLayer):
-    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side: token number i of a row has slot i
-    modulo the ring's size."""
+    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side: token number i of a row has
+    slot i modulo the ring's size."""
 
     is_sliding = True
 
@@ -126,12 +128,13 @@ class StaticWindow(PagedLayer):
             self.extend_window(block.rows, new.rows.num_tokens(block, new.columns), tokens)
 
     def read_window(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
-        """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as there are
-        in the ring at most."""
+        """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as
+        there are in the ring at most."""
         out.copy_(self.ring[side][rows].index_select(2, self._slots(num_tokens - out.shape[2], num_tokens)))
 
     def extend_window(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
-        """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) after the ``num_tokens`` of each of ``rows``."""
+        """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) after the ``num_tokens`` of each of
+        ``rows``."""
         for side in SIDES:
             last = new[side][:, :, -self.ring_tokens :]
             total = num_tokens + new[side].shape[2]
@@ -143,8 +146,8 @@ class StaticWindow(PagedLayer):
 
 
 class BoundedLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's hold on
-    the whole prompt."""
+    """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's
+    hold on the whole prompt."""
 
     def __init__(self, geometry: AttentionGeometry, cache_dtype: str, padding: Padding) -> None:
         assert geometry.window is not None

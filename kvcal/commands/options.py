@@ -1,5 +1,5 @@
-"""Options that several commands share, each declared once: as a type, or as a field of a dataclass that ``spread``
-turns into options. And what they do: change a recipe, load a model, show a result."""
+"""Options that several commands share, each declared once: as a type, or as a field of a dataclass that
+``spread`` turns into options. And what they do: change a recipe, load a model, show a result."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ class ModelOptions(OutputOptions):
     def load(
         self, source: str, calibrated_on: data_sequences.DataSpec | None = None, reporter: Reporter | None = None
     ) -> model_load.LoadedModel:
-        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
-        the user did not choose: the embedded model's tasks, or text of the installed packages."""
+        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on
+        text that the user did not choose: the embedded model's tasks, or text of the installed packages."""
         model_files.locate(source)  # before torch is imported, which takes seconds
         logging.disable_progress_bar()
         num_tokens = residence.NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
@@ -218,10 +218,10 @@ class RecipeOptions(ModelOptions):
     def change(
         self, recipe: recipe_keys.Recipe, others: Mapping[str, Any] | None = None, section: str | None = None
     ) -> recipe_keys.Recipe:
-        """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
-        given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
-        calibration and evaluation alike; --samples and --seq-len also for what [reparam], [basis] and [feedback] have
-        more of."""
+        """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others``
+        (None: not given), --data, --samples and --seq-len; and with --set, which counts most. --data and
+        --seq-len are for calibration and evaluation alike; --samples and --seq-len also for what [reparam],
+        [basis] and [feedback] have more of."""
         settings = recipe_files.read_settings(self.sets or ())
         given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
         given |= {name: value for name, value in (others or {}).items() if value is not None}
@@ -248,7 +248,8 @@ class RecipeOptions(ModelOptions):
     def for_model(
         self, recipe: recipe_keys.Recipe, loaded: model_load.LoadedModel, others: Mapping[str, Any], reporter: Reporter
     ) -> recipe_keys.Recipe:
-        """The recipe, but `sensitivity`, changed as by ``others``, in place of `default` for latent attention."""
+        """The recipe, but `sensitivity`, changed as by ``others``, in place of `default` for latent
+        attention."""
         if recipe.name != "default" or not loaded.geometry.has_latents:
             return recipe
         reporter.say("latent attention takes no basis: recipe sensitivity in place of default")
@@ -256,7 +257,8 @@ class RecipeOptions(ModelOptions):
 
 
 def _of_options(refused: UsageError, settings: Mapping[str, Any]) -> UsageError:
-    """The refusal of a changed recipe, for one who has typed options: with these in place of the recipe's keys."""
+    """The refusal of a changed recipe, for one who has typed options: with these in place of the recipe's
+    keys."""
     message = refused.message.removeprefix(f"{refused.place}: ")
     for key, option in OPTIONS.items():
         message = message if key in settings else message.replace(f"{key} =", f"{option} =")
@@ -296,8 +298,8 @@ class TaskOptions:
 
 
 def users_evaluation(recipe: str, model: str) -> dict[str, Any]:
-    """Knobs of [evaluate]: ledgers and tasks of kvcal's recipes are the embedded model's. Another one is measured on
-    installed text, and on no tasks but those given. A recipe of the user's counts as it is."""
+    """Knobs of [evaluate]: ledgers and tasks of kvcal's recipes are the embedded model's. Another one is
+    measured on installed text, and on no tasks but those given. A recipe of the user's counts as it is."""
     if model in model_files.embedded_models() or recipe not in recipe_files.recipe_names():
         return {}
     return {"evaluate.tasks": [], "evaluate.data.source": "auto", "evaluate.data.min_len": 0}
@@ -372,7 +374,8 @@ def command_line(*words: object) -> str:
 
 @contextmanager
 def naming_what_works(budgets: BudgetOptions, besides: str = "") -> Iterator[None]:
-    """A context whose InfeasibleBudget has this command with the least budget as its hint, and ``besides``."""
+    """A context whose InfeasibleBudget has this command with the least budget as its hint, and
+    ``besides``."""
     try:
         yield
     except InfeasibleBudget as refused:
@@ -395,12 +398,14 @@ def _with_option(words: Sequence[str], option: str, value: str) -> list[str]:
 
 
 def is_model(text: str) -> bool:
-    """Whether ``text`` names an embedded model, or a folder with a configuration: no recipe, and no artifacts."""
+    """Whether ``text`` names an embedded model, or a folder with a configuration: no recipe, and no
+    artifacts."""
     return text == MODEL_NAME or (Path(text) / "config.json").is_file()
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, for typer: its parameters that are dataclasses become the options that are their fields."""
+    """``command``, for typer: its parameters that are dataclasses become the options that are their
+    fields."""
     given = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {one.name: one.annotation for one in given if is_dataclass(one.annotation)}
     parameters = [parameter.replace(kind=KEYWORD_ONLY) for parameter in given if parameter.name not in groups]
@@ -423,7 +428,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def needs_compile(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, after a check that the packages of kvcal[compile] are there: hours before they are used."""
+    """``command``, after a check that the packages of kvcal[compile] are there: hours before they are
+    used."""
 
     @wraps(command)
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -439,7 +445,8 @@ def needs_compile(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def for_ranks(command: Callable[..., None], is_ranked: bool) -> Callable[..., None]:
-    """``command``, run by all processes that torchrun has started; UsageError where several are, and it is for one."""
+    """``command``, run by all processes that torchrun has started; UsageError where several are, and it is
+    for one."""
 
     @wraps(command)
     def ranked(*args: Any, **kwargs: Any) -> None:

@@ -72,8 +72,8 @@ def inspect(
         bool, typer.Option("--provenance", help="Also show what the plan was made from: data, digests, versions.")
     ] = False,
 ) -> None:
-    """Show a plan: how much smaller, what takes its bytes, formats and bytes of every layer; or, with --why, the
-    options that a layer had.
+    """Show a plan: how much smaller, what takes its bytes, formats and bytes of every layer; or, with --why,
+    the options that a layer had.
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
 
@@ -95,8 +95,9 @@ def inspect(
 
 @options.spread
 def report(folder: options.FolderArgument, given: options.OutputOptions) -> None:
-    """Write report.html of what a folder of `kvcal plan`, `run`, `search`, `compare`, `tune` or `eval` holds: one page,
-    which needs no network, and its figures bits.png and quality.png. These commands write them, too.
+    """Write report.html of what a folder of `kvcal plan`, `run`, `search`, `compare`, `tune` or `eval` holds:
+    one page, which needs no network, and its figures bits.png and quality.png. These commands write them,
+    too.
 
     Example: `kvcal report artifacts/first`
     """
@@ -182,9 +183,9 @@ def verify(
     data: Annotated[list[str] | None, typer.Option(help="Text to measure on; default: kvcal's own.")] = None,
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Check that a plan is sound, is this model's, that the cache allocates exactly the bytes it predicts, and that it
-    does not destroy the model: exit code 7 beyond the limits of `kvcal plan`. What was measured is kept next to the
-    plan, for `kvcal inspect` and engines.
+    """Check that a plan is sound, is this model's, that the cache allocates exactly the bytes it predicts,
+    and that it does not destroy the model: exit code 7 beyond the limits of `kvcal plan`. What was measured
+    is kept next to the plan, for `kvcal inspect` and engines.
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
@@ -219,18 +220,20 @@ def eval_command(
     out: options.Out = Path("artifacts/eval"),
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
-    says; next to the plan, 16 bits and the baselines of `--set evaluate.against` are measured. A model of yours is
-    measured on installed text, or --data, and on the tasks of --tasks alone, unless --recipe is a file.
+    """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's
+    [evaluate] says; next to the plan, 16 bits and the baselines of `--set evaluate.against` are measured. A
+    model of yours is measured on installed text, or --data, and on the tasks of --tasks alone, unless
+    --recipe is a file.
 
-    With limits, such as those of a CI job, the command ends with exit code 7 when the plan is beyond one of them; the
-    table is printed all the same.
+    With limits, such as those of a CI job, the command ends with exit code 7 when the plan is beyond one of
+    them; the table is printed all the same.
 
     Example: `kvcal eval plan.safetensors --model reasoner-10m --set 'evaluate.against=["kivi-2"]'`
 
     Example: `kvcal eval plan.safetensors --model M --tasks gsm8k,arc_easy:acc_norm --limit 200`
 
-    Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --tasks gsm8k --min-accuracy gsm8k=0.6 --json`
+    Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --tasks gsm8k --min-accuracy gsm8k=0.6
+    --json`
     """
     loaded_plan = plan_file.load_plan(plan)
     others: dict[str, Any] = {"name": plan.stem, "evaluate.against": [], "evaluate.data.num_samples": given.samples}
@@ -276,8 +279,8 @@ def generate(
 ) -> None:
     """Generate text with a plan's packed cache.
 
-    With --prefix, the packed pages of the prompt's beginning are taken from the file instead of computed; what follows
-    reads them as every later token does.
+    With --prefix, the packed pages of the prompt's beginning are taken from the file instead of computed;
+    what follows reads them as every later token does.
 
     Example: `kvcal generate --model reasoner-10m --plan plan.safetensors --prompt "Times. 12 x 34"`
 
@@ -320,7 +323,8 @@ def pack_prefix(
 ) -> None:
     """Take a prompt in and write its packed cache to disk, to be loaded instead of computed again.
 
-    Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
+    Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o
+    manual.kv`
     """
     artifact.require_output(output, prefix_file.KIND)
     text = _prompt_text(prompt, prompt_file)
@@ -336,8 +340,8 @@ def pack_prefix(
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
-    """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or both, and for
-    what is not UTF-8."""
+    """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or
+    both, and for what is not UTF-8."""
     if (prompt is None) == (prompt_file is None):
         raise UsageError("expected exactly one of --prompt and --prompt-file")
     if prompt_file is not None:

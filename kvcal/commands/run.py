@@ -1,4 +1,5 @@
-"""Commands from a model to plans, by whole recipes: ``kvcal plan``, ``run``, ``search``, ``tune`` and ``compare``."""
+"""Commands from a model to plans, by whole recipes: ``kvcal plan``, ``run``, ``search``, ``tune`` and
+``compare``."""
 
 from __future__ import annotations
 
@@ -61,14 +62,16 @@ def plan(
     ] = False,
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
-    and what to do next. A budget that 16 bits fit needs no plan: that is told, and nothing is written.
+    """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what
+    was gained and what to do next. A budget that 16 bits fit needs no plan: that is told, and nothing is
+    written.
 
-    Resumes if interrupted. The profile is kept for all budgets; each of them has a folder of its own. A plan whose KL
-    to 16 bits is above .5 nats a token, or above .1 with a top-1 agreement below 80 %, ends in exit code 7 with the
-    layers that did it, and is not written to --output.
+    Resumes if interrupted. The profile is kept for all budgets; each of them has a folder of its own. A plan
+    whose KL to 16 bits is above .5 nats a token, or above .1 with a top-1 agreement below 80 %, ends in exit
+    code 7 with the layers that did it, and is not written to --output.
 
-    Example: `kvcal plan Qwen/Qwen3-8B --budget 24GB --batch 8 --context 32768 --data corpus.jsonl -o plan.safetensors`
+    Example: `kvcal plan Qwen/Qwen3-8B --budget 24GB --batch 8 --context 32768 --data corpus.jsonl -o
+    plan.safetensors`
 
     Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
@@ -173,8 +176,8 @@ def run(
 ) -> None:
     """Run all stages of a recipe, skipping those that are current, and print the table.
 
-    One source serves both calibration and evaluation: they draw from different pools of it. A model of yours is
-    measured on installed text, or --data, and on the tasks of `--set evaluate.tasks` alone.
+    One source serves both calibration and evaluation: they draw from different pools of it. A model of yours
+    is measured on installed text, or --data, and on the tasks of `--set evaluate.tasks` alone.
 
     Example: `kvcal run default --model Qwen/Qwen3-8B --data corpus.jsonl --out artifacts/qwen3`
 
@@ -227,11 +230,12 @@ def search(
     out: options.Out = Path("artifacts/search"),
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Build the plan of every system within the budget, measure the KL of all of them, and write the best one. The
-    recipe needs [search]. Resumes after the last finished stage if interrupted; profiles serve another budget in the
-    same folder, too.
+    """Build the plan of every system within the budget, measure the KL of all of them, and write the best
+    one. The recipe needs [search]. Resumes after the last finished stage if interrupted; profiles serve
+    another budget in the same folder, too.
 
-    Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
+    Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data
+    corpus.jsonl`
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --set search.serve=storage`
     """
@@ -262,13 +266,14 @@ def tune(
     out: options.Out = Path("artifacts/tune"),
     kv_budget: options.KvBudget = None,
 ) -> None:
-    """Search the thresholds of the recipe's key tiers: accuracy up, all-in bits down; write the best plan under a cap
-    (tune.max_bits, --kv-budget). The recipe needs [formats] alone.
+    """Search the thresholds of the recipe's key tiers: accuracy up, all-in bits down; write the best plan
+    under a cap (tune.max_bits, --kv-budget). The recipe needs [formats] alone.
 
     Interrupted, it resumes after its finished trials. Started several times on one --out, a GPU each, the
     processes share the trials of one study.
 
-    Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
+    Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set
+    tune.max_bits=3.4`
     """
     base = recipe_files.load_recipe(recipe)
     base = given.change(base, section="tune")
@@ -305,16 +310,17 @@ def compare(
 ) -> None:
     """Build and measure several recipes on one model, next to 16 bits, KIVI-2 and KIVI-4.
 
-    Recipes with [allocate] are built once for each --bits, others once. A recipe that fails is a row with the reason.
-    All are measured by the [evaluate] of --recipe. What is finished is kept in --out: the same command resumes there,
-    and --bits or recipes may be added. `--set evaluate.KEY` changes what is measured, any other the recipes that have
-    its section.
+    Recipes with [allocate] are built once for each --bits, others once. A recipe that fails is a row with the
+    reason. All are measured by the [evaluate] of --recipe. What is finished is kept in --out: the same
+    command resumes there, and --bits or recipes may be added. `--set evaluate.KEY` changes what is measured,
+    any other the recipes that have its section.
 
     Example: `kvcal compare pm-kvq kitty best --model reasoner-10m --bits 2.25 --bits 2.5 --bits 3`
 
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
 
-    Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
+    Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit
+    200`
     """
     evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
     spec = replace(given, sets=evaluating, samples=None).recipe(recipe, posed.knobs(recipe, model)).evaluate
@@ -343,8 +349,8 @@ def compare(
 
 
 def _changed(points: Sequence[compare_stage.Point], given: options.RecipeOptions) -> tuple[compare_stage.Point, ...]:
-    """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for a section
-    that none has, and for budgets and workloads, which are the same for all."""
+    """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for
+    a section that none has, and for budgets and workloads, which are the same for all."""
     sets = [text for text in given.sets or () if not text.startswith("evaluate.")]
     common = {f"allocate.{key}" for key in (*recipe_keys.BUDGET_KINDS, "batch", "context")}
     for name in recipe_files.read_settings(sets):

@@ -1,4 +1,5 @@
-"""Commands before a plan is served: ``kvcal bench``, ``capacity`` and ``serve-args``. No engine is imported."""
+"""Commands before a plan is served: ``kvcal bench``, ``capacity`` and ``serve-args``. No engine is
+imported."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallel
 def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: options.OutputOptions) -> None:
     """Time the steps of a plan's layers on this GPU, next to torch's fastest attention at 16 bits.
 
-    A step is all that a layer's cache does for a new token: storing it, packing pages, attention, and with a basis,
-    entering and leaving it. Rows are at random phases of their pages. Layers that differ in nothing but their index
-    share a row. Exit code 6 without a GPU.
+    A step is all that a layer's cache does for a new token: storing it, packing pages, attention, and with a
+    basis, entering and leaving it. Rows are at random phases of their pages. Layers that differ in nothing
+    but their index share a row. Exit code 6 without a GPU.
 
     Example: `kvcal bench plan.safetensors --batch 8 --context 32768`
     """
@@ -88,10 +89,11 @@ def capacity(
     max_requests: RequestsOption = 64,
     drafts: DraftsOption = 0,
 ) -> None:
-    """Tell what fits into an engine's memory with a plan: blocks, tokens, and requests of a context, as the engine will
-    count them. `kvcal size` counts weights and workspace, too.
+    """Tell what fits into an engine's memory with a plan: blocks, tokens, and requests of a context, as the
+    engine will count them. `kvcal size` counts weights and workspace, too.
 
-    Example: `kvcal capacity meta-llama/Llama-3.1-8B --plan plan.safetensors --kv-memory 50GB --tp 4 --context 32768`
+    Example: `kvcal capacity meta-llama/Llama-3.1-8B --plan plan.safetensors --kv-memory 50GB --tp 4 --context
+    32768`
     """
     loaded = _served(plan, engine, drafts)
     facts = model_config.read_sizes(model)

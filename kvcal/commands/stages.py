@@ -1,5 +1,5 @@
-"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``reparam``, ``fit-predictors``, ``feedback``,
-``compile``."""
+"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``reparam``, ``fit-predictors``,
+``feedback``, ``compile``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def profile(
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "default",
 ) -> None:
-    """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if interrupted.
+    """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if
+    interrupted.
 
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
@@ -77,12 +78,13 @@ def allocate(
         typer.Option(help="Keep this allocation in DIR/NAME, with others; that is then the next stage's DIR."),
     ] = None,
 ) -> None:
-    """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
-    plan: λ and predictors, which come later, take part of them (--reserve).
+    """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the
+    compiled plan: λ and predictors, which come later, take part of them (--reserve).
 
     A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
 
-    GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context 32768`
+    GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context
+    32768`
 
     Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
@@ -120,7 +122,8 @@ def _job(folder: Path, model: str, given: options.RecipeOptions, recipe: recipe_
 
 
 def _with_own_sizes(given: options.RecipeOptions, recipe: str, section: str) -> recipe_keys.Recipe:
-    """The recipe; --samples and --seq-len are those of ``section``, which calibrates on text of its own size."""
+    """The recipe; --samples and --seq-len are those of ``section``, which calibrates on text of its own
+    size."""
     sizes = {f"{section}.num_samples": given.samples, f"{section}.seq_len": given.seq_len}
     return replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section=section)
 
@@ -132,9 +135,9 @@ def reparam(
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "pm-kvq",
 ) -> None:
-    """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats of DIR's allocation,
-    with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts them into the plan.
-    Resumes if interrupted.
+    """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats of DIR's
+    allocation, with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts
+    them into the plan. Resumes if interrupted.
 
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
@@ -158,10 +161,11 @@ def fit_predictors(
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "aqua-kv",
 ) -> None:
-    """Fit predictors of each layer's keys and values from the layer before, as the cache reads it back, with the
-    recipe's [predictors] (and after its [reparam]), and say which pay. Resumes if interrupted.
+    """Fit predictors of each layer's keys and values from the layer before, as the cache reads it back, with
+    the recipe's [predictors] (and after its [reparam]), and say which pay. Resumes if interrupted.
 
-    Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 256`
+    Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl
+    --samples 256`
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
@@ -181,9 +185,9 @@ def feedback(
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "kitty-feedback",
 ) -> None:
-    """Calibrate error feedback, with which codes make up for the errors of the channels before them, for the formats
-    of DIR and the transforms of the recipe, with its [feedback] (--samples and --seq-len are its own). Resumes if
-    interrupted.
+    """Calibrate error feedback, with which codes make up for the errors of the channels before them, for the
+    formats of DIR and the transforms of the recipe, with its [feedback] (--samples and --seq-len are its
+    own). Resumes if interrupted.
 
     Example: `kvcal feedback artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 16`
     """
@@ -207,7 +211,8 @@ def compile_command(
     ] = None,
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for it. With
+    """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for
+    it. With
     --model, one that destroys the model ends in exit code 7, and is not written to --output.
 
     Example: `kvcal compile artifacts/llama -o plan.safetensors`

@@ -52,11 +52,11 @@ def size(
         int, typer.Option("--tp", help="Devices that share each layer's heads; all bytes are of one.", min=1, max=1024)
     ] = 1,
 ) -> None:
-    """Tell what a model's cache takes at 16, 8, 4, 3 and 2 bits, and what fits in a memory. Reads config.json and the
-    headers of the weights alone.
+    """Tell what a model's cache takes at 16, 8, 4, 3 and 2 bits, and what fits in a memory. Reads config.json
+    and the headers of the weights alone.
 
-    Every row is a recipe: `kvcal run uniform-4 --model MODEL` makes its plan. A layer's sensitivity is not looked at:
-    `kvcal plan` gives each layer its own bits within a budget.
+    Every row is a recipe: `kvcal run uniform-4 --model MODEL` makes its plan. A layer's sensitivity is not
+    looked at: `kvcal plan` gives each layer its own bits within a budget.
 
     Example: `kvcal size meta-llama/Llama-3.1-8B --memory 24GB --batch 8 --context 32768`
 
@@ -178,9 +178,9 @@ def chooses_by(recipe: recipe_keys.Recipe) -> str:
 
 @options.spread
 def models(given: options.OutputOptions) -> None:
-    """List the embedded models, and every family of decoders in transformers that kvcal was run on, small and with
-    random weights: the recipe that `kvcal plan` makes its plan with, or names; and those that are not supported, with
-    the reason. Other models are measured when they are loaded.
+    """List the embedded models, and every family of decoders in transformers that kvcal was run on, small and
+    with random weights: the recipe that `kvcal plan` makes its plan with, or names; and those that are not
+    supported, with the reason. Other models are measured when they are loaded.
 
     Example: `kvcal models --json`
     """
@@ -207,8 +207,8 @@ def models(given: options.OutputOptions) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing of the machine. ``status``: ok, absent (and not needed), slow, refused (a part of kvcal does not work),
-    or unusable (nothing does); ``note`` says what follows."""
+    """One thing of the machine. ``status``: ok, absent (and not needed), slow, refused (a part of kvcal does
+    not work), or unusable (nothing does); ``note`` says what follows."""
 
     name: str
     found: str
@@ -224,9 +224,9 @@ def doctor(
         str | None, typer.Option(help="Also check that an engine can serve plans: vllm, sglang.", show_default=False)
     ] = None,
 ) -> None:
-    """Check this machine: versions, GPU, driver, compiler of the kernels, optional engines; what would be slow or
-    refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not, or the engine of
-    `--engine` is not installed; 4 when that engine cannot serve plans.
+    """Check this machine: versions, GPU, driver, compiler of the kernels, optional engines; what would be
+    slow or refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not, or
+    the engine of `--engine` is not installed; 4 when that engine cannot serve plans.
 
     Example: `kvcal doctor --json`
 
@@ -305,8 +305,8 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _served(engine: str) -> Finding:
-    """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in, or one
-    that is not installed."""
+    """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in,
+    or one that is not installed."""
     reason, found, tested = support.refusal(engine), metadata.version(engine), support.TESTED[engine]
     if reason is not None:
         return Finding(f"plans in {engine}", found, "refused", reason)

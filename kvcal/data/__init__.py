@@ -1,1 +1,2 @@
-"""Calibration and evaluation data: sources of text, token sequences, generated tasks, and pools by purpose."""
+"""Calibration and evaluation data: sources of text, token sequences, generated tasks, and pools by
+purpose."""

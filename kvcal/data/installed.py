@@ -1,16 +1,19 @@
-"""Text of the installed Python packages and the standard library, read at run time: code, documentation and chats.
+"""Text of the installed Python packages and the standard library, read at run time: code, documentation and
+chats.
 
-Every machine that runs kvcal has some, nobody's text is committed for it, and it needs no network. Other versions of
-packages give other texts, and so another fingerprint. Files come in rounds, one of each package a round, so that no
-package is the whole sample; a package's order is that of hashes of its name and paths, the same on every machine and
-whatever a folder's listing order. A package is not looked into before its turn, nor a file read.
+Every machine that runs kvcal has some, nobody's text is committed for it, and it needs no network. Other
+versions of packages give other texts, and so another fingerprint. Files come in rounds, one of each package a
+round, so that no package is the whole sample; a package's order is that of hashes of its name and paths, the
+same on every machine and whatever a folder's listing order. A package is not looked into before its turn, nor
+a file read.
 
-The three sources are views of the same files. So a file is dealt to a pool (kvcal.data.pools) by its own text: what
-is said in its code, its docstrings and the conversations on them lies in one pool, whatever the source.
+The three sources are views of the same files. So a file is dealt to a pool (kvcal.data.pools) by its own
+text: what is said in its code, its docstrings and the conversations on them lies in one pool, whatever the
+source.
 
-python:code: files of 2 to 200 thousand characters. python:docs: a package's description, its .rst, .md and .txt files,
-and the docstrings of a module, joined. python:chat: a conversation a module, on what its functions and classes are for
-and how they are written, after their docstrings.
+python:code: files of 2 to 200 thousand characters. python:docs: a package's description, its .rst, .md and
+.txt files, and the docstrings of a module, joined. python:chat: a conversation a module, on what its
+functions and classes are for and how they are written, after their docstrings.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ def installed_sha256() -> str:
 
 
 def _packages() -> dict[str, Distribution | None]:
-    """By normalized name; of two with one name, the one that is imported. None stands for the standard library."""
+    """By normalized name; of two with one name, the one that is imported. None stands for the standard
+    library."""
     found: dict[str, Distribution | None] = {STDLIB: None}
     for package in distributions():
         name = package.metadata["Name"]
@@ -161,7 +165,8 @@ def _docstrings(text: str) -> str:
 
 
 def _documented(text: str) -> list[tuple[_Node, str]]:
-    """A module, its classes and functions, and their docstrings; none where it is no Python of this version."""
+    """A module, its classes and functions, and their docstrings; none where it is no Python of this
+    version."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes and the like in others' code

@@ -1,23 +1,26 @@
-"""Pools of data by purpose: what a plan is fitted on, chosen on and reported on shares no text; and the guard of that.
+"""Pools of data by purpose: what a plan is fitted on, chosen on and reported on shares no text; and the guard
+of that.
 
-Every source is dealt to the pools before any window is cut, item by item: a record, a chat, a generated problem or a
-document of a table by a hash of its content, what is read from an installed file by a hash of the file's, a piece of a
-text file in turn. So pools stay disjoint whatever the seed,
-the process, the number of samples and their length, and two copies of an item lie in one pool. A text file's pieces go
-to the pools in turn, from the pool on that the first piece's content names. They are of 1 KiB at first and double after
+Every source is dealt to the pools before any window is cut, item by item: a record, a chat, a generated
+problem or a document of a table by a hash of its content, what is read from an installed file by a hash of
+the file's, a piece of a text file in turn. So pools stay disjoint whatever the seed, the process, the number
+of samples and their length, and two copies of an item lie in one pool. A text file's pieces go to the pools
+in turn, from the pool on that the first piece's content names. They are of 1 KiB at first and double after
 every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows of a large one are seldom broken.
 
-A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration": {stage:
-{"purpose", "source", "source_sha256", "sequences", "windows"}}}, with 12 hex digits of sha256 for each sequence, and
-"parts" where there are several sources. The guard finds what dealing cannot: a source that repeats itself, records that
-are equal up to where they are cut, and an edited copy of the file that a plan was made from.
+A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration":
+{stage: {"purpose", "source", "source_sha256", "sequences", "windows"}}}, with 12 hex digits of sha256 for
+each sequence, and "parts" where there are several sources. The guard finds what dealing cannot: a source that
+repeats itself, records that are equal up to where they are cut, and an edited copy of the file that a plan
+was made from.
 
-For the last, a record holds the least ``NUM_DIGESTS`` digests of its windows of ``WINDOW`` tokens, 2.7 KB in all. Of
-other text the windows with as small a digest tell the share that both have: a sample of windows by what they hold, so
-that it is the same in both wherever they begin. Of installed text, 24 texts of 4,096 tokens share 0.0 (docs, code) to
-1.3 % (chats) with 16 of 2,048 from another pool, files of one's own 1 to 3 %; an edited copy shares a fifth to a half.
-The guard refuses above ``MAX_SHARED``, after twice the sample's own error. Windows that a quarter of a sample's
-sequences share are left out: a template's, or a prompt's that all records begin with.
+For the last, a record holds the least ``NUM_DIGESTS`` digests of its windows of ``WINDOW`` tokens, 2.7 KB in
+all. Of other text the windows with as small a digest tell the share that both have: a sample of windows by
+what they hold, so that it is the same in both wherever they begin. Of installed text, 24 texts of 4,096
+tokens share 0.0 (docs, code) to 1.3 % (chats) with 16 of 2,048 from another pool, files of one's own 1 to 3
+%; an edited copy shares a fifth to a half. The guard refuses above ``MAX_SHARED``, after twice the sample's
+own error. Windows that a quarter of a sample's sequences share are left out: a template's, or a prompt's that
+all records begin with.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import Tensor
 from kvcal.strict import STRICT, Size, dump, parse
 
-# fit: profile, λ, predictors. select: a search's candidates, tuning. validate: a final choice. report: evaluation.
+# fit: profile, λ, predictors. select: a search's candidates, tuning. validate: a final choice. report:
+# evaluation.
 Purpose = Literal["fit", "select", "validate", "report"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
-# A piece is cut at a line's end, so that hardly any token straddles two; a line beyond MIN_PIECE_CHARS is cut, too.
+# A piece is cut at a line's end, so that hardly any token straddles two; a line beyond MIN_PIECE_CHARS is
+# cut, too.
 MIN_PIECE_CHARS, MAX_PIECE_CHARS = 1 << 10, 1 << 14
 
 WINDOW = 20  # tokens
@@ -79,8 +84,8 @@ def _cut(lines: Iterator[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class SourceId:
-    """A source's ``name`` for people, without its folder, and a digest of what it is: of a file the size and the first
-    64 KiB, of a folder the names and sizes, else of the name, config and split."""
+    """A source's ``name`` for people, without its folder, and a digest of what it is: of a file the size and
+    the first 64 KiB, of a folder the names and sizes, else of the name, config and split."""
 
     name: str
     sha256: str
@@ -97,11 +102,12 @@ class SourcePart:
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where the token is a
-    target of the next-token loss (never at position 0, at least one per sequence). ``fingerprint``: sha256 over both;
-    ``description``: one line for people, without machine paths; ``source``: where they come from, None if they were
-    made up; ``purpose``: of which pool; ``kinds``: the source of each sequence, such as "python:code"; ``parts``: of
-    several sources, which ``source`` then stands for together. All counts are tokens."""
+    """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where the
+    token is a target of the next-token loss (never at position 0, at least one per sequence).
+    ``fingerprint``: sha256 over both; ``description``: one line for people, without machine paths;
+    ``source``: where they come from, None if they were made up; ``purpose``: of which pool; ``kinds``: the
+    source of each sequence, such as "python:code"; ``parts``: of several sources, which ``source`` then
+    stands for together. All counts are tokens."""
 
     sequences: tuple[Tensor, ...]
     loss_masks: tuple[Tensor, ...]
@@ -123,7 +129,8 @@ class TokenDataset:
 
     @property
     def windows(self) -> set[bytes]:
-        """Digests of all windows of WINDOW tokens, but of those that more than a quarter of the sequences have."""
+        """Digests of all windows of WINDOW tokens, but of those that more than a quarter of the sequences
+        have."""
         counts = Counter[bytes]()
         for ids in map(id_bytes, self.sequences):
             parts = (ids[at : at + 8 * WINDOW] for at in range(0, len(ids) - 8 * WINDOW + 1, 8))
@@ -150,8 +157,8 @@ _SUFFIX = ".record"
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class DataRecord:
-    """One stage's data. ``source``, its name, and ``source_sha256`` are None for made-up data; ``parts``: of several
-    sources."""
+    """One stage's data. ``source``, its name, and ``source_sha256`` are None for made-up data; ``parts``: of
+    several sources."""
 
     purpose: Purpose
     source: str | None
@@ -159,7 +166,8 @@ class DataRecord:
     sequences: tuple[str, ...]
     # Left out of JSON for one source.
     parts: Annotated[tuple[SourcePart, ...], Field(exclude_if=lambda parts: parts == ())] = ()
-    # The least digests of windows, in order, URL-safe base64. Empty in older plans, and where no sequence is as long.
+    # The least digests of windows, in order, URL-safe base64. Empty in older plans, and where no sequence is
+    # as long.
     windows: Annotated[str, Field(exclude_if=lambda windows: windows == "")] = ""
 
     def __post_init__(self) -> None:
@@ -206,8 +214,8 @@ def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) 
 
 
 def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
-    """Raises: UsageError: a sequence of ``data``, or more than MAX_SHARED of its windows, is among those of another
-    purpose that a plan was made from. ArtifactError: the provenance's record of them is not one.
+    """Raises: UsageError: a sequence of ``data``, or more than MAX_SHARED of its windows, is among those of
+    another purpose that a plan was made from. ArtifactError: the provenance's record of them is not one.
     """
     windows = data.windows
     for stage, record in _records(provenance).items():

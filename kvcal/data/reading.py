@@ -2,13 +2,14 @@
 
 retrieval:TOKENS   RULER's multi-key needle (arXiv 2404.06654): among word problems, ``NUM_KEYS`` sentences give each
                    animal a code; ``ASKED`` of the codes are asked for, and the others distract.
-completion:TOKENS  a file of an installed package or of the standard library: ``LINES`` lines of its last half, each
+completion:TOKENS  a file of an installed package or of the standard library: ``LINES`` lines of its last
+half, each
                    predicted from all that is before it.
 
-An answer counts when every token of it is the most likely one after the true tokens before it. That is the exact match
-of greedy decoding, which has written the same up to its first wrong token. So a problem needs no generation, and one
-text holds several. The same seed gives the same problems; those of two purposes share no text. [evaluate] and [tune] of
-a recipe name tasks, these and others. Left out: RULER's other needles.
+An answer counts when every token of it is the most likely one after the true tokens before it. That is the
+exact match of greedy decoding, which has written the same up to its first wrong token. So a problem needs no
+generation, and one text holds several. The same seed gives the same problems; those of two purposes share no
+text. [evaluate] and [tune] of a recipe name tasks, these and others. Left out: RULER's other needles.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _ANIMALS = ["bear", "camel", "crow", "deer", "eagle", "fox", "goat", "horse", "l
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """``tokens_T`` int64; ``answers``: (start, stop) of each answer's tokens, of which none is the first one."""
+    """``tokens_T`` int64; ``answers``: (start, stop) of each answer's tokens, of which none is the first
+    one."""
 
     tokens_T: Tensor
     answers: tuple[tuple[int, int], ...]
@@ -87,7 +89,8 @@ def retrieval(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose
 
 
 def completion(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose) -> Iterator[Reading]:
-    """Files of at least ``num_tokens`` tokens, cut there. UsageError for a tokenizer that tells no places of tokens."""
+    """Files of at least ``num_tokens`` tokens, cut there. UsageError for a tokenizer that tells no places of
+    tokens."""
     if not tokenizer.is_fast:
         raise UsageError("completion needs a fast tokenizer (tokenizer.json)", hint="choose other tasks")
     rng = random.Random(f"{purpose}:completion:{seed}")
@@ -137,7 +140,8 @@ def readings(
 
 
 def word_problem(rng: random.Random) -> str:
-    """A story of 3 to 9 events with numbers, a question, and a solution that restates each with its arithmetic."""
+    """A story of 3 to 9 events with numbers, a question, and a solution that restates each with its
+    arithmetic."""
     who, thing = rng.choice(PEOPLE), rng.choice(["rolls", "stamps", "seedlings", "tiles", "tickets", "eggs", "bricks"])
     count = rng.randint(20, 400)
     story, steps = [f"{who} starts the week with {count} {thing}."], []
@@ -198,7 +202,8 @@ def _require_tasks(tasks: tuple[str, ...]) -> None:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class EvaluateSpec:
-    """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
+    """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of
+    ``tasks``."""
 
     data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
     tasks: tuple[str, ...] = knob(
@@ -236,8 +241,8 @@ class EvaluateSpec:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class TuneSpec:
-    """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy under
-    ``max_bits`` is chosen."""
+    """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy
+    under ``max_bits`` is chosen."""
 
     tasks: tuple[str, ...] = knob(
         ("ledger", "chain", "times"), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]."

@@ -1,16 +1,17 @@
 """Token sequences for calibration and evaluation: from sources to int64 tensors with a fingerprint.
 
-Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows of
-exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat messages) stay
-one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that the assistant says,
-since predicting a random prompt says nothing about how well the cache is read. Every sequence starts with what the
-tokenizer puts at position 0 (or with its bos token): many models park their attention there, and a window that begins
-in mid-text has other keys. Several sources get equally many sequences, in turn.
+Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows
+of exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat
+messages) stay one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that
+the assistant says, since predicting a random prompt says nothing about how well the cache is read. Every
+sequence starts with what the tokenizer puts at position 0 (or with its bos token): many models park their
+attention there, and a window that begins in mid-text has other keys. Several sources get equally many
+sequences, in turn.
 
-Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see kvcal.data.pools) as
-are needed are candidates, of which ``seed`` picks, in stream order. So no more than that is ever tokenized, and the
-choice does not depend on the process, the machine or the folder's listing order; what is generated is drawn by the seed
-already. Left out: shuffling inside a larger source.
+Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see
+kvcal.data.pools) as are needed are candidates, of which ``seed`` picks, in stream order. So no more than that
+is ever tokenized, and the choice does not depend on the process, the machine or the folder's listing order;
+what is generated is drawn by the seed already. Left out: shuffling inside a larger source.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ Span = tuple[str, bool]  # text, and whether it is in the loss
 @dataclass(frozen=True, config=STRICT)
 class DataSpec:
     """Sequences to load. ``source``: one source, or a list of several, each a name and then options, such as
-    "my.jsonl,columns=question+answer" (see the tutorial). Sequences are cut at ``seq_len`` tokens, and passed over with
-    fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128 tokens.
+    "my.jsonl,columns=question+answer" (see the tutorial). Sequences are cut at ``seq_len`` tokens, and passed
+    over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128 tokens.
 
     Raises UsageError when a value is impossible whatever the data.
     """
@@ -91,7 +92,8 @@ class DataSpec:
         return self.source != AUTO and all(source.name in TASK_SOURCES for source in self.sources)
 
     def for_model(self, is_embedded: bool, has_chats: bool) -> DataSpec:
-        """With the source that "auto" stands for; ``has_chats``: whether the tokenizer has a chat template."""
+        """With the source that "auto" stands for; ``has_chats``: whether the tokenizer has a chat
+        template."""
         if self.source != AUTO:
             return self
         installed = tuple(name for name in INSTALLED if has_chats or name != CHAT)
@@ -101,12 +103,13 @@ class DataSpec:
 def load_sequences(
     spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None, purpose: Purpose = "fit"
 ) -> TokenDataset:
-    """Read, tokenize and choose from what is dealt to ``purpose``. ``max_context``: the model's context in tokens, None
-    if it has no limit.
+    """Read, tokenize and choose from what is dealt to ``purpose``. ``max_context``: the model's context in
+    tokens, None if it has no limit.
 
-    Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file, an
-    unreadable or empty source, an unknown column, messages without a chat template, a source that gets no sequence, or
-    fewer sequences in the purpose's pool than are asked for (the message says how many there are).
+    Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file,
+    an unreadable or empty source, an unknown column, messages without a chat template, a source that gets no
+    sequence, or fewer sequences in the purpose's pool than are asked for (the message says how many there
+    are).
     """
     if max_context is not None and spec.seq_len > max_context:
         raise UsageError(
@@ -169,14 +172,16 @@ def _chosen(
 
 
 def _task_records(source: str, count: int, seed: int, purpose: Purpose) -> Iterator[Item]:
-    """``count`` problems with their solutions: bounded, since a short seq_len can cut off every completion."""
+    """``count`` problems with their solutions: bounded, since a short seq_len can cut off every
+    completion."""
     draw = mixture if source == "tasks" else TASKS[source.removeprefix("tasks:")]
     for problem in islice(dealt(draw, purpose, f"{source}:{seed}", prompt_of), count):
         yield Pair(problem.prompt_text, problem.completion)
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids at position 0 of every sequence: what the tokenizer adds itself, else its bos token, else none."""
+    """The token ids at position 0 of every sequence: what the tokenizer adds itself, else its bos token, else
+    none."""
     bare = _encode(tokenizer, "a")
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
@@ -224,7 +229,8 @@ def _item_sequences(
 def _encode_spans(
     spans: Iterable[Span], prefix: list[int], end: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, bool]]:
-    """Token ids, and whether each is in the loss. Spans are tokenized apart, as they are when a model generates."""
+    """Token ids, and whether each is in the loss. Spans are tokenized apart, as they are when a model
+    generates."""
     tokens = [(token, False) for token in prefix]
     for text, is_target in spans:
         tokens += [(token, is_target) for token in _encode(tokenizer, text)]
@@ -274,7 +280,8 @@ def _sequence(tokens: list[tuple[int, bool]], spec: DataSpec) -> Iterator[Tokens
 
 
 def _fingerprint(sequences: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> str:
-    """sha256 over, per sequence: its length, its ids (both int64, little-endian) and its mask (one byte a token)."""
+    """sha256 over, per sequence: its length, its ids (both int64, little-endian) and its mask (one byte a
+    token)."""
     digest = hashlib.sha256()
     for tokens_T, mask_T in zip(sequences, masks, strict=True):
         digest.update(tokens_T.numel().to_bytes(8, "little"))

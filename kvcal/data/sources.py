@@ -8,10 +8,11 @@ A source is spelled alike in a recipe's [data] and after --data, as its name and
     my.jsonl,columns=question+answer     a file or a folder
     owner/name,config=en,split=test      a data set on the hub
 
-Yields three kinds of item: a ``Piece`` of plain text, a ``Pair`` with a prompt and a completion, and a ``Chat``; of
-each, those that are dealt to one pool (see kvcal.data.pools). Which of them is decided once per source, by the file's
-extension or by the columns of its first record. Nothing is read before it is asked for, so sixteen samples of a 10 GB
-file cost what sixteen samples cost. A table's document longer than 64 KiB is dealt in pieces, as a text file is.
+Yields three kinds of item: a ``Piece`` of plain text, a ``Pair`` with a prompt and a completion, and a
+``Chat``; of each, those that are dealt to one pool (see kvcal.data.pools). Which of them is decided once per
+source, by the file's extension or by the columns of its first record. Nothing is read before it is asked for,
+so sixteen samples of a 10 GB file cost what sixteen samples cost. A table's document longer than 64 KiB is
+dealt in pieces, as a text file is.
 
 ``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it.
 """
@@ -55,8 +56,8 @@ _STRINGS, _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[{]+|[\
 
 @dataclass(frozen=True)
 class Source:
-    """``name``: of one of SOURCES, a path, or a hub id. ``columns``: one of text or messages, or a prompt and a
-    completion; empty: the first that exists of KNOWN_COLUMNS. ``split`` and ``config``: of a hub id."""
+    """``name``: of one of SOURCES, a path, or a hub id. ``columns``: one of text or messages, or a prompt and
+    a completion; empty: the first that exists of KNOWN_COLUMNS. ``split`` and ``config``: of a hub id."""
 
     name: str
     columns: tuple[str, ...] = ()
@@ -107,8 +108,8 @@ def read_spelling(text: str) -> Source:
 
 
 def read_spellings(texts: Sequence[str]) -> tuple[Source, ...]:
-    """The sources, in order; "auto" is the tasks as long as no model is known. UsageError as ``read_spelling``, and for
-    none, for "auto" with others, and for a source that is given twice."""
+    """The sources, in order; "auto" is the tasks as long as no model is known. UsageError as
+    ``read_spelling``, and for none, for "auto" with others, and for a source that is given twice."""
     if not texts:
         raise UsageError("source = [] is empty", hint="give tasks, python:docs, a file, a folder or a hub id")
     if AUTO in texts and len(texts) > 1:
@@ -140,8 +141,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts a source's
-    records."""
+    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts a
+    source's records."""
 
     messages: tuple[Mapping[str, Any], ...]
     index: int
@@ -168,11 +169,12 @@ def identify_source(source: Source) -> SourceId:
 
 
 def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
-    """Stream those items of a file, folder, hub id or installed text that are in the pool of ``purpose``; ``seed``
-    orders the files of a folder.
+    """Stream those items of a file, folder, hub id or installed text that are in the pool of ``purpose``;
+    ``seed`` orders the files of a folder.
 
-    Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or ``config`` with a
-    path, an unreachable hub id, unreadable content, an unknown column, a column of the wrong type, no item at all.
+    Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or
+    ``config`` with a path, an unreachable hub id, unreadable content, an unknown column, a column of the
+    wrong type, no item at all.
     """
     name = source.name
     if name in INSTALLED:
@@ -200,7 +202,8 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
 
 
 def _installed(name: str, purpose: Purpose) -> Iterator[Item]:
-    """Installed text, which is dealt by file: of a long one the first LONG_CHARS, so that no file is the sample."""
+    """Installed text, which is dealt by file: of a long one the first LONG_CHARS, so that no file is the
+    sample."""
     if name == CHAT:
         yield from (Chat(tuple(talk), index) for index, talk in enumerate(installed_chats(purpose)))
     else:
@@ -215,7 +218,8 @@ def _kind(name: str | Path) -> str | None:
 
 
 def _local_files(path: Path, seed: int) -> tuple[str, list[Path]]:
-    """The kind and the files of a path; hidden files, READMEs and unknown extensions in a folder are passed over."""
+    """The kind and the files of a path; hidden files, READMEs and unknown extensions in a folder are passed
+    over."""
     allowed = f"supported: {', '.join(EXTENSIONS)} (also with .gz)"
     if not path.is_dir():
         require_file(path, UsageError)
@@ -254,8 +258,8 @@ def _stream(kind: str, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _require_shallow(file: Path) -> None:
-    """ValueError where the beginning of a JSON file nests deeper than any record: ``datasets`` would run out of stack,
-    and the process would die."""
+    """ValueError where the beginning of a JSON file nests deeper than any record: ``datasets`` would run out
+    of stack, and the process would die."""
     opener = gzip.open if file.suffix.lower() == ".gz" else open
     with opener(file, "rb") as lines:
         depth, num_left = 0, CHECKED_BYTES

@@ -1,14 +1,14 @@
 """Verifiable long chain-of-thought tasks, generated: prompt -> reasoning -> answer.
 
-A quantized cache errs a little at every step, and a long chain of thought reads its own errors back. So the honest end
-measure is exact-match accuracy on problems whose every step needs exact facts from far back:
+A quantized cache errs a little at every step, and a long chain of thought reads its own errors back. So the
+honest end measure is exact-match accuracy on problems whose every step needs exact facts from far back:
 
 ledger  apply a list of numbered transfers to named accounts, restating each step and the new balances;
 chain   follow a pointer chain through a shuffled table far back in the prompt;
 times   long multiplication with a digit-by-digit scratchpad.
 
-The embedded model was trained on these with the default limits; lower limits give shorter generations of the same kind.
-The same ``random.Random`` state always gives the same problem, in every process.
+The embedded model was trained on these with the default limits; lower limits give shorter generations of the
+same kind. The same ``random.Random`` state always gives the same problem, in every process.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _ledger_step(rng: random.Random, people: list[str], balance: dict[str, int])
 
 
 def chain(rng: random.Random, max_size: int = 160, max_hops: int = 40) -> Problem:
-    """A table of ``MIN_SIZE`` to ``max_size`` words, each pointing to another in one cycle, and ``MIN_HOPS`` to
-    ``max_hops`` hops from a word."""
+    """A table of ``MIN_SIZE`` to ``max_size`` words, each pointing to another in one cycle, and ``MIN_HOPS``
+    to ``max_hops`` hops from a word."""
     size = rng.randint(MIN_SIZE, max_size)
     hops = rng.randint(MIN_HOPS, max_hops)
     keys: list[str] = []
@@ -174,8 +174,8 @@ def mixture(rng: random.Random) -> Problem:
 def dealt(
     draw: Callable[[random.Random], Drawn], purpose: Purpose, name: str, content: Callable[[Drawn], Any]
 ) -> Iterator[Drawn]:
-    """The items that ``draw`` makes without end, of one purpose's pool by its ``content`` (JSON), from the generator
-    called ``name`` of that purpose."""
+    """The items that ``draw`` makes without end, of one purpose's pool by its ``content`` (JSON), from the
+    generator called ``name`` of that purpose."""
     rng = random.Random(f"{purpose}:{name}")  # a string seed: hashed by sha512, equal in every process
     while True:
         drawn = draw(rng)
@@ -200,8 +200,9 @@ def problems(
     max_digits: int = 7,
 ) -> tuple[Problem, ...]:
     """``count`` problems of one task. ``max_steps`` bounds a ledger, ``max_size`` and ``max_hops`` a chain,
-    ``max_digits`` a multiplication; the defaults are the training distribution. The first n of a longer list are the
-    shorter list. Never a problem that is drawn for another purpose, here or in kvcal.data.sequences."""
+    ``max_digits`` a multiplication; the defaults are the training distribution. The first n of a longer list
+    are the shorter list. Never a problem that is drawn for another purpose, here or in
+    kvcal.data.sequences."""
     draws: dict[str, Callable[[random.Random], Problem]] = {
         "ledger": partial(ledger, max_steps=max_steps),
         "chain": partial(chain, max_size=max_size, max_hops=max_hops),
@@ -211,6 +212,7 @@ def problems(
 
 
 def extract_answer(text: str) -> str | None:
-    """The X of the first line ``Answer: X`` in ``text`` (a completion, or a prompt and its completion), or None."""
+    """The X of the first line ``Answer: X`` in ``text`` (a completion, or a prompt and its completion), or
+    None."""
     found = ANSWER.search(text)
     return found.group(1) if found else None

@@ -1,8 +1,10 @@
-"""Tokens and requests of a plan that fit into an engine's memory, by the engine's own rule, before it is started.
+"""Tokens and requests of a plan that fit into an engine's memory, by the engine's own rule, before it is
+started.
 
-vLLM's pool has blocks of one size (``VllmPool``). A request takes a block for every 128 tokens that it has begun, and
-blocks for its rings, its sinks and its sliding windows. SGLang's pool has pages of 128 tokens, whose bytes it rounds up
-token by token; next to it lies a ring for every request that may run, from the start, and shared sinks.
+vLLM's pool has blocks of one size (``VllmPool``). A request takes a block for every 128 tokens that it has
+begun, and blocks for its rings, its sinks and its sliding windows. SGLang's pool has pages of 128 tokens,
+whose bytes it rounds up token by token; next to it lies a ring for every request that may run, from the
+start, and shared sinks.
 
 Bytes are those of one rank; all ranks have the same.
 """
@@ -29,10 +31,10 @@ WINDOW_BLOCKS = 16, 32, 64, 128
 
 @dataclass(frozen=True)
 class Capacity:
-    """``block_bytes`` of 128 tokens of all layers, padding included, of which pages are ``page_bytes``; ``num_blocks``
-    in the pool, with the one that engines keep for nobody; a request of the context takes ``blocks_per_request``, of
-    which ``ring_blocks`` for rings and sinks and ``window_blocks`` for sliding windows. ``raw_tokens``: tokens at 16
-    bits in the same memory, without sliding windows."""
+    """``block_bytes`` of 128 tokens of all layers, padding included, of which pages are ``page_bytes``;
+    ``num_blocks`` in the pool, with the one that engines keep for nobody; a request of the context takes
+    ``blocks_per_request``, of which ``ring_blocks`` for rings and sinks and ``window_blocks`` for sliding
+    windows. ``raw_tokens``: tokens at 16 bits in the same memory, without sliding windows."""
 
     memory: int
     block_bytes: int
@@ -46,8 +48,8 @@ class Capacity:
 
     @property
     def concurrency(self) -> float:
-        """Requests of the context that fit at once, as vLLM prints it, but for sliding windows: vLLM counts those of
-        all tokens that a step may compute, too."""
+        """Requests of the context that fit at once, as vLLM prints it, but for sliding windows: vLLM counts
+        those of all tokens that a step may compute, too."""
         return self.num_blocks / self.blocks_per_request
 
     @property
@@ -59,8 +61,8 @@ class Capacity:
 def capacity(
     engine: Engine, plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0, max_requests: int = 0
 ) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a token;
-    ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start."""
+    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
+    token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start."""
     shard, needed = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
     pages = [shard.block_bytes(index) for index in shard.blocks]
     fixed, ring_blocks, window_blocks = 0, 0, 0
@@ -89,8 +91,9 @@ def capacity(
 
 
 def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0) -> int:
-    """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
-    padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`capacity`."""
+    """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once:
+    with rings, padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of
+    :func:`capacity`."""
     batch, blocks = plan.workload.batch, -(-plan.workload.context // PAGE_TOKENS)
     shard = HeadShard(plan, 0, num_ranks, lookahead)
     if engine == "sglang":
@@ -132,8 +135,8 @@ class Placed(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Layers of one sliding window: ``tokens`` of a block; ``num_groups`` of layers, whose blocks are other ones; the
-    blocks that a request of any length holds in each group, at most."""
+    """Layers of one sliding window: ``tokens`` of a block; ``num_groups`` of layers, whose blocks are other
+    ones; the blocks that a request of any length holds in each group, at most."""
 
     tokens: int
     num_groups: int
@@ -144,16 +147,19 @@ class VllmPool:
     """vLLM's pool of blocks with a plan: how the layers of a rank lie in it, by vLLM's own planner.
 
         pages    of all layers: a block for every 128 tokens. Each layer has the same share of it, and a plan's layers
-                 lie side by side in the shares of all. (Of unequal pages vLLM takes some for a pattern of layers.)
+                 lie side by side in the shares of all. (Of unequal pages vLLM takes some for a pattern of
+                 layers.)
         rings    of all layers: as many blocks a request as they take
         sinks    of all layers, where a request after a cached prefix has them: mostly one block
-        windows  of layers with a sliding window, which vLLM keeps at 16 bits: blocks of fewer tokens, in groups of as
+        windows  of layers with a sliding window, which vLLM keeps at 16 bits: blocks of fewer tokens, in
+        groups of as
                  many layers as one has room for
 
     All blocks have the bytes of the largest."""
 
     def __init__(self, shard: HeadShard, has_prefixes: bool = True) -> None:
-        """``has_prefixes``: whether they are cached, and sinks are shared, unless requests would lack some."""
+        """``has_prefixes``: whether they are cached, and sinks are shared, unless requests would lack
+        some."""
         self.shard, blocks = shard, shard.blocks
         pages = {index: block.block_bytes for index, block in blocks.items()}
         rings = {index: block.ring_bytes for index, block in blocks.items()}
@@ -165,8 +171,9 @@ class VllmPool:
         self.rings, self.sinks = (Placed.of(sizes, self.room) for sizes in (rings, sinks))
 
     def window(self, tokens: int, sizes: Sequence[int] = WINDOW_BLOCKS) -> Window:
-        """Of the layers with a sliding window of so many tokens. Blocks, of one of these ``sizes`` in tokens, are the
-        fewest, or a sixteenth more where that makes fewer groups, which cost vLLM time on the host."""
+        """Of the layers with a sliding window of so many tokens. Blocks, of one of these ``sizes`` in tokens,
+        are the fewest, or a sixteenth more where that makes fewer groups, which cost vLLM time on the
+        host."""
         count, token_bytes = self.shard.windows[tokens]
         found = []
         for size in [size for size in sizes if size * token_bytes <= self.room] or [min(sizes)]:

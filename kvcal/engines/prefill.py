@@ -1,8 +1,8 @@
 """Attention of a chunk of new tokens to its past and to itself, in tiles that are merged by log-sum-exp.
 
-A prompt comes in chunks, and what a chunk attends to may be long and packed. So the past is decoded a tile at a time
-into the same scratch, attended to without a mask, and merged: with the outputs o and the log-sum-exps l of two parts of
-the keys,
+A prompt comes in chunks, and what a chunk attends to may be long and packed. So the past is decoded a tile at
+a time into the same scratch, attended to without a mask, and merged: with the outputs o and the log-sum-exps
+l of two parts of the keys,
 
     l = log(exp(l1) + exp(l2))      o = o1 exp(l1 - l) + o2 exp(l2 - l)      (Milakov and Gimelshein 2018)
 
@@ -23,8 +23,8 @@ TILE_TOKENS = 8192
 SCORES_AT_ONCE = 2**24
 FLASH_DTYPES, FLASH_MAX_DIM = (torch.float16, torch.bfloat16), 256
 
-# On CUDA in 16 bits: q [H, T, D], k and v [N, S, D], whether it is causal (T = S), the scale -> attention [H, T, D],
-# and the log-sum-exp of its scores, [H, T] fp32.
+# On CUDA in 16 bits: q [H, T, D], k and v [N, S, D], whether it is causal (T = S), the scale -> attention [H,
+# T, D], and the log-sum-exp of its scores, [H, T] fp32.
 Flash = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
 
@@ -36,8 +36,8 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) 
 
 
 class Logits(NamedTuple):
-    """The way from products of queries and keys to logits: ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks
-    without a key."""
+    """The way from products of queries and keys to logits: ``softcap`` 0 for none; ``s_aux`` [H]: logits of
+    sinks without a key."""
 
     scale: float
     softcap: float = 0.0
@@ -45,8 +45,8 @@ class Logits(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Attention to a part of the keys: ``out`` [H, T, D] fp32, and the log-sum-exp of its scores, ``lse`` [H, T]
-    fp32."""
+    """Attention to a part of the keys: ``out`` [H, T, D] fp32, and the log-sum-exp of its scores, ``lse`` [H,
+    T] fp32."""
 
     out: Tensor
     lse: Tensor
@@ -61,8 +61,8 @@ class Part(NamedTuple):
 def attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, past: Iterable[tuple[Tensor, Tensor]], logits: Logits, flash: Flash = torch_flash
 ) -> Tensor:
-    """Attention [T, H, D] in q's dtype of q [T, H, D], causal over k, v [T, N, D] and to all of ``past``: tiles of keys
-    and values [N, S, D]."""
+    """Attention [T, H, D] in q's dtype of q [T, H, D], causal over k, v [T, N, D] and to all of ``past``:
+    tiles of keys and values [N, S, D]."""
     queries = q.transpose(0, 1)
     found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, logits, flash=flash)
     for keys, values in past:
@@ -74,8 +74,8 @@ def attend_chunk(
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, logits: Logits, flash: Flash = torch_flash) -> Part:
-    """Attention of q [H, T, D] to k, v [N, S, D]: to all, or where T = S, each to the tokens up to its own. Without the
-    logits of sinks."""
+    """Attention of q [H, T, D] to k, v [N, S, D]: to all, or where T = S, each to the tokens up to its own.
+    Without the logits of sinks."""
     scale, softcap, _ = logits
     if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM:
         out, lse = flash(q, k, v, is_causal, scale)

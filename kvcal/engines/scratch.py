@@ -1,4 +1,5 @@
-"""Places of a step's sequences, and scratch: shared by all layers of a rank in an engine, and counted by no plan."""
+"""Places of a step's sequences, and scratch: shared by all layers of a rank in an engine, and counted by no
+plan."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ FLOATS_OF_A_VALUE = 4
 
 
 class Decodes(NamedTuple):
-    """Sequences that get one token each, or a token and drafts, all int32 on the device. Rows of length 0 whose blocks
-    and rings nobody else has may fill a batch up."""
+    """Sequences that get one token each, or a token and drafts, all int32 on the device. Rows of length 0
+    whose blocks and rings nobody else has may fill a batch up."""
 
     lengths: Tensor  # [B]: tokens of each sequence before the step
     table: Tensor  # [B, pages], channels side by side: the block of every page, the first token's own included
@@ -28,13 +29,13 @@ class Decodes(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The first ``requests`` of a batch, its decodes, of ``tokens`` each. ``taken`` int64 [requests, tokens]: their
-    rows of the batch's queries; ``kept`` int64 [rows]: the number of the token, in a row, that each of these rows is.
-    Both None where no request is filled up.
+    """The first ``requests`` of a batch, its decodes, of ``tokens`` each. ``taken`` int64 [requests, tokens]:
+    their rows of the batch's queries; ``kept`` int64 [rows]: the number of the token, in a row, that each of
+    these rows is. Both None where no request is filled up.
 
-    Where any request has drafts, those with fewer than the most are filled up with their last token, so that one kernel
-    is compiled for all such steps. The ring takes these tokens back, as it does rejected drafts: the next step's
-    lengths say how many of its tokens a request has, on the device.
+    Where any request has drafts, those with fewer than the most are filled up with their last token, so that
+    one kernel is compiled for all such steps. The ring takes these tokens back, as it does rejected drafts:
+    the next step's lengths say how many of its tokens a request has, on the device.
     """
 
     requests: int
@@ -76,7 +77,8 @@ class Chunk(NamedTuple):
     ring: Tensor  # [1] int32 on the device
 
     def newest(self, memory: Memory, first: int) -> Tensor:
-        """[n, ..., D] in the cache's dtype: a copy of the past from token ``first`` on, as the ring has it."""
+        """[n, ..., D] in the cache's dtype: a copy of the past from token ``first`` on, as the ring has
+        it."""
         places = torch.arange(first, self.num_past, device=memory.ring.device) % memory.ring.shape[2]
         return memory.ring.index_select(0, self.ring)[0].index_select(1, places)
 
@@ -87,8 +89,8 @@ class Chunk(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """Keys and values [N, ..., D] of a chunk's past from token ``first`` on, in the queries' dtype: those that the ring
-    had before the chunk was stored, and maybe some of pages before them."""
+    """Keys and values [N, ..., D] of a chunk's past from token ``first`` on, in the queries' dtype: those
+    that the ring had before the chunk was stored, and maybe some of pages before them."""
 
     first: int
     keys: Tensor
@@ -96,7 +98,8 @@ class Tail(NamedTuple):
 
 
 class Scratch(StepScratch):
-    """Scratch that all layers of a rank share. ``flash``: what attends to parts of a prompt on CUDA, in 16 bits."""
+    """Scratch that all layers of a rank share. ``flash``: what attends to parts of a prompt on CUDA, in 16
+    bits."""
 
     def __init__(self, max_rows: int, max_tokens: int, device: torch.device, flash: Flash = torch_flash) -> None:
         super().__init__(max_rows, max_tokens, device)
@@ -106,7 +109,8 @@ class Scratch(StepScratch):
         self._reported = 0
 
     def report_errors(self, logger: logging.Logger) -> None:
-        """Log pages that could not be stored, once a kind. On CUDA nothing waits, and an error is seen a step later."""
+        """Log pages that could not be stored, once a kind. On CUDA nothing waits, and an error is seen a step
+        later."""
         if self.device.type != "cuda":
             self._seen.copy_(self.error)
         found = int(self._seen)

@@ -1,19 +1,19 @@
-"""The memory that an engine lends a layer, opaque blocks of 128 tokens and one ring a request, on each rank of tensor
-parallelism.
+"""The memory that an engine lends a layer, opaque blocks of 128 tokens and one ring a request, on each rank
+of tensor parallelism.
 
-Ranks take neighbouring KV heads, as Megatron's column-parallel projections do; where there are more ranks than heads,
-ranks / heads of them hold the same one. All ranks have as many heads, and blocks of equal size.
+Ranks take neighbouring KV heads, as Megatron's column-parallel projections do; where there are more ranks
+than heads, ranks / heads of them hold the same one. All ranks have as many heads, and blocks of equal size.
 
     block   the records of keys, then of values: a page of each KV head
     ring    of keys, then of values, in the cache's dtype: the first tokens [N, sinks, D], and the newest ones
-            [N, 128 + window, D], token t at t modulo their number; after both, where channels are chosen by queries,
-            the sums of |q| since the last page, fp32 [N, D], and the tokens at which they begin, int32 [N]. Where
-            drafts are verified, ``lookahead`` at a time, there are as many of the newest tokens more: rejected ones
-            then push nothing out that is needed
+            [N, 128 + window, D], token t at t modulo their number; after both, where channels are chosen by
+            queries, the sums of |q| since the last page, fp32 [N, D], and the tokens at which they begin,
+            int32 [N]. Where drafts are verified, ``lookahead`` at a time, there are as many of the newest
+            tokens more: rejected ones then push nothing out that is needed
 
-A page is packed in the step that fills it, directly into its block. From then on the block alone holds these tokens,
-but for sinks and the window, which the ring goes on to hold at 16 bits, and attention prefers. The engine knows block
-and ring by their sizes. Blocks are shared between requests, rings are not.
+A page is packed in the step that fills it, directly into its block. From then on the block alone holds these
+tokens, but for sinks and the window, which the ring goes on to hold at 16 bits, and attention prefers. The
+engine knows block and ring by their sizes. Blocks are shared between requests, rings are not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kvcal.plan.tensors import layer_transforms
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank has
-    it."""
+    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank
+    has it."""
 
     layer: LayerPlan
     cache_dtype: CacheDtype
@@ -81,14 +81,14 @@ class BlockLayout:
         return fmt.layout(side, 1, self.layer.head_dim(side), self.cache_dtype, fmt.num_bits).record_bytes
 
     def pages(self, blocks: Tensor, side: Side) -> Tensor:
-        """The records in blocks, uint8 [blocks, block_bytes or more] of any stride between blocks: a view uint8
-        [blocks, N, record_bytes]."""
+        """The records in blocks, uint8 [blocks, block_bytes or more] of any stride between blocks: a view
+        uint8 [blocks, N, record_bytes]."""
         first, record = self.offset(side), self.record_bytes(side)
         return blocks[:, first : first + self._records(side)].unflatten(1, (-1, record))
 
     def unquantized(self, rings: Tensor, side: Side) -> tuple[Tensor, Tensor]:
-        """The sinks and the newest tokens in rings, uint8 [rings, ring_bytes or more]: views [rings, N, sinks, D] and
-        [rings, N, ring_tokens, D] in the cache's dtype."""
+        """The sinks and the newest tokens in rings, uint8 [rings, ring_bytes or more]: views [rings, N,
+        sinks, D] and [rings, N, ring_tokens, D] in the cache's dtype."""
         first = sum(self._tokens("k")) if side == "v" else 0
         heads, views = self.layer.attention.num_kv_heads, []
         for nbytes in self._tokens(side):
@@ -140,8 +140,8 @@ def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
 
 
 def require_equal_plans(digest: str, group: Any) -> None:
-    """ArtifactError unless all ranks of an engine's group of processes (its ``world_size`` and ``cpu_group``) have a
-    plan of this sha256."""
+    """ArtifactError unless all ranks of an engine's group of processes (its ``world_size`` and ``cpu_group``)
+    have a plan of this sha256."""
     mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
     found = [torch.empty_like(mine) for _ in range(group.world_size)]
     if group.world_size > 1:
@@ -156,8 +156,8 @@ def require_equal_plans(digest: str, group: Any) -> None:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``lookahead``: drafts that
-    are verified with a token."""
+    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``lookahead``:
+    drafts that are verified with a token."""
 
     plan: Plan
     rank: int = 0
@@ -172,8 +172,8 @@ class HeadShard:
 
     @functools.cached_property
     def windows(self) -> dict[int, tuple[int, int]]:
-        """Layers with a sliding window, by its tokens: how many there are, and a token's bytes in each on this rank.
-        UnsupportedModel where these differ."""
+        """Layers with a sliding window, by its tokens: how many there are, and a token's bytes in each on
+        this rank. UnsupportedModel where these differ."""
         found: dict[int, tuple[int, int]] = {}
         for one in (one for one in self.plan.layers if not one.is_paged):
             layer = rank_geometry(one.attention, self.rank, self.size)

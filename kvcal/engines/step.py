@@ -1,26 +1,29 @@
 """Storing new tokens of one layer in an engine's memory, and attention to all tokens of their sequences.
 
-An engine gives every layer its blocks and rings once (``PagedStep.bind``), and with every step the place of each
-sequence in them. Two kinds of sequences are served:
+An engine gives every layer its blocks and rings once (``PagedStep.bind``), and with every step the place of
+each sequence in them. Two kinds of sequences are served:
 
     decode    one token each for many sequences, or as many with drafts after it: the operators of kvcal.kernels.ops,
-              with the engine's tables of blocks and of rings as they are. On CUDA these are the kernels; nothing waits
-              for the device, so that the call may be captured in a CUDA graph
+              with the engine's tables of blocks and of rings as they are. On CUDA these are the kernels;
+              nothing waits for the device, so that the call may be captured in a CUDA graph
     extend    a chunk of tokens of one sequence: it attends to its past, page tile by page tile, and to itself at full
               precision. Sizes come from the host
 
-Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
-hashed, moved or kept from then on; nothing in it depends on the sequence that filled it, but for channels that the
-queries of its chunk choose. A sequence that begins after shared blocks begins at a multiple of 128. Its ring then needs
-sinks, which the engine's plug-in brings, and the tokens of its window, which are decoded from their pages (``begin``).
+Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be
+shared, hashed, moved or kept from then on; nothing in it depends on the sequence that filled it, but for
+channels that the queries of its chunk choose. A sequence that begins after shared blocks begins at a multiple
+of 128. Its ring then needs sinks, which the engine's plug-in brings, and the tokens of its window, which are
+decoded from their pages (``begin``).
 
-Drafts are stored, and attend, as tokens that come alone. A sequence takes them back by its length at the next step, of
-which the device alone may know: nothing of this depends on the host. The page that drafts complete is packed with them,
-because later drafts read it. It becomes a page of the sequence when its last token is accepted; until then its block is
-nobody else's, and the token that takes the place of a rejected one packs it again, of tokens that the ring still has.
+Drafts are stored, and attend, as tokens that come alone. A sequence takes them back by its length at the next
+step, of which the device alone may know: nothing of this depends on the host. The page that drafts complete
+is packed with them, because later drafts read it. It becomes a page of the sequence when its last token is
+accepted; until then its block is nobody else's, and the token that takes the place of a rejected one packs it
+again, of tokens that the ring still has.
 
-An engine may let a sequence begin after blocks that another one fills in the same step. Then all tokens of the step
-must be stored before any attention is computed: each call has a half that stores and a half that attends.
+An engine may let a sequence begin after blocks that another one fills in the same step. Then all tokens of
+the step must be stored before any attention is computed: each call has a half that stores and a half that
+attends.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ from kvcal.store.step import KernelCodec, LayerStep
 class PagedStep:
     """See the module's docstring: layer ``index`` of a shard. Built once; ``bind`` before the first step.
 
-    Keys and values are those of the rank's N heads after RoPE, queries of its H = N G heads, in any float dtype; D is
-    the head size. Both calls return attention in the queries' dtype.
+    Keys and values are those of the rank's N heads after RoPE, queries of its H = N G heads, in any float
+    dtype; D is the head size. Both calls return attention in the queries' dtype.
     """
 
     def __init__(self, shard: HeadShard, index: int, scratch: Scratch) -> None:
@@ -65,8 +68,8 @@ class PagedStep:
         self._workspace = scratch.workspace(geometry.num_kv_heads, queries, geometry.k_head_dim)
 
     def bind(self, blocks: Tensor, rings: Tensor) -> None:
-        """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
-        more], bytes side by side, with strides between them of multiples of 16."""
+        """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings,
+        ring_bytes or more], bytes side by side, with strides between them of multiples of 16."""
         variant = variant_of(self.layout.layer, self.layout.cache_dtype)
         drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
         variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
@@ -94,10 +97,12 @@ class PagedStep:
         return Place(decodes.lengths, decodes.table, *self._read_at, decodes.rings)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
-        """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
+        """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B,
+        H, D].
 
-        Of a token and up to ``lookahead`` drafts each: k, v [B, S, N, D], and q [B, S, H, D] as attention, each to the
-        tokens up to its own. Rows with fewer drafts may be filled up with finite tokens, which count as rejected."""
+        Of a token and up to ``lookahead`` drafts each: k, v [B, S, N, D], and q [B, S, H, D] as attention,
+        each to the tokens up to its own. Rows with fewer drafts may be filled up with finite tokens, which
+        count as rejected."""
         self.append(q, k, v, decodes)
         return self.attend(q, decodes, logits)
 
@@ -108,7 +113,8 @@ class PagedStep:
         self._held.append(q, k, v, self._place(decodes))
 
     def _begin_sums(self, decodes: Decodes) -> None:
-        """Of sequences at the end of a page: one that begins after shared blocks has another one's in its ring."""
+        """Of sequences at the end of a page: one that begins after shared blocks has another one's in its
+        ring."""
         rings, lengths = decodes.rings.long(), decodes.lengths.unsqueeze(1)
         is_new = lengths % PAGE_TOKENS == 0
         sums, since = (part[rings] for part in self._held.statistic)
@@ -120,12 +126,13 @@ class PagedStep:
         return self._held.attend(q, self._place(decodes), *logits)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
-        """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
-        [T, H, D]."""
+        """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k
+        and v: [T, H, D]."""
         return self.attend_chunk(q, k, v, chunk, self.store(q, k, v, chunk), logits)
 
     def begin(self, chunk: Chunk, total: int) -> None:
-        """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them, decoded."""
+        """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them,
+        decoded."""
         for side in SIDES:
             memory, fmt = self._held.memory(side), self.layout.layer.format(side)
             first = PAGE_TOKENS * fmt.pages_read(total)
@@ -134,7 +141,8 @@ class PagedStep:
                 Chunk(first, chunk.table, chunk.ring).keep(memory, tokens, first)
 
     def begun_tail(self, chunk: Chunk, tail: Tail, is_begun: Tensor) -> Tail:
-        """The ``tail`` of a chunk, or what pages have of it where ``is_begun``, bool [1]: with it a sequence begins."""
+        """The ``tail`` of a chunk, or what pages have of it where ``is_begun``, bool [1]: with it a sequence
+        begins."""
         decoded = (self._tail(side, tail.first, chunk, tail.keys.dtype, is_begun=True) for side in SIDES)
         pairs = zip(decoded, (tail.keys, tail.values), strict=True)
         return Tail(tail.first, *(torch.where(is_begun, own, held) for own, held in pairs))
@@ -150,8 +158,8 @@ class PagedStep:
         return tail
 
     def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
-        """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D]. A page
-        that the chunk fills begins the sums anew, after the whole chunk."""
+        """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D].
+        A page that the chunk fills begins the sums anew, after the whole chunk."""
         geometry, ring = self.layout.layer.attention, chunk.ring.long()
         statistic = QueryStatistic(*(part[ring] for part in self._held.statistic))
         if chunk.num_past % PAGE_TOKENS == 0:
@@ -167,8 +175,8 @@ class PagedStep:
         return mean
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
-        """The second half of :meth:`extend`, of what :meth:`store` returned. Turned queries are rounded to the dtype of
-        q, which FlashAttention takes; a decode step has them in fp32."""
+        """The second half of :meth:`extend`, of what :meth:`store` returned. Turned queries are rounded to
+        the dtype of q, which FlashAttention takes; a decode step has them in fp32."""
         k_basis, v_basis = self._k_basis, self._v_basis
         keys, values = (new.to(self.dtype).to(q.dtype) for new in self._held.entered(k, v))
         queries = q if k_basis is None else k_basis.turned_queries(q).to(q.dtype)
@@ -176,8 +184,8 @@ class PagedStep:
         return attended if v_basis is None else v_basis.outputs(attended).to(q.dtype)
 
     def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
-        """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes besides its result, for an
-        engine that measures how much memory a model leaves; the room for decoded pages stays."""
+        """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes besides its result,
+        for an engine that measures how much memory a model leaves; the room for decoded pages stays."""
         layer, geometry = self.layout.layer, self.layout.layer.attention
         for side in SIDES:
             self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
@@ -186,7 +194,8 @@ class PagedStep:
         self.scratch.warm_up(geometry, num_tokens)
 
     def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the tail."""
+        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the
+        tail."""
         layer = self.layout.layer
         for first in range(0, tail.first, TILE_TOKENS):
             tile = {}
@@ -199,7 +208,8 @@ class PagedStep:
             yield tail.keys, tail.values
 
     def _tail(self, side: Side, first: int, chunk: Chunk, dtype: torch.dtype, is_begun: bool = False) -> Tensor:
-        """[N, ..., D]: a copy of the past from token ``first`` on, as it is read; ``is_begun``: of pages alone."""
+        """[N, ..., D]: a copy of the past from token ``first`` on, as it is read; ``is_begun``: of pages
+        alone."""
         layer = self.layout.layer
         shape = layer.attention.num_kv_heads, chunk.num_past - first, layer.head_dim(side)
         out = torch.empty(shape, dtype=dtype, device=self.scratch.device)
@@ -213,7 +223,8 @@ class PagedStep:
         return out
 
     def _unpack(self, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
-        """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has them."""
+        """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has
+        them."""
         memory, begin = self._held.memory(side), first // PAGE_TOKENS
         if out.shape[1]:
             slots = chunk.table[begin : begin + out.shape[1] // PAGE_TOKENS].unsqueeze(0)
@@ -223,7 +234,8 @@ class PagedStep:
             out[:, : sinks.shape[2]] = sinks.index_select(0, chunk.ring)[0]
 
     def _store(self, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
-        """Pack the pages that new [T, N, D] fill, and put the tokens into the ring that it goes on to hold."""
+        """Pack the pages that new [T, N, D] fill, and put the tokens into the ring that it goes on to
+        hold."""
         memory, fmt, new = self._held.memory(side), self.layout.layer.format(side), new.to(self.dtype)
         past, total = chunk.num_past, chunk.num_past + len(new)
         first, stop = past // PAGE_TOKENS, total // PAGE_TOKENS

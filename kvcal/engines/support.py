@@ -1,12 +1,14 @@
-"""Refusals: layers of a plan that an engine does not take, versions of engines, and other models than the plan's.
+"""Refusals: layers of a plan that an engine does not take, versions of engines, and other models than the
+plan's.
 
-A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits besides its
-pages, lie in the ring of a request: one that begins after blocks of another decodes its window from them. Sinks, of
-which there are few, are shared with pages, but for drafts. Layers with a sliding window are vLLM's own. What the
-kernels cannot read as it is stored is refused everywhere. It is refused at start: a plan is never served wrongly.
+A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits
+besides its pages, lie in the ring of a request: one that begins after blocks of another decodes its window
+from them. Sinks, of which there are few, are shared with pages, but for drafts. Layers with a sliding window
+are vLLM's own. What the kernels cannot read as it is stored is refused everywhere. It is refused at start: a
+plan is never served wrongly.
 
-Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with it the
-engine, by ``kvcal doctor --engine`` before serving, and at every start.
+Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with
+it the engine, by ``kvcal doctor --engine`` before serving, and at every start.
 """
 
 from __future__ import annotations
@@ -67,8 +69,9 @@ def refusals(
 
 
 def loses_sinks(plan: Plan, lookahead: int, engine: str = "vllm") -> bool:
-    """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: all of them with
-    drafts; and where vLLM shares them with the first page of a prompt, those that are not there before it ends."""
+    """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: all of
+    them with drafts; and where vLLM shares them with the first page of a prompt, those that are not there
+    before it ends."""
     numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in (*layer.k, *layer.v))
     most = max(numbers, default=0)
     return most > 0 and (lookahead > 0 or (engine == "vllm" and most >= PAGE_TOKENS))
@@ -173,8 +176,8 @@ def require_version(engine: str) -> None:
 
 
 class ServedModel(NamedTuple):
-    """``source``: its folder or hub id. Heads are those of all ranks; ``head_dim`` None: compared layer by layer, by
-    the plug-in's attention."""
+    """``source``: its folder or hub id. Heads are those of all ranks; ``head_dim`` None: compared layer by
+    layer, by the plug-in's attention."""
 
     source: str
     model_type: str

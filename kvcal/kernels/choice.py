@@ -1,11 +1,13 @@
 """The choice between two kernels that serve ``decode`` on CUDA, and what neither of them takes.
 
-The fast kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
-lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a static cache warns of the
-layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both would do (``plain``): they must agree.
+The fast kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes
+whose planes lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a
+static cache warns of the layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both
+would do (``plain``): they must agree.
 
-``refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason, and what
-the kernels alone cannot do. ``draft_refusals`` and ``draft_reasons`` are the same of steps with drafts.
+``refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason,
+and what the kernels alone cannot do. ``draft_refusals`` and ``draft_reasons`` are the same of steps with
+drafts.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ def is_plain(variant: Variant) -> bool:
 
 
 def is_wide(variant: Variant) -> bool:
-    """``WIDE`` of the fast kernel: tiles of 8 query heads, whose codes are expanded once, in place of tiles of 4.
+    """``WIDE`` of the fast kernel: tiles of 8 query heads, whose codes are expanded once, in place of tiles
+    of 4.
 
-    Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128 channels for
-    pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than
-    128 tokens, scales of values that are no halves, and keys whose codes can add up to too much (``key_lift``)."""
+    Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128
+    channels for pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ,
+    groups of fewer than 128 tokens, scales of values that are no halves, and keys whose codes can add up to
+    too much (``key_lift``)."""
     k, v, dim = variant.k, variant.v, variant.head_dim
     bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
@@ -75,7 +79,8 @@ def plain_reasons(variant: Variant) -> Iterator[str]:
 
 
 def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
-    """Why the plain kernel serves a layer; empty if it does not, or no kernel reads its pages as they are stored."""
+    """Why the plain kernel serves a layer; empty if it does not, or no kernel reads its pages as they are
+    stored."""
     is_served = plan.is_paged and not any(stored_form(plan, side) for side in SIDES)
     return tuple(plain_reasons(variant_of(plan, cache_dtype))) if is_served else ()
 
@@ -90,8 +95,8 @@ def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
 
 
 def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterator[str]:
-    """Why the kernels cannot serve this layer, or on a CPU why a cache of fixed size cannot hold it; nothing if it
-    can."""
+    """Why the kernels cannot serve this layer, or on a CPU why a cache of fixed size cannot hold it; nothing
+    if it can."""
     geometry, dim = plan.attention, plan.attention.k_head_dim
     if geometry.is_latent:
         yield LATENTS
@@ -123,8 +128,8 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
 
 
 def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
-    """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any device;
-    nothing if they leave none and it can."""
+    """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any
+    device; nothing if they leave none and it can."""
     if any(fmt.needs_queries for fmt in plan.k):
         yield "its channels are chosen by queries, of which those of rejected drafts stay counted"
     if any(fmt.shrink_at for fmt in (*plan.k, *plan.v)):
@@ -146,11 +151,11 @@ def draft_reasons(variant: Variant) -> Iterator[str]:
 
 
 def key_lift(variant: Variant) -> int | None:
-    """``K_LIFT`` of the fast kernel, the power of two by which codes of keys are shifted within the bytes that tensor
-    cores multiply; None where even codes at the bottom of their bytes add up to too much.
+    """``K_LIFT`` of the fast kernel, the power of two by which codes of keys are shifted within the bytes
+    that tensor cores multiply; None where even codes at the bottom of their bytes add up to too much.
 
-    A code at the top of its byte costs the fewest right shifts (``csrc/decode/codes.cuh``). But products with a limb of
-    the query, -128 to 127, become a float by the bits of their sum, which must stay below 2^22
+    A code at the top of its byte costs the fewest right shifts (``csrc/decode/codes.cuh``). But products with
+    a limb of the query, -128 to 127, become a float by the bits of their sum, which must stay below 2^22
     (``csrc/decode/instructions.cuh``). With more than 128 channels, codes of 2 and 4 bits lie lower there."""
     layout, bits = variant.layout("k"), variant.num_bits("k")
     if bits == RAW_BITS:

@@ -1,12 +1,13 @@
-"""From a kernel's source and its macros to a cubin, and to a kernel on a GPU, launched with little work for the host.
+"""From a kernel's source and its macros to a cubin, and to a kernel on a GPU, launched with little work for
+the host.
 
-The sources are CUDA C++ without any header, so that NVRTC, a library of 58 MB that pip installs, is all it takes: no
-CUDA toolkit, and no GPU until something is to be run. A plan's formats are compiled in as macros
-(``kvcal.kernels.variants``), since offsets and widths that the compiler knows cost the inner loops no instruction.
-A variant therefore is compiled when it is first needed, and kept in ``kernels`` of the user's cache folder. The file's
-name is the sha256 of all that the result depends on (text, macros, architecture, NVRTC's version), and its first 32
-bytes are the sha256 over that name and the rest. A file that does not agree is made again, without a word: nothing is
-lost but a second or two.
+The sources are CUDA C++ without any header, so that NVRTC, a library of 58 MB that pip installs, is all it
+takes: no CUDA toolkit, and no GPU until something is to be run. A plan's formats are compiled in as macros
+(``kvcal.kernels.variants``), since offsets and widths that the compiler knows cost the inner loops no
+instruction. A variant therefore is compiled when it is first needed, and kept in ``kernels`` of the user's
+cache folder. The file's name is the sha256 of all that the result depends on (text, macros, architecture,
+NVRTC's version), and its first 32 bytes are the sha256 over that name and the rest. A file that does not
+agree is made again, without a word: nothing is lost but a second or two.
 
 Nothing here is imported with kvcal: cuda.core is an extra, and asked for by the first call.
 """
@@ -37,18 +38,20 @@ _LEGACY_STREAM = 1  # CU_STREAM_LEGACY: torch's default stream, whose handle is 
 
 
 def kernel(source: str, entry: str, defines: Mapping[str, int], device_index: int = 0) -> Kernel:
-    """The entry of ``csrc/<source>.cu`` with these macros, on a GPU: compiled for it or read from the cache, and there.
+    """The entry of ``csrc/<source>.cu`` with these macros, on a GPU: compiled for it or read from the cache,
+    and there.
 
-    Memoised, but keep the result: a call sorts the macros. The first call of a variant must not be inside a stream's
-    capture. KernelError without a GPU or for one below 8.0, inside a capture, and as in ``cubin`` and ``Kernel``.
+    Memoised, but keep the result: a call sorts the macros. The first call of a variant must not be inside a
+    stream's capture. KernelError without a GPU or for one below 8.0, inside a capture, and as in ``cubin``
+    and ``Kernel``.
     """
     return _kernel(source, entry, tuple(sorted(defines.items())), device_index)
 
 
 def cubin(source: str, defines: Mapping[str, int], arch: str = "sm_90") -> bytes:
     """``csrc/<source>.cu`` compiled with these macros for ``arch`` ("sm_80" or newer), or from the cache.
-    Needs no GPU. KernelError without cuda-core or NVRTC, for an unknown source or architecture, and, with NVRTC's log,
-    for a source that does not compile."""
+    Needs no GPU. KernelError without cuda-core or NVRTC, for an unknown source or architecture, and, with
+    NVRTC's log, for a source that does not compile."""
     folder = files("kvcal.kernels") / "csrc"
     sources = sorted(file.name.removesuffix(".cu") for file in folder.iterdir() if file.name.endswith(".cu"))
     if source not in sources:
@@ -57,8 +60,8 @@ def cubin(source: str, defines: Mapping[str, int], arch: str = "sm_90") -> bytes
 
 
 def _with_parts(name: str, seen: set[str]) -> str:
-    """The text of a file of csrc, every ``#include "part.cuh"`` line replaced by that part, where it is not yet. With
-    #line, messages name the file and line that one has to open."""
+    """The text of a file of csrc, every ``#include "part.cuh"`` line replaced by that part, where it is not
+    yet. With #line, messages name the file and line that one has to open."""
     seen.add(name)
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate((files("kvcal.kernels") / "csrc" / name).read_text("utf-8").splitlines(), start=1):
@@ -87,7 +90,8 @@ def cubin_of_text(text: str, name: str, defines: Mapping[str, int], arch: str) -
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Such as "13.0". KernelError where cuda-core, its bindings or NVRTC are not installed, or cuda-core is too old."""
+    """Such as "13.0". KernelError where cuda-core, its bindings or NVRTC are not installed, or cuda-core is
+    too old."""
     try:
         import cuda.core  # what all later imports of it rest on
         from cuda.bindings import nvrtc
@@ -157,14 +161,14 @@ def _digest(path: Path, code: bytes) -> bytes:
 
 
 class Kernel:
-    """One entry of a cubin, loaded on the GPU ``device_index``; made by :func:`kernel`. ``registers`` are those of one
-    thread.
+    """One entry of a cubin, loaded on the GPU ``device_index``; made by :func:`kernel`. ``registers`` are
+    those of one thread.
 
-    A decode step launches a few kernels for each of some tens of layers. So all that does not change from step to step
-    is made once: configurations, streams, and the permission for more than 48 KiB of shared memory. A launch allocates
-    nothing on the device and waits for nothing: it may be captured. Loading may not, so the code is on the device when
-    the constructor returns. Attributes, which cuda.core spells differently from version to version, are asked of the
-    driver itself."""
+    A decode step launches a few kernels for each of some tens of layers. So all that does not change from
+    step to step is made once: configurations, streams, and the permission for more than 48 KiB of shared
+    memory. A launch allocates nothing on the device and waits for nothing: it may be captured. Loading may
+    not, so the code is on the device when the constructor returns. Attributes, which cuda.core spells
+    differently from version to version, are asked of the driver itself."""
 
     def __init__(self, cubin: bytes, entry: str, device_index: int) -> None:
         """KernelError when the cubin has no such entry, or when the driver refuses it."""
@@ -198,11 +202,12 @@ class Kernel:
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: int | float, follows: bool = False
     ) -> None:
-        """Runs ``grid`` blocks of ``threads`` threads with ``shared_bytes`` of dynamic shared memory on torch's current
-        stream of the kernel's device. An int (such as a tensor's ``data_ptr()``) becomes a 64-bit parameter, a float a
-        32-bit one; what the pointers point to must stay alive until the stream has come past the launch. ``follows``:
-        the kernel may start before the one before it has ended, and waits by itself (csrc/follow.cuh). KernelError when
-        the device has less shared memory; TypeError for an argument of another type."""
+        """Runs ``grid`` blocks of ``threads`` threads with ``shared_bytes`` of dynamic shared memory on
+        torch's current stream of the kernel's device. An int (such as a tensor's ``data_ptr()``) becomes a
+        64-bit parameter, a float a 32-bit one; what the pointers point to must stay alive until the stream
+        has come past the launch. ``follows``: the kernel may start before the one before it has ended, and
+        waits by itself (csrc/follow.cuh). KernelError when the device has less shared memory; TypeError for
+        an argument of another type."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 self.launch(grid, threads, shared_bytes, *args, follows=follows)

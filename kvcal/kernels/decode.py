@@ -1,8 +1,9 @@
 """Launching ``decode``: macros, shared memory, grid and workspace of its two kernels.
 
-``csrc/decode.cu`` is the fast one, ``csrc/decode_plain.cu`` serves what that does not take (kvcal.kernels.choice). The
-grid is fixed: as many blocks as the GPU runs at a time. Work is dealt to them on the device from the lengths there, so
-a launch depends on nothing that changes from step to step, and may be captured in a CUDA graph.
+``csrc/decode.cu`` is the fast one, ``csrc/decode_plain.cu`` serves what that does not take
+(kvcal.kernels.choice). The grid is fixed: as many blocks as the GPU runs at a time. Work is dealt to them on
+the device from the lengths there, so a launch depends on nothing that changes from step to step, and may be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ SCHEDULERS = 4  # of an SM: warps come in multiples
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 OTHER_SHARED_KIB = 99
 
-# The plain kernel. Query heads of a pass, and blocks of an SM, at most: sums of P V take four registers a head, and an
-# SM has 65,536.
+# The plain kernel. Query heads of a pass, and blocks of an SM, at most: sums of P V take four registers a
+# head, and an SM has 65,536.
 PLAIN_THREADS, PLAIN_TILE_TOKENS = 256, 32
 MAX_HEADS = 16
 BLOCKS_BY_HEADS = ((4, 3), (MAX_HEADS, 2))
@@ -55,8 +56,8 @@ def shared_room(capability: tuple[int, int]) -> int:
 
 
 def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int]:
-    """(warps, dynamic shared memory) of a block of the fast kernel, of which an SM runs one: ``Shared`` in the source,
-    which asserts that this is enough. UsageError where not even one warp fits."""
+    """(warps, dynamic shared memory) of a block of the fast kernel, of which an SM runs one: ``Shared`` in
+    the source, which asserts that this is enough. UsageError where not even one warp fits."""
     dim, layout = variant.head_dim, variant.layout("k")
     boosted = layout.num_slots if isinstance(layout, TieredLayout) else 0
     is_packed = variant.num_bits("v") != RAW_BITS
@@ -126,8 +127,8 @@ class PlainShape:
 
 @functools.cache
 def plain_shape(head_dim: int, group_heads: int, room: int) -> PlainShape:
-    """The fewest passes over the cache whose heads fit in ``room`` bytes of shared memory, the most that a block gets
-    (99 KiB or more): one head of 512 channels takes 72 KiB."""
+    """The fewest passes over the cache whose heads fit in ``room`` bytes of shared memory, the most that a
+    block gets (99 KiB or more): one head of 512 channels takes 72 KiB."""
     fewer = (-(-group_heads // passes) for passes in range(1, group_heads + 1))
     heads = next(heads for heads in fewer if heads <= MAX_HEADS and _plain_bytes(head_dim, heads) <= room)
     shared = _plain_bytes(head_dim, heads)
@@ -136,7 +137,8 @@ def plain_shape(head_dim: int, group_heads: int, room: int) -> PlainShape:
 
 
 def _plain_bytes(head_dim: int, heads: int) -> int:
-    """``Shared`` of the source, which asserts that this is enough: tile, queries, scores, weights, sums and rows."""
+    """``Shared`` of the source, which asserts that this is enough: tile, queries, scores, weights, sums and
+    rows."""
     padded, weights = padded_channels(head_dim), -(-heads // 4) * 4
     tile = max(PLAIN_TILE_TOKENS * (padded + 4), 4 * PLAIN_THREADS)
     scores = PLAIN_THREADS // 32 * heads * PLAIN_TILE_TOKENS + PLAIN_TILE_TOKENS * weights
@@ -152,8 +154,8 @@ def plain_defines(variant: Variant, q_dtype: str, softcap: bool, room: int) -> D
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and how it is launched; blocks share heads by parts of ``part_floats``, of one pass each. ``follows``:
-    see csrc/follow.cuh."""
+    """A kernel and how it is launched; blocks share heads by parts of ``part_floats``, of one pass each.
+    ``follows``: see csrc/follow.cuh."""
 
     kernel: Kernel
     grid: int
@@ -184,8 +186,8 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, has_rows: boo
 
 
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
-    """Scratch that :func:`launch_decode` needs for calls of at most this batch, whichever kernel serves them; zeroed
-    before the first use. Counters are its end, where no smaller batch has its parts."""
+    """Scratch that :func:`launch_decode` needs for calls of at most this batch, whichever kernel serves them;
+    zeroed before the first use. Counters are its end, where no smaller batch has its parts."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     shape = plain_shape(head_dim, group_heads, shared_room(torch.cuda.get_device_capability(device)))
     heads = batch * num_kv_heads
@@ -198,8 +200,8 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
 
 
 def _counter_bytes(heads: int, group_heads: int) -> int:
-    """Counters of so many KV heads: the same bytes for both kernels, of which none makes more passes than with 8 query
-    heads each. So one may follow the other."""
+    """Counters of so many KV heads: the same bytes for both kernels, of which none makes more passes than
+    with 8 query heads each. So one may follow the other."""
     return -(-heads * -(-group_heads // (2 * TILE_HEADS)) * 4 // 256) * 256
 
 
@@ -209,9 +211,9 @@ def launch_decode(
 ) -> Tensor:  # fmt: skip
     """Like q in shape and dtype: see ``kvcal.kernels.ops.decode``.
 
-    Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` and ``table`` were not
-    written since. Sequences beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
-    UsageError for a workspace that is too small.
+    Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` and ``table``
+    were not written since. Sequences beyond ``MAX_ROWS`` take launches of their own, in which a block has to
+    know fewer lengths. UsageError for a workspace that is too small.
     """
     batch, num_heads = len(place.lengths), k.ring.shape[1]
     if q.stride(-1) != 1:
@@ -249,7 +251,8 @@ def launch_decode(
 
 
 def table_shape(table: Tensor) -> tuple[int, int]:
-    """Elements from row to row of a table of slots, and the pages it has room for; a sliding window has none."""
+    """Elements from row to row of a table of slots, and the pages it has room for; a sliding window has
+    none."""
     return (table.stride(0), table.shape[1]) if table.dim() == 2 else (0, 0)
 
 

@@ -23,16 +23,17 @@ NOTHING = torch.empty(0)
 
 
 class Memory(NamedTuple):
-    """Memory of the keys, or the values, of a layer. Heads lie side by side; rows and slots may be further apart than
-    these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows`` names each
-    sequence's own. A sliding window has no pages, and one sink (kvcal.kernels.ops)."""
+    """Memory of the keys, or the values, of a layer. Heads lie side by side; rows and slots may be further
+    apart than these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows``
+    names each sequence's own. A sliding window has no pages, and one sink (kvcal.kernels.ops)."""
 
     sinks: Tensor  # [R, n, sinks, D], cache dtype: the first tokens
     ring: Tensor  # [R, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
     pages: Tensor  # [slots, n, record_bytes] uint8
 
     def page_in_ring(self, row: int, page: int) -> Tensor:
-        """[1, n, 128, D]: the tokens of a page, before the ring loses them. Sinks do not stretch the page's ranges."""
+        """[1, n, 128, D]: the tokens of a page, before the ring loses them. Sinks do not stretch the page's
+        ranges."""
         tokens = torch.arange(PAGE_TOKENS * page, PAGE_TOKENS * (page + 1), device=self.ring.device)
         tokens = tokens.clamp(min=min(self.sinks.shape[2], PAGE_TOKENS * (page + 1) - 1))
         return self.ring[row : row + 1, :, tokens % self.ring.shape[2]]
@@ -53,14 +54,15 @@ class Place(NamedTuple):
 
 
 class QueryStatistic(NamedTuple):
-    """The statistic of query scores. A prompt that ends between two pages begins the sum anew, so ``since`` is not a
-    function of the length."""
+    """The statistic of query scores. A prompt that ends between two pages begins the sum anew, so ``since``
+    is not a function of the length."""
 
     sum: Tensor  # [R, n, D] fp32: |q| since the last page, over the heads of a group
     since: Tensor  # [R, n] int32: tokens that the sequence had when the sum was begun
 
     def mean(self, rows: slice, num_tokens: int, group_heads: int) -> Tensor:
-        """fp32 [b, n, D]: mean |q| of every channel since the last page of ``rows``, of ``num_tokens`` each."""
+        """fp32 [b, n, D]: mean |q| of every channel since the last page of ``rows``, of ``num_tokens``
+        each."""
         counts = (num_tokens - self.since[rows]) * group_heads
         return self.sum[rows] / counts.float().unsqueeze(-1)
 
@@ -71,8 +73,8 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen: with
-    error feedback, of rotated tokens."""
+    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are
+    chosen: with error feedback, of rotated tokens."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
@@ -83,7 +85,8 @@ class PageTransform(NamedTuple):
 
     @classmethod
     def of_variant(cls, variant: Variant, tensors: Mapping[str, Tensor], nothing: Tensor) -> PageTransform:
-        """Of the tensors of a variant's heads, by the last part of their names in the plan (kvcal.plan.tensors)."""
+        """Of the tensors of a variant's heads, by the last part of their names in the plan
+        (kvcal.plan.tensors)."""
         has_scale = {"k_rescale": variant.rescale, "k_offset": variant.offset}
         scales = (tensors[name] if is_given else nothing for name, is_given in has_scale.items())
         has_factor = {"k": variant.k_feedback, "v": variant.v_feedback}

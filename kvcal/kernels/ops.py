@@ -6,8 +6,9 @@ One call serves one layer. Lists of tensors are the groups of kvcal.kernels.oper
     k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype
     q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new
 
-Of S tokens that a step verifies (``Variant.query_tokens``), these are [B, S, n, D] and [B, S, n G, D]. All of them are
-stored, and the page that they complete is packed; then each attends to the tokens up to its own, as stored by then.
+Of S tokens that a step verifies (``Variant.query_tokens``), these are [B, S, n, D] and [B, S, n G, D]. All of
+them are stored, and the page that they complete is packed; then each attends to the tokens up to its own, as
+stored by then.
 
     error          [1] int32     bits that are set, never cleared: 1 when a page cannot be stored (NaN, infinity; its
                                  record is then undefined), 2 when there is no room for it
@@ -18,10 +19,10 @@ stored, and the page that they complete is packed; then each attends to the toke
 
 Mutated arguments are declared, so that torch.compile and CUDA graphs can hold the operators.
 
-A launch is paid for every layer and step where no graph replays it, so nothing but pointers, strides and sizes is
-computed there; which kernel serves a variant on a device is looked up. What the kernels get is said in
-``csrc``. Tensors in another dtype than the cache's (a model that computes in fp32), or in strides that a 16-byte load
-does not take, are copied before.
+A launch is paid for every layer and step where no graph replays it, so nothing but pointers, strides and
+sizes is computed there; which kernel serves a variant on a device is looked up. What the kernels get is said
+in ``csrc``. Tensors in another dtype than the cache's (a model that computes in fp32), or in strides that a
+16-byte load does not take, are copied before.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def decode(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], place: Sequence[Tensor], transform: Sequence[Tensor],
     s_aux: Tensor, workspace: Tensor, scale: float, softcap: float, variant: int,
 ) -> Tensor:  # fmt: skip
-    """Like q in shape and dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every sequence (of
-    query s: + 1 + s), after ``append``. ``softcap`` 0 for none."""
+    """Like q in shape and dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every
+    sequence (of query s: + 1 + s), after ``append``. ``softcap`` 0 for none."""
     operands = (q, Memory(*k), Memory(*v), Place(*place), PageTransform(*transform), s_aux)
     if q.is_cuda:
         return launch_decode(*operands, workspace, scale, softcap, VARIANTS[variant])
@@ -83,8 +84,8 @@ def pack(
     x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor, transform: Sequence[Tensor],
     error: Tensor, side: int, variant: int,
 ) -> None:  # fmt: skip
-    """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[slots], int32 [b, P]. ``query_mean`` [b, n, D] fp32,
-    for query scores. ``side``: its index in SIDES."""
+    """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[slots], int32 [b, P]. ``query_mean`` [b,
+    n, D] fp32, for query scores. ``side``: its index in SIDES."""
     named, of_keys = VARIANTS[variant], PageTransform(*transform)
     if not x.is_cuda:
         mean = query_mean if query_mean.numel() else None
@@ -126,20 +127,22 @@ def append_window(
     k_new: Tensor, v_new: Tensor, k_leaving: Tensor, k_ring: Tensor, v_leaving: Tensor, v_ring: Tensor,
     lengths: Tensor, error: Tensor, max_tokens: int, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Put the step's token of a sliding-window layer in the ring, and what ``decode`` would miss in the place.
+    """Put the step's token of a sliding-window layer in the ring, and what ``decode`` would miss in the
+    place.
 
-    A layer with a window of W tokens keeps W - 1 of the past; the token of a step attends to these and to itself. They
-    lie in a ring, where token number i has slot i modulo the ring's size, and softmax does not ask for their order. A
-    full ring would lose the oldest of them to the new token before attention has read it. So the token that leaves goes
-    to a place of its own, which ``decode`` reads as a sink; while the ring has room, the new token itself stands there.
-    Either way the place and the first ``lengths`` tokens of the ring, or all of it, are the window:
+    A layer with a window of W tokens keeps W - 1 of the past; the token of a step attends to these and to
+    itself. They lie in a ring, where token number i has slot i modulo the ring's size, and softmax does not
+    ask for their order. A full ring would lose the oldest of them to the new token before attention has read
+    it. So the token that leaves goes to a place of its own, which ``decode`` reads as a sink; while the ring
+    has room, the new token itself stands there. Either way the place and the first ``lengths`` tokens of the
+    ring, or all of it, are the window:
 
         place: the new token      ring: tokens 0 ... n - 1, then the new one, which is not read twice      (n < ring)
         place: token n - ring     ring: tokens n - ring + 1 ... n                                         (n >= ring)
 
-    ``decode`` is given the place as the one sink, the ring, and no pages, and never reads beyond what was allocated,
-    whatever the lengths (``Variant.ring_tokens``). The place is read within the same layer's step alone, so that all
-    layers of a shape share it.
+    ``decode`` is given the place as the one sink, the ring, and no pages, and never reads beyond what was
+    allocated, whatever the lengths (``Variant.ring_tokens``). The place is read within the same layer's step
+    alone, so that all layers of a shape share it.
 
         k_new, v_new            [B, n, D]        the step's token, any float dtype and strides
         k_leaving, v_leaving    [R, n, 1, D]     cache dtype; heads side by side, rows maybe further apart
@@ -188,7 +191,8 @@ def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> Kerne
 
 @functools.cache
 def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> Kernel:
-    """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the other."""
+    """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the
+    other."""
     own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
     own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
     return kernel("pack", entry, own, device_index)
@@ -223,7 +227,8 @@ def launch_append(
 
 
 def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16 bytes."""
+    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16
+    bytes."""
     x = x.to(dtype)
     *outer, channel = x.stride()
     aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0

@@ -1,11 +1,11 @@
 """The operators of a step in torch: what the kernels must give, byte for byte where they store.
 
-Row by row and page by page, with the host in the loop: it defines the result and makes everything around the kernels
-testable on a CPU. It is not meant to be fast.
+Row by row and page by page, with the host in the loop: it defines the result and makes everything around the
+kernels testable on a CPU. It is not meant to be fast.
 
-A sequence held n tokens before the step. ``append`` writes token n to the ring (and to the sinks, if it is one of
-them), and packs page n // 128 if the token completes it. Then attention (``decode``) reads the n + 1 tokens: sinks,
-the first ``Format.pages_read(n)`` pages, and the ring after them.
+A sequence held n tokens before the step. ``append`` writes token n to the ring (and to the sinks, if it is
+one of them), and packs page n // 128 if the token completes it. Then attention (``decode``) reads the n + 1
+tokens: sinks, the first ``Format.pages_read(n)`` pages, and the ring after them.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _later(place: Place, tokens: int) -> Place:
 def tokens(
     side: Side, memory: Memory, place: Place, sequence: int, held: int, transform: PageTransform, variant: Variant
 ) -> Tensor:
-    """fp32 [n, held + 1, D]: what attention of a step reads, in a sequence that held ``held`` tokens before it. Nothing
-    beyond what was allocated, whatever ``held``."""
+    """fp32 [n, held + 1, D]: what attention of a step reads, in a sequence that held ``held`` tokens before
+    it. Nothing beyond what was allocated, whatever ``held``."""
     (sinks, ring, pages), table, row = memory, place.table, place.row(sequence)
     if variant.ring_tokens is not None:  # of a sliding window: the token that leaves it, then the ring
         return torch.cat([sinks[row], ring[row, :, : min(held, ring.shape[2])]], dim=1).float()

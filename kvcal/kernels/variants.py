@@ -1,14 +1,15 @@
 """Variants: all that a kernel is specialised for, and the macros that it is compiled with.
 
-Every kernel is compiled for the formats of a layer. A ``Variant`` names one specialisation; its ``number``, within this
-process, is what a torch operator can be handed.
+Every kernel is compiled for the formats of a layer. A ``Variant`` names one specialisation; its ``number``,
+within this process, is what a torch operator can be handed.
 
-Bit widths, groups, offsets and head sizes are constants of a kernel, so that every loop over planes, tiles and groups
-unrolls. All offsets come from the layouts in ``kvcal.pages``: the bit layout is defined there and nowhere else. Names
-of macros are as in ``csrc``, and so are the numbers of dtypes, axes and scores (``csrc/common.cuh``, ``side.cuh``).
+Bit widths, groups, offsets and head sizes are constants of a kernel, so that every loop over planes, tiles
+and groups unrolls. All offsets come from the layouts in ``kvcal.pages``: the bit layout is defined there and
+nowhere else. Names of macros are as in ``csrc``, and so are the numbers of dtypes, axes and scores
+(``csrc/common.cuh``, ``side.cuh``).
 
-Lattices for all heads, residuals of a prediction and keys before RoPE do not fold into a query: no kernel reads such
-stored forms, and dynamic caches alone take them (``stored_form``).
+Lattices for all heads, residuals of a prediction and keys before RoPE do not fold into a query: no kernel
+reads such stored forms, and dynamic caches alone take them (``stored_form``).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Defines = dict[str, int]
 
 
 class Numbering:
-    """Numbers of variants, which a torch operator cannot be handed, within a process and for any thread: equal variants
-    have the same one; ``numbering[number]`` gives the first of them."""
+    """Numbers of variants, which a torch operator cannot be handed, within a process and for any thread:
+    equal variants have the same one; ``numbering[number]`` gives the first of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,12 +57,12 @@ class Numbering:
 
 @strict_dataclass(frozen=True, config=STRICT)
 class Variant:
-    """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
-    hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback, of values
-    enlarged by ``v_gain``. ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no
-    pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other one could
-    (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have room for beyond the format's own.
-    ``query_tokens``: tokens of a step, 1 + drafts."""
+    """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``,
+    ``offset``: pages hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error
+    feedback, of values enlarged by ``v_gain``. ``ring_tokens``: of a sliding window, whose ring has so many
+    tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain
+    kernel, also where the other one could (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have
+    room for beyond the format's own. ``query_tokens``: tokens of a step, 1 + drafts."""
 
     k: Format
     v: Format

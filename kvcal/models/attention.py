@@ -1,17 +1,19 @@
-"""Observes a model's attention: queries, keys and values of every attention call, while its logits stay bit for bit.
+"""Observes a model's attention: queries, keys and values of every attention call, while its logits stay bit
+for bit.
 
-Two official hooks: an attention function registered with ``AttentionInterface``, which hands the call to an observer
-and then computes what the model file would have computed (its own eager function included), and the base
-implementation's mask function, registered under the same name with ``AttentionMaskInterface`` (without it the mask
-would silently be None). Measurements (``kvcal.models.taps``) and plans that score channels by queries (MixKVQ, Eq. 6-8)
-both observe here.
+Two official hooks: an attention function registered with ``AttentionInterface``, which hands the call to an
+observer and then computes what the model file would have computed (its own eager function included), and the
+base implementation's mask function, registered under the same name with ``AttentionMaskInterface`` (without
+it the mask would silently be None). Measurements (``kvcal.models.taps``) and plans that score channels by
+queries (MixKVQ, Eq. 6-8) both observe here.
 
 A context belongs to a model, and serves every thread that calls it. So it keeps nothing of a request.
 
-``repeatable_attention`` makes attention's backward give the same bits each time, on every GPU of a kind. Backwards of
-``scaled_dot_product_attention`` add up gradients by atomics. Under ``torch.use_deterministic_algorithms``
-FlashAttention's and the memory-efficient one take an order instead; cuDNN's has none, and is not chosen. The setting is
-made for these nodes of the graph alone: elsewhere it would refuse operations that have no other way.
+``repeatable_attention`` makes attention's backward give the same bits each time, on every GPU of a kind.
+Backwards of ``scaled_dot_product_attention`` add up gradients by atomics. Under
+``torch.use_deterministic_algorithms`` FlashAttention's and the memory-efficient one take an order instead;
+cuDNN's has none, and is not chosen. The setting is made for these nodes of the graph alone: elsewhere it
+would refuse operations that have no other way.
 
 Left out: implementations other than sdpa and eager, whose masks have other forms, and models that bypass
 AttentionInterface (Falcon, GPT-J, Bloom, MPT): both are errors.
@@ -38,13 +40,15 @@ from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 # The model files' names of the AttentionInterface and of the function that they fall back to.
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 BASE_IMPLEMENTATIONS = ("sdpa", "eager")
-# The argument that hands a cache over: its name since transformers 5.24, which renames the old one, with a warning.
+# The argument that hands a cache over: its name since transformers 5.24, which renames the old one, with a
+# warning.
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 # The beginning of the names that are registered in their place.
 OURS = "kvcal_"
 
-# (attention module, q_post_BHTD, k_post_BNSD, v_BNSD): T new tokens' queries, after RoPE; keys and values of the S
-# tokens attended to, T without a cache, before the GQA repeat. In the compute dtype, still in the autograd graph.
+# (attention module, q_post_BHTD, k_post_BNSD, v_BNSD): T new tokens' queries, after RoPE; keys and values of
+# the S tokens attended to, T without a cache, before the GQA repeat. In the compute dtype, still in the
+# autograd graph.
 OnCall = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 
 # (the base implementation's mask function, its arguments ...) -> a mask in the base implementation's form.
@@ -61,9 +65,10 @@ _SUBSTITUTES: dict[nn.Module, Callable[..., Any]] = {}
 
 @contextmanager
 def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
-    """Within the context, ``on_call`` observes every attention call of the decoder just before it is computed: keys and
-    values as ``Cache.update`` returned them, if there is a cache. It is called in the thread of the forward, and may
-    raise: the forward ends with its error. The attention implementation is restored on exit, also after an error."""
+    """Within the context, ``on_call`` observes every attention call of the decoder just before it is
+    computed: keys and values as ``Cache.update`` returned them, if there is a cache. It is called in the
+    thread of the forward, and may raise: the forward ends with its error. The attention implementation is
+    restored on exit, also after an error."""
     modules = attention_modules(model)
     with replaced_attention(model, OURS, _observed_attention):
         _LISTENING.update(dict.fromkeys(modules, on_call))
@@ -76,8 +81,8 @@ def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
 
 @contextmanager
 def substituted(module: nn.Module, attention: Callable[..., Any]) -> Iterator[None]:
-    """Within the context, which must be inside ``listen``, ``attention(module, q, k, v, ...)`` computes the module's
-    attention, unobserved."""
+    """Within the context, which must be inside ``listen``, ``attention(module, q, k, v, ...)`` computes the
+    module's attention, unobserved."""
     _SUBSTITUTES[module] = attention
     try:
         yield
@@ -89,9 +94,9 @@ def substituted(module: nn.Module, attention: Callable[..., Any]) -> Iterator[No
 def replaced_attention(
     model: PreTrainedModel, prefix: str, attention: Callable[..., Any], mask: MaskWrapper | None = None
 ) -> Iterator[None]:
-    """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention, with masks of
-    ``base``, the implementation that it had, made by ``mask(base's function, ...)`` if there is one. Restored on exit,
-    also after an error."""
+    """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention, with
+    masks of ``base``, the implementation that it had, made by ``mask(base's function, ...)`` if there is one.
+    Restored on exit, also after an error."""
     with ExitStack() as hooks:
         with _ENTERING:
             base = require_base(model)
@@ -110,8 +115,8 @@ def replaced_attention(
 
 
 def require_base(model: PreTrainedModel) -> str:
-    """The attention implementation of a model that is as it was loaded. Raises UsageError: it is neither sdpa nor
-    eager, or one of ours: there can be one at a time."""
+    """The attention implementation of a model that is as it was loaded. Raises UsageError: it is neither sdpa
+    nor eager, or one of ours: there can be one at a time."""
     base = str(model.config.get_text_config(decoder=True)._attn_implementation)
     if base.startswith(OURS) or any(module in _LISTENING for module in attention_modules(model)):
         raise UsageError(
@@ -157,7 +162,8 @@ def forward_of(module: nn.Module) -> FunctionType:
 
 
 def layer_index(module: nn.Module) -> int | None:
-    """The cache index that an attention module carries; None if it carries none, as one that several layers call."""
+    """The cache index that an attention module carries; None if it carries none, as one that several layers
+    call."""
     index = vars(module).get("layer_idx")
     return index if isinstance(index, int) and index >= 0 else None
 
@@ -179,8 +185,8 @@ def _set_implementations(model: PreTrainedModel, implementations: str | dict) ->
 
 
 def implementations_of(config: PreTrainedConfig, replacement: str | None = None) -> str | dict:
-    """The attention implementations of a configuration and its sub-configurations, as ``set_attn_implementation`` takes
-    them; every one that is set becomes ``replacement`` if that is given."""
+    """The attention implementations of a configuration and its sub-configurations, as
+    ``set_attn_implementation`` takes them; every one that is set becomes ``replacement`` if that is given."""
     own = replacement or config._attn_implementation
     subs = {name: getattr(config, name) for name in config.sub_configs}
     subs = {name: sub for name, sub in subs.items() if sub is not None and sub._attn_implementation}
@@ -207,15 +213,16 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 
 # The beginning of the names of its nodes in a graph.
 ATTENTION = "ScaledDotProduct"
-# Nodes that are looked at, from a block's output on: the output projection, gates and reshapes come before attention's.
+# Nodes that are looked at, from a block's output on: the output projection, gates and reshapes come before
+# attention's.
 MAX_NODES = 64
 
 
 @contextmanager
 def repeatable_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, graphs of the model's forwards have attention with a repeatable backward, which must be run
-    within it, too. Settings of torch are restored on exit, also after an error. UnsupportedModel: as
-    ``attention_modules``."""
+    """Within the context, graphs of the model's forwards have attention with a repeatable backward, which
+    must be run within it, too. Settings of torch are restored on exit, also after an error. UnsupportedModel:
+    as ``attention_modules``."""
     with ExitStack() as hooks:
         hooks.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -242,7 +249,8 @@ class _Settings:
             node.register_hook(lambda *_: self.put_back())
 
     def demand(self) -> None:
-        """Deterministic algorithms or an error, without the filling of all new memory that comes with them."""
+        """Deterministic algorithms or an error, without the filling of all new memory that comes with
+        them."""
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode("error")
 
@@ -252,8 +260,8 @@ class _Settings:
 
 
 def _attention_node(output: Node | None) -> Node | None:
-    """The nearest node of attention in the graph of a block's output; None for attention that is computed eagerly, by
-    operations that repeat their bits, or without a graph."""
+    """The nearest node of attention in the graph of a block's output; None for attention that is computed
+    eagerly, by operations that repeat their bits, or without a graph."""
     waiting, seen = deque([output]), set[Node]()
     while waiting and len(seen) < MAX_NODES:
         node = waiting.popleft()

@@ -1,13 +1,13 @@
 """Sizes of a model from its config.json and the headers of its weights, before anything is loaded.
 
-A loaded model's cache is measured (``kvcal.models.supported_layers``). Beforehand, transformers builds the model
-without weights, and the same measurement runs on shapes alone. Model types in ``DIRECT`` state their layers in plain
-keys, which are read without transformers, whose import takes longer than the answer. Tests compare both ways with what
-running the model measures.
+A loaded model's cache is measured (``kvcal.models.supported_layers``). Beforehand, transformers builds the
+model without weights, and the same measurement runs on shapes alone. Model types in ``DIRECT`` state their
+layers in plain keys, which are read without transformers, whose import takes longer than the answer. Tests
+compare both ways with what running the model measures.
 
-``families.json`` lists what the contract tests measured: families that are served, and those that are not, with the
-reason; and what `kvcal plan` makes of a small model of every family of transformers. ``python docs/generate.py``
-writes it.
+``families.json`` lists what the contract tests measured: families that are served, and those that are not,
+with the reason; and what `kvcal plan` makes of a small model of every family of transformers. ``python
+docs/generate.py`` writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
 
-# Model types whose layers plain keys state, with the keys besides SHAPE_KEYS whose absence would leave something open.
+# Model types whose layers plain keys state, with the keys besides SHAPE_KEYS whose absence would leave
+# something open.
 SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
 DIRECT: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("head_dim", "layer_types", "sliding_window"),
@@ -46,10 +47,10 @@ EVERY_COMMAND = "every command"
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """``geometry``: as the configuration states it. ``weight_bytes``: of the checkpoint, None where neither its files
-    nor an index are here. ``max_positions``: the context in tokens, None if it is not stated. ``is_tested``: whether
-    the contract tests measure this model type. ``uncalibrated``: why it is served by recipes with [formats] alone, None
-    for one that is calibrated, or not known."""
+    """``geometry``: as the configuration states it. ``weight_bytes``: of the checkpoint, None where neither
+    its files nor an index are here. ``max_positions``: the context in tokens, None if it is not stated.
+    ``is_tested``: whether the contract tests measure this model type. ``uncalibrated``: why it is served by
+    recipes with [formats] alone, None for one that is calibrated, or not known."""
 
     id: str
     geometry: Geometry
@@ -62,8 +63,8 @@ class ModelSizes:
 
 @functools.cache
 def families() -> dict[str, Any]:
-    """The outcome of the contract tests: ``supported`` and ``refused`` families, a dict each; and ``families``: every
-    one of the release ``transformers``."""
+    """The outcome of the contract tests: ``supported`` and ``refused`` families, a dict each; and
+    ``families``: every one of the release ``transformers``."""
     content: dict[str, Any] = json.loads((files("kvcal.models") / "families.json").read_text("utf-8"))
     return content
 
@@ -98,8 +99,9 @@ def read_sizes(source: str) -> ModelSizes:
 
 
 def _uncalibrated(model_type: object, model_id: str, is_decoder: bool) -> str | None:
-    """The reason why a family cannot be calibrated, None if it can or is not known. UnsupportedModel for one that is
-    not served at all; one that is served as a decoder alone needs a configuration that says so (``is_decoder``)."""
+    """The reason why a family cannot be calibrated, None if it can or is not known. UnsupportedModel for one
+    that is not served at all; one that is served as a decoder alone needs a configuration that says so
+    (``is_decoder``)."""
     refused, every = (
         next((one for one in families()[part] if one["model_type"] == model_type), None)
         for part in ("refused", "families")
@@ -154,8 +156,8 @@ def _number(keys: dict[str, Any], name: str, place: str) -> int:
 
 
 def checkpoint_bytes(location: Location) -> int | None:
-    """Bytes of the checkpoint's tensors, by the headers of its safetensors files, or by an index where those are not
-    here; None where neither is. A GGUF file's count as they are loaded, in bfloat16."""
+    """Bytes of the checkpoint's tensors, by the headers of its safetensors files, or by an index where those
+    are not here; None where neither is. A GGUF file's count as they are loaded, in bfloat16."""
     folder = location.folder
     if location.gguf is not None:
         from gguf import GGUFReader

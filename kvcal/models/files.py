@@ -1,7 +1,8 @@
-"""The files of a model, by its name: an embedded model, a local folder, a GGUF file or a hub id; found without
-transformers.
+"""The files of a model, by its name: an embedded model, a local folder, a GGUF file or a hub id; found
+without transformers.
 
-One place decides what a name means and which files belong to a checkpoint, for loading and for reading sizes alike.
+One place decides what a name means and which files belong to a checkpoint, for loading and for reading sizes
+alike.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True)
 class Location:
-    """A source's id, the name that transformers is given, and the folder that holds its files (or will, once the hub
-    has sent them). ``commit`` is the hub's, None for a local folder; ``gguf`` is the file of the folder that holds
-    configuration, weights and tokenizer, None for a folder of transformers' files."""
+    """A source's id, the name that transformers is given, and the folder that holds its files (or will, once
+    the hub has sent them). ``commit`` is the hub's, None for a local folder; ``gguf`` is the file of the
+    folder that holds configuration, weights and tokenizer, None for a folder of transformers' files."""
 
     id: str
     pretrained: str
@@ -71,7 +72,8 @@ def embedded_models() -> tuple[str, ...]:
 
 
 def locate(source: str) -> Location:
-    """The folder of the files of ``source``; the hub is asked for config.json alone, and only for what is not local."""
+    """The folder of the files of ``source``; the hub is asked for config.json alone, and only for what is not
+    local."""
     if source in embedded_models():
         folder = EMBEDDED_FOLDER / source
         return Location(source, str(folder), folder)

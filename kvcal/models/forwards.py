@@ -1,16 +1,19 @@
-"""Forwards of several plans: they load a streamed layer once for all, and begin where the first one had the same input.
+"""Forwards of several plans: they load a streamed layer once for all, and begin where the first one had the
+same input.
 
-Side by side: forwards of several plans could each run from the first layer to the last; a streamed model would load all
-its layers for each. So every call has a thread of its own, which stops where it comes to a layer. One thread runs at a
-time: of those that have come to the earliest layer, the first. A call does what it would do alone, on the same stream,
-with the same shapes and so the same bits; and what an earlier call leaves at a layer, a later one finds there. Threads
-rather than a forward that is cut at its layers: masks, positions, caches and hooks stay the model's own.
+Side by side: forwards of several plans could each run from the first layer to the last; a streamed model
+would load all its layers for each. So every call has a thread of its own, which stops where it comes to a
+layer. One thread runs at a time: of those that have come to the earliest layer, the first. A call does what
+it would do alone, on the same stream, with the same shapes and so the same bits; and what an earlier call
+leaves at a layer, a later one finds there. Threads rather than a forward that is cut at its layers: masks,
+positions, caches and hooks stay the model's own.
 
-From a later layer: two plans that store their first L layers alike give the same hidden states in front of layer L. So
-the second one's forward takes what the first one kept. The decoder's list of layers is replaced, within the context, by
-modules which pass on what they are given until the forward's first layer, and run the model's own layers from there on.
-Embeddings, masks and positions are made anew; nothing else that layers hand to one another may matter, so that models
-run as a whole whose layers return more than hidden states, or read another layer's keys.
+From a later layer: two plans that store their first L layers alike give the same hidden states in front of
+layer L. So the second one's forward takes what the first one kept. The decoder's list of layers is replaced,
+within the context, by modules which pass on what they are given until the forward's first layer, and run the
+model's own layers from there on. Embeddings, masks and positions are made anew; nothing else that layers hand
+to one another may matter, so that models run as a whole whose layers return more than hidden states, or read
+another layer's keys.
 
 Left out: backwards, which autograd runs in a thread of the device.
 """
@@ -46,14 +49,15 @@ _CURRENT = _Current()
 
 
 def reach(layer: int) -> None:
-    """Wait for the turn, as a call comes to a layer. Nothing for a call that is not side by side with others."""
+    """Wait for the turn, as a call comes to a layer. Nothing for a call that is not side by side with
+    others."""
     if _CURRENT.turn is not None:
         _CURRENT.turn.stop_at(layer)
 
 
 def side_by_side(calls: Sequence[Callable[[], Result]], device: torch.device) -> Generator[Result]:
-    """The results of calls that come to layers of a model on ``device``, in their order. The next call ends when the
-    next result is asked for: no more than one is held here."""
+    """The results of calls that come to layers of a model on ``device``, in their order. The next call ends
+    when the next result is asked for: no more than one is held here."""
     turns = [_Turn(call, device) for call in calls]
     try:
         for turn in turns:
@@ -66,7 +70,8 @@ def side_by_side(calls: Sequence[Callable[[], Result]], device: torch.device) ->
 
 
 class _Turn(Generic[Result]):
-    """A call in a thread that runs within ``go_on`` alone. ``layer``: where it has stopped; ``is_done``: or ended."""
+    """A call in a thread that runs within ``go_on`` alone. ``layer``: where it has stopped; ``is_done``: or
+    ended."""
 
     def __init__(self, call: Callable[[], Result], device: torch.device) -> None:
         self.layer, self.is_done = -1, False
@@ -121,8 +126,8 @@ _OTHERS: WeakKeyDictionary[nn.Module, tuple[None, ...]] = WeakKeyDictionary()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The decoder's list of layers, in which each attention module stands at its cache index; None where there is no
-    such list."""
+    """The decoder's list of layers, in which each attention module stands at its cache index; None where
+    there is no such list."""
     for layers in model.get_decoder().children():
         if isinstance(layers, nn.ModuleList):
             index_of = {module: index for index, layer in enumerate(layers) for module in layer.modules()}
@@ -134,8 +139,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 @dataclass(eq=False)
 class Forward:
-    """A forward that begins at layer ``first``, with what ``parent`` has kept there; without one, at layer 0. It puts
-    inputs of the layers ``wanted`` into ``kept``."""
+    """A forward that begins at layer ``first``, with what ``parent`` has kept there; without one, at layer 0.
+    It puts inputs of the layers ``wanted`` into ``kept``."""
 
     first: int = 0
     parent: Forward | None = None
@@ -152,8 +157,8 @@ class _Thread(threading.local):
 
 
 class LayerInputs:
-    """State that layers share within ``kept_inputs``. ``can_begin_later``: whether layers returned hidden states alone
-    so far."""
+    """State that layers share within ``kept_inputs``. ``can_begin_later``: whether layers returned hidden
+    states alone so far."""
 
     def __init__(self, can_begin_later: bool) -> None:
         self.can_begin_later = can_begin_later
@@ -201,8 +206,9 @@ class _Layer(nn.Module):
 
 @contextmanager
 def kept_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
-    """Within the context, forwards of ``model`` keep inputs of its layers and begin at a layer, as ``forward`` of the
-    yielded object says for each thread. The list of layers is restored on exit, also after an error."""
+    """Within the context, forwards of ``model`` keep inputs of its layers and begin at a layer, as
+    ``forward`` of the yielded object says for each thread. The list of layers is restored on exit, also after
+    an error."""
     layers = decoder_layers(model)
     inputs = LayerInputs(can_begin_later=layers is not None and not sharing_layers(model.config))
     own = list(layers or ())

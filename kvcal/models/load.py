@@ -1,15 +1,15 @@
 """From a name (an embedded model, a local folder or a hub id) to a loaded model and its identity.
 
-One place decides what may be loaded, in which dtype it computes, and what its identity is, so that every stage has the
-same errors. transformers does the loading; remote code is never run, and a checkpoint that lacks weights is an error
-(transformers would fill them with random numbers). After loading, ``model.config.dtype`` is the dtype the checkpoint is
-stored in, whatever dtype the parameters compute in: the cache's unquantized dtype and the weights' bytes on the target
-device follow from it.
+One place decides what may be loaded, in which dtype it computes, and what its identity is, so that every
+stage has the same errors. transformers does the loading; remote code is never run, and a checkpoint that
+lacks weights is an error (transformers would fill them with random numbers). After loading,
+``model.config.dtype`` is the dtype the checkpoint is stored in, whatever dtype the parameters compute in: the
+cache's unquantized dtype and the weights' bytes on the target device follow from it.
 
-A plan carries the identity, so that it is not used with another model: hashes of configuration, weights and tokenizer
-files, and no machine path. The configuration is hashed as canonical JSON without the keys that saving it again changes;
-weights and tokenizer as sorted (name, length, bytes), streamed. A GGUF file is all three, whatever it is called: it is
-dequantized, and counts as a model in bfloat16.
+A plan carries the identity, so that it is not used with another model: hashes of configuration, weights and
+tokenizer files, and no machine path. The configuration is hashed as canonical JSON without the keys that
+saving it again changes; weights and tokenizer as sorted (name, length, bytes), streamed. A GGUF file is all
+three, whatever it is called: it is dequantized, and counts as a model in bfloat16.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def load(
 ) -> LoadedModel:
     """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
 
-    ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of CACHE_DTYPES.
-    ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. ``memory``: bytes of the device that the model may take
-    while it runs sequences of ``num_tokens``; layers beyond are streamed (``kvcal.models.streamed``). Raises UsageError
-    for a source that is not there, cannot be read or lacks weights or a tokenizer, for a wrong dtype or device, and for
-    too little memory; UnsupportedModel for a model that is not a causal language model of transformers, or that
-    ``geometry_of`` does not support.
+    ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of
+    CACHE_DTYPES. ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. ``memory``: bytes of the device
+    that the model may take while it runs sequences of ``num_tokens``; layers beyond are streamed
+    (``kvcal.models.streamed``). Raises UsageError for a source that is not there, cannot be read or lacks
+    weights or a tokenizer, for a wrong dtype or device, and for too little memory; UnsupportedModel for a
+    model that is not a causal language model of transformers, or that ``geometry_of`` does not support.
     """
     target = _device(device)
     if dtype != "auto" and dtype not in CACHE_DTYPES:
@@ -115,7 +115,8 @@ def load(
         geometry = geometry_of(model, stored_dtype)
         if not any(layer.state_bytes for layer in geometry.layers):
             break
-    # A multimodal checkpoint's config.json names its wrapper, such as gemma3; caches are those of its gemma3_text.
+    # A multimodal checkpoint's config.json names its wrapper, such as gemma3; caches are those of its
+    # gemma3_text.
     if location.gguf:
         digest = sha256_file(location.gguf)
         identity = ModelIdentity(location.id, geometry.model_type, digest, digest, digest)
@@ -127,8 +128,8 @@ def load(
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of parameters and buffers as the checkpoint's dtype stores them; a tied parameter counts once.
 
-    Parameters that compute in another dtype than the checkpoint's (``model.config.dtype``) count at the checkpoint's;
-    buffers (rotary frequencies) and integer parameters count as they are.
+    Parameters that compute in another dtype than the checkpoint's (``model.config.dtype``) count at the
+    checkpoint's; buffers (rotary frequencies) and integer parameters count as they are.
     """
     stored = CACHE_DTYPES[checkpoint_dtype(model.config)]
     parameters = sum(
@@ -140,8 +141,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which transformers logs errors alone: what its tables say of a checkpoint is checked here, and told
-    in one line."""
+    """A context in which transformers logs errors alone: what its tables say of a checkpoint is checked here,
+    and told in one line."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

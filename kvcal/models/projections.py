@@ -1,12 +1,13 @@
-"""The key and value projections of each layer, for KVmix's scores, and its output projection, for error feedback.
+"""The key and value projections of each layer, for KVmix's scores, and its output projection, for error
+feedback.
 
-KVmix scores a layer by s_k = ‖∂L/∂W_k‖₂ and s_v = ‖∂L/∂W_v‖₂. Architectures keep the weights apart (``q_proj``,
-``k_proj``, ``v_proj``) or fused in one matrix, whose channel order its name does not tell (Phi-3 and GPT-NeoX differ).
-For a fused matrix the order is therefore measured: its output in a tiny forward is compared with the values that the
-attention receives, under each known order.
+KVmix scores a layer by s_k = ‖∂L/∂W_k‖₂ and s_v = ‖∂L/∂W_v‖₂. Architectures keep the weights apart
+(``q_proj``, ``k_proj``, ``v_proj``) or fused in one matrix, whose channel order its name does not tell (Phi-3
+and GPT-NeoX differ). For a fused matrix the order is therefore measured: its output in a tiny forward is
+compared with the values that the attention receives, under each known order.
 
-Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the rotary
-key.
+Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the
+rotary key.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 @dataclass(frozen=True, eq=False)
 class KVProjection:
-    """One layer's key or value projection: ``channels_ND[n, d]`` (int64) is the output channel of ``module`` that makes
-    channel d of KV head n."""
+    """One layer's key or value projection: ``channels_ND[n, d]`` (int64) is the output channel of ``module``
+    that makes channel d of KV head n."""
 
     layer: int
     side: Literal["k", "v"]
@@ -52,8 +53,8 @@ class KVProjection:
     channels_ND: Tensor
 
     def weight_grad_norms(self, x_BTF: Tensor, g_BTO: Tensor) -> Tensor:
-        """‖∂L/∂W‖₂ over all KV heads for each sequence of a batch, fp64 [B], from the module's inputs and the gradients
-        of its outputs, which are zero in padding."""
+        """‖∂L/∂W‖₂ over all KV heads for each sequence of a batch, fp64 [B], from the module's inputs and the
+        gradients of its outputs, which are zero in padding."""
         g_BTC = g_BTO[..., self.channels_ND.flatten().to(g_BTO.device)]
         return torch.linalg.vector_norm(g_BTC.transpose(1, 2) @ x_BTF, dim=(1, 2), dtype=torch.float64)
 
@@ -85,8 +86,9 @@ def kv_projections(model: PreTrainedModel, geometry: Geometry) -> tuple[KVProjec
 
 
 def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: W_o [C, H, D_v]} of every attention layer: what its output projection makes of the heads' outputs, C
-    channels; in host memory where the layer is streamed. Raises UnsupportedModel where a layer's is not found."""
+    """{layer: W_o [C, H, D_v]} of every attention layer: what its output projection makes of the heads'
+    outputs, C channels; in host memory where the layer is streamed. Raises UnsupportedModel where a layer's
+    is not found."""
     layers = {layer.index: layer for layer in attention_layers(geometry)}
     found: dict[int, Tensor] = {}
     for index, module in _modules_by_layer(model, tuple(layers.values())).items():
@@ -99,8 +101,8 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
 
 
 def _with_output(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
-    """The parent of an attention's output projection: itself, or, of BERT's ``self``, the module ``output`` next to
-    it."""
+    """The parent of an attention's output projection: itself, or, of BERT's ``self``, the module ``output``
+    next to it."""
     for module in model.modules():
         children = dict(module.named_children())
         if children.get("self") is attention and "output" in children:
@@ -109,8 +111,9 @@ def _with_output(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
-    """The attention modules of ``layers`` by their ``layer_idx``, which must be the cache's indices. Cross-attention,
-    which a decoder by itself does not call, carries the same ones: of two modules the one that is called counts."""
+    """The attention modules of ``layers`` by their ``layer_idx``, which must be the cache's indices.
+    Cross-attention, which a decoder by itself does not call, carries the same ones: of two modules the one
+    that is called counts."""
     attention, sharing = attention_modules(model), sharing_layers(model.config)
     numbered = [(index, module) for module in attention if (index := layer_index(module)) is not None]
     indexed = [(index, module) for index, module in numbered if index not in sharing]
@@ -202,8 +205,8 @@ def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[in
 
 
 def _fused_channels(layer: AttentionGeometry, output_BTC: Tensor, v_BNTD: Tensor) -> Channels:
-    """The channels under the one order that reproduces the values. Keys follow from the order: they may be normalised
-    before RoPE, so they are no evidence."""
+    """The channels under the one order that reproduces the values. Keys follow from the order: they may be
+    normalised before RoPE, so they are no evidence."""
     num_channels = output_BTC.shape[-1]
     for channels in _fused_orders(layer):
         in_range = max(int(order.max()) for order in channels) < num_channels
@@ -216,8 +219,8 @@ def _fused_channels(layer: AttentionGeometry, output_BTC: Tensor, v_BNTD: Tensor
 
 
 def _fused_orders(layer: AttentionGeometry) -> Iterator[Channels]:
-    """(k, v) channels [heads, D]: one block each (Phi-3, GPT-2), or its queries, k, v for each KV head (GPT-NeoX
-    with one query a head, InternLM-2 with several)."""
+    """(k, v) channels [heads, D]: one block each (Phi-3, GPT-2), or its queries, k, v for each KV head
+    (GPT-NeoX with one query a head, InternLM-2 with several)."""
     H, N, K, V = layer.num_query_heads, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim
     yield H * K + _count(N, K), H * K + N * K + _count(N, V)
     Q = H // N * K

@@ -1,7 +1,9 @@
-"""Residence: the decoder layers of a model that stay on a device of so many bytes, and those that take turns there.
+"""Residence: the decoder layers of a model that stay on a device of so many bytes, and those that take turns
+there.
 
-It is decided from shapes, before anything runs. Two places come first, so that a layer arrives while another computes;
-then the activations of a large batch, since half of it would load every layer twice as often; then layers that stay.
+It is decided from shapes, before anything runs. Two places come first, so that a layer arrives while another
+computes; then the activations of a large batch, since half of it would load every layer twice as often; then
+layers that stay.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ MAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes in bytes that decide how many layers fit. ``fixed``: of all that is never streamed; ``layer``: of the
-    largest layer's matrices; and of a token: ``activations`` of a layer with a graph, ``scores`` for each token that it
-    may attend to, its ``hidden`` state, and its ``logits``. ``num_tokens``: of a sequence; ``vocab_size``: logits of a
-    token."""
+    """Sizes in bytes that decide how many layers fit. ``fixed``: of all that is never streamed; ``layer``: of
+    the largest layer's matrices; and of a token: ``activations`` of a layer with a graph, ``scores`` for each
+    token that it may attend to, its ``hidden`` state, and its ``logits``. ``num_tokens``: of a sequence;
+    ``vocab_size``: logits of a token."""
 
     num_layers: int
     num_tokens: int
@@ -38,15 +40,16 @@ class Shapes:
     vocab_size: int
 
     def working(self, num_tokens: int) -> int:
-        """Bytes of so many tokens besides the weights: in a layer, with its input and output, and the gradients of all;
-        or after the last layer, with logits, their gradients, and as much as three fp32 copies in the loss."""
+        """Bytes of so many tokens besides the weights: in a layer, with its input and output, and the
+        gradients of all; or after the last layer, with logits, their gradients, and as much as three fp32
+        copies in the loss."""
         in_layer = num_tokens * (self.activations + self.num_tokens * self.scores + 4 * self.hidden)
         at_head = num_tokens * 2 * (self.logits + self.hidden) + 3 * 4 * min(num_tokens * self.vocab_size, MAX_LOGITS)
         return max(in_layer, at_head)
 
     def waiting(self, num_tokens: int) -> int:
-        """Bytes of so many tokens while another batch is in a layer: their hidden states there, and gradients of these
-        and of the logits."""
+        """Bytes of so many tokens while another batch is in a layer: their hidden states there, and gradients
+        of these and of the logits."""
         return num_tokens * (self.logits + 2 * self.hidden)
 
     @property
@@ -57,8 +60,8 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Residence:
-    """The shares of a model's layers in ``memory`` bytes of a device. The first ``num_kept`` layers stay there; others
-    take turns in ``num_places`` places."""
+    """The shares of a model's layers in ``memory`` bytes of a device. The first ``num_kept`` layers stay
+    there; others take turns in ``num_places`` places."""
 
     memory: int
     shapes: Shapes
@@ -80,8 +83,8 @@ class Residence:
 
 
 def residence(shapes: Shapes, memory: int) -> Residence:
-    """The layers that ``memory`` bytes hold: all, or two places (one where no second fits), and as many that stay as
-    leave room for a batch.
+    """The layers that ``memory`` bytes hold: all, or two places (one where no second fits), and as many that
+    stay as leave room for a batch.
 
     Raises UsageError where not one layer fits, with the least memory that would do.
     """

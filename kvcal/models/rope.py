@@ -1,18 +1,20 @@
-"""Rotary embeddings: which channels of a layer RoPE turns, and how fast, measured on the model's own rotary function.
+"""Rotary embeddings: which channels of a layer RoPE turns, and how fast, measured on the model's own rotary
+function.
 
-Pairings differ between families (a channel with the one half a head away, or with its neighbour; all channels of a
-head, or its first few), and so do frequencies and amplitudes (linear, llama3 and YaRN scaling, two bases in one model).
-None of that is guessed from a configuration. A probe of a few tokens runs at chosen positions; the call that turned a
-layer's key (``Captured.rotation``) is made once more, with unit vectors in place of the key and with the very cos and
-sin of the model. The result is the matrix of the rotation at each position: which channels mix, by which angle, times
-what.
+Pairings differ between families (a channel with the one half a head away, or with its neighbour; all channels
+of a head, or its first few), and so do frequencies and amplitudes (linear, llama3 and YaRN scaling, two bases
+in one model). None of that is guessed from a configuration. A probe of a few tokens runs at chosen positions;
+the call that turned a layer's key (``Captured.rotation``) is made once more, with unit vectors in place of
+the key and with the very cos and sin of the model. The result is the matrix of the rotation at each position:
+which channels mix, by which angle, times what.
 
-PM-KVQ needs the pairs (its λ must be equal within a pair, to pass through the rotation: Eq. 9-11), a plan that stores
-keys before RoPE needs the whole map. A pair's frequency is the one of the model's ``inv_freq`` buffers that explains
-every angle observed, near and far.
+PM-KVQ needs the pairs (its λ must be equal within a pair, to pass through the rotation: Eq. 9-11), a plan
+that stores keys before RoPE needs the whole map. A pair's frequency is the one of the model's ``inv_freq``
+buffers that explains every angle observed, near and far.
 
-Errors: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the length,
-multimodal rotation takes three positions), and rotations that cannot be observed. ``rotary_pairs`` serves the former.
+Errors: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the
+length, multimodal rotation takes three positions), and rotations that cannot be observed. ``rotary_pairs``
+serves the former.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ DEFAULT_CONTEXT = 4096
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A layer's rotation as observed at some positions: ``matrices`` fp64 [T, D, D], out x in; ``eps`` the precision of
-    its cos and sin."""
+    """A layer's rotation as observed at some positions: ``matrices`` fp64 [T, D, D], out x in; ``eps`` the
+    precision of its cos and sin."""
 
     positions: Tensor
     matrices: Tensor
@@ -47,10 +49,12 @@ class Turn:
 
 
 def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) -> dict[str, Tensor]:
-    """Arguments of a forward whose tokens stand at ``positions_T`` (int64) and attend causally, in their order.
+    """Arguments of a forward whose tokens stand at ``positions_T`` (int64) and attend causally, in their
+    order.
 
-    The mask of ones is needed: without a mask, transformers reads positions that do not count up by one as several
-    sequences packed in a row, which do not see each other. UnsupportedModel for a model that takes no positions.
+    The mask of ones is needed: without a mask, transformers reads positions that do not count up by one as
+    several sequences packed in a row, which do not see each other. UnsupportedModel for a model that takes no
+    positions.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(
@@ -65,8 +69,8 @@ def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) ->
 def observe_turns(
     model: PreTrainedModel, geometry: Geometry, positions: Sequence[int] | None, indices: Collection[int] | None
 ) -> dict[int, Turn]:
-    """The rotations of layers ``indices``, None for all, at ``positions``; None: those of an ordinary forward of four
-    tokens."""
+    """The rotations of layers ``indices``, None for all, at ``positions``; None: those of an ordinary forward
+    of four tokens."""
     positions_T = torch.arange(4) if positions is None else torch.tensor(positions)
     tokens_BT = probe_ids(model, 1, len(positions_T))
     inputs = {"input_ids": tokens_BT} if positions is None else inputs_at(model, tokens_BT, positions_T)
@@ -109,8 +113,8 @@ class RotaryMap:
 
         k_post_a = amplitude (k_pre_a cos(p f) - k_pre_b sin(p f)),   k_post_b = amplitude (k_pre_b cos + k_pre_a sin)
 
-    with f in ``frequency`` fp64 [P], radians per position, positive. Channels in no pair are not rotated; a layer
-    without RoPE has no pairs."""
+    with f in ``frequency`` fp64 [P], radians per position, positive. Channels in no pair are not rotated; a
+    layer without RoPE has no pairs."""
 
     pairs: Tensor
     frequency: Tensor
@@ -125,9 +129,9 @@ class RotaryMap:
 def rotary_pairs(
     model: PreTrainedModel, geometry: Geometry, indices: Collection[int] | None = None
 ) -> dict[int, Tensor]:
-    """{layer: pairs int64 [P, 2]}, first channel below the second, for attention layers ``indices``, None for all; see
-    ``RotaryMap``. Raises UnsupportedModel: the rotation of one cannot be observed, or mixes channels otherwise than in
-    pairs."""
+    """{layer: pairs int64 [P, 2]}, first channel below the second, for attention layers ``indices``, None for
+    all; see ``RotaryMap``. Raises UnsupportedModel: the rotation of one cannot be observed, or mixes channels
+    otherwise than in pairs."""
     turns = observe_turns(model, geometry, None, indices)
     return {index: _pairs(turn, f"layer {index} of {geometry.model_type}") for index, turn in turns.items()}
 
@@ -135,8 +139,8 @@ def rotary_pairs(
 def rotary_maps(
     model: PreTrainedModel, geometry: Geometry, indices: Collection[int] | None = None
 ) -> dict[int, RotaryMap]:
-    """The rotations of attention layers ``indices``, None for all, by cache index. Raises UnsupportedModel: as
-    ``rotary_pairs``; or angles are not position x a frequency of the model's buffers."""
+    """The rotations of attention layers ``indices``, None for all, by cache index. Raises UnsupportedModel:
+    as ``rotary_pairs``; or angles are not position x a frequency of the model's buffers."""
     small = observe_turns(model, geometry, None, indices)
     if all(not _pairs(turn, f"layer {index}").numel() for index, turn in small.items()):
         nothing = torch.empty(0, dtype=torch.float64)
@@ -146,7 +150,8 @@ def rotary_maps(
         raise UnsupportedModel(f"{geometry.model_type} rotates by three positions a token (mrope_section)")
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     try:
-        # Far positions first, small ones last: frequencies that grow with the length then show, and shrink back.
+        # Far positions first, small ones last: frequencies that grow with the length then show, and shrink
+        # back.
         far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context], indices)
         near = observe_turns(model, geometry, sorted({0, 1, 2, 3, 7, 61, context // 3, context - 1}), indices)
     except torch.OutOfMemoryError:

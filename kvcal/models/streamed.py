@@ -1,21 +1,24 @@
-"""A model larger than its device: decoder layers take turns on the device, streamed from the safetensors files.
+"""A model larger than its device: decoder layers take turns on the device, streamed from the safetensors
+files.
 
-transformers loads the model as ever, on the CPU, where its parameters are memory maps of the safetensors files. What is
-no decoder layer (embeddings, final norm, head) then goes to the device, and so do the vectors of all layers (norms,
-biases). A layer's matrices stay in the files: its parameters have their shapes, and the value NaN, until the layer is
-called. Then threads copy its matrices from the files to pinned memory, piece by piece, and a stream of its own copies
-each piece on, to one of ``Residence.num_places`` places on the device; the next layer is fetched while one computes.
-Layers that fit besides them stay on the device for good. So a stage needs no change, and its results are the same bits.
+transformers loads the model as ever, on the CPU, where its parameters are memory maps of the safetensors
+files. What is no decoder layer (embeddings, final norm, head) then goes to the device, and so do the vectors
+of all layers (norms, biases). A layer's matrices stay in the files: its parameters have their shapes, and the
+value NaN, until the layer is called. Then threads copy its matrices from the files to pinned memory, piece by
+piece, and a stream of its own copies each piece on, to one of ``Residence.num_places`` places on the device;
+the next layer is fetched while one computes. Layers that fit besides them stay on the device for good. So a
+stage needs no change, and its results are the same bits.
 
-With gradients, a layer runs without a graph in the forward, and its input is kept in (pinned) host memory; in the
-backward, the last layer first, the layer runs again with a graph. Hooks on modules and parameters are those of the
-model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
-(``kvcal.models.taps``) is observed in both runs: without a graph, then with one, both in the forward's context
-(``contextvars``).
+With gradients, a layer runs without a graph in the forward, and its input is kept in (pinned) host memory; in
+the backward, the last layer first, the layer runs again with a graph. Hooks on modules and parameters are
+those of the model, so that what a layer's backward gives is measured and freed before the layer before it
+runs. A tapped layer (``kvcal.models.taps``) is observed in both runs: without a graph, then with one, both in
+the forward's context (``contextvars``).
 
-Each forward, and each backward, loads every layer once. So batches should be large, and calls that could be made side
-by side should be (``kvcal.models.forwards``): they load a layer once for all. So does one backward of them all:
-autograd takes the nodes that a thread made last first, so that it comes to a layer of every call before the one below.
+Each forward, and each backward, loads every layer once. So batches should be large, and calls that could be
+made side by side should be (``kvcal.models.forwards``): they load a layer once for all. So does one backward
+of them all: autograd takes the nodes that a thread made last first, so that it comes to a layer of every call
+before the one below.
 
 Weights that transformers converts (experts merged, another dtype than the files') lie in host memory
 instead of a map.
@@ -78,8 +81,9 @@ def is_streamed(model: PreTrainedModel) -> bool:
 
 
 def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens: int = NUM_TOKENS) -> Residence:
-    """Stream the layers of ``model``, which lies on the CPU as transformers loaded it, to ``device``, within ``memory``
-    bytes, for sequences of ``num_tokens``. On a CUDA device, torch allocates no more than that from now on."""
+    """Stream the layers of ``model``, which lies on the CPU as transformers loaded it, to ``device``, within
+    ``memory`` bytes, for sequences of ``num_tokens``. On a CUDA device, torch allocates no more than that
+    from now on."""
     sharing = sharing_layers(model.config)
     if sharing:
         raise UnsupportedModel(
@@ -135,9 +139,10 @@ def _aligned(nbytes: int) -> int:
 def _shapes(
     model: PreTrainedModel, layers: Sequence[nn.Module], matrices: Sequence[Sequence[nn.Parameter]], num_tokens: int
 ) -> Shapes:
-    """The model's, as transformers loaded it. Activations are an estimate: every matrix's input and output, and the
-    gradients of both, of as many experts as a token takes, and eight fp32 copies of hidden states (norms). Eager
-    attention has a score, in fp32 and the compute dtype, and both gradients, for each query head and token."""
+    """The model's, as transformers loaded it. Activations are an estimate: every matrix's input and output,
+    and the gradients of both, of as many experts as a token takes, and eight fp32 copies of hidden states
+    (norms). Eager attention has a score, in fp32 and the compute dtype, and both gradients, for each query
+    head and token."""
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
     own = {parameter for of_layer in matrices for parameter in of_layer}
     num_experts = int(config.to_dict().get("num_experts_per_tok") or 1)
@@ -161,7 +166,8 @@ def _shapes(
 
 
 def copy_threads() -> int:
-    """Threads that copy matrices: as many as this process has cores, of those that the processes of a node share."""
+    """Threads that copy matrices: as many as this process has cores, of those that the processes of a node
+    share."""
     return max(1, min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // size_on_node()))
 
 
@@ -224,7 +230,8 @@ class _Streamer:
         return _Rerun.apply(self, number, call, hidden_BTC, anchor)
 
     def forward(self, number: int, call: _Call, hidden_BTC: Tensor, following: int) -> Any:
-        """The layer's output without a graph. ``following``: the layer to be fetched meanwhile, if there is one."""
+        """The layer's output without a graph. ``following``: the layer to be fetched meanwhile, if there is
+        one."""
         with self._present(number, following), torch.no_grad():
             return call(hidden_BTC)
 
@@ -254,7 +261,8 @@ class _Streamer:
 
     @contextmanager
     def _present(self, number: int, following: int) -> Iterator[None]:
-        """Within the context, the layer is on the device; ``following`` is fetched, if it has a place of its own."""
+        """Within the context, the layer is on the device; ``following`` is fetched, if it has a place of its
+        own."""
         if number < self._residence.num_kept:
             if self._places and self._residence.num_kept <= following < len(self._layers):
                 self._fetch(following)
@@ -315,7 +323,8 @@ class _Streamer:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A layer's forward with all arguments but the first, its input, in the context in which it was called first."""
+    """A layer's forward with all arguments but the first, its input, in the context in which it was called
+    first."""
 
     forward: Callable[..., Any]
     others: Sequence[Any]

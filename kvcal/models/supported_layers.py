@@ -1,17 +1,20 @@
 """Geometry of a loaded model's cache, measured rather than guessed from the names in its configuration.
 
-Three forwards of one or two tokens, through the official ``DynamicCache(config=...)`` with a subclass that notes what
-the model hands to ``Cache.update``: head counts and dimensions are those of the real tensors, the kind of each layer
-(full attention, sliding window, state) is the class of the official cache layer, and the bytes of a state layer are
-those of the tensors that it holds.
+Three forwards of one or two tokens, through the official ``DynamicCache(config=...)`` with a subclass that
+notes what the model hands to ``Cache.update``: head counts and dimensions are those of the real tensors, the
+kind of each layer (full attention, sliding window, state) is the class of the official cache layer, and the
+bytes of a state layer are those of the tensors that it holds.
 
-Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rotary key, which are cached as they are.
+Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rotary key, which are cached as
+they are.
 
-Layers that read the keys and values of an earlier one (Gemma 3n), as the forward hands them on, cache nothing.
+Layers that read the keys and values of an earlier one (Gemma 3n), as the forward hands them on, cache
+nothing.
 
-Not served, and named with the layer: encoder-decoders, layers that hold both a sliding window and a state, states that
-modules keep besides the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not
-causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
+Not served, and named with the layer: encoder-decoders, layers that hold both a sliding window and a state,
+states that modules keep besides the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4),
+models that are not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a
+window of one chunk.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndF
 
 
 class RecordingCache(DynamicCache):
-    """The official cache, which also keeps what each layer handed to ``update``: ``new_kv[index]`` lists (k_post_BNTD,
-    v_BNTD), one entry a call. For tiny forwards only: it holds every tensor."""
+    """The official cache, which also keeps what each layer handed to ``update``: ``new_kv[index]`` lists
+    (k_post_BNTD, v_BNTD), one entry a call. For tiny forwards only: it holds every tensor."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
@@ -74,10 +77,10 @@ class RecordingCache(DynamicCache):
 def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -> Geometry:
     """Measure ``model``'s caching layers by running it on two tokens (batch 1, no gradient).
 
-    ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the configuration's dtype,
-    float32 if it has none. A state layer's ``bytes_per_sequence`` is the bytes of the tensors that its official cache
-    layer holds after a forward at batch 1, in the dtypes of this run: a model computing in float32 holds float32
-    states. Raises UnsupportedModel for what the module docstring lists.
+    ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the
+    configuration's dtype, float32 if it has none. A state layer's ``bytes_per_sequence`` is the bytes of the
+    tensors that its official cache layer holds after a forward at batch 1, in the dtypes of this run: a model
+    computing in float32 holds float32 states. Raises UnsupportedModel for what the module docstring lists.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -96,9 +99,9 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
 
 
 def geometry_without_weights(config: PreTrainedConfig) -> Geometry:
-    """The geometry of a model by its configuration alone: three tokens on the device "meta", where tensors have shapes
-    and no values. UnsupportedModel for a model that does not run there, or whose layers are not served; what only
-    values tell, such as a missing causality, is left to ``geometry_of``."""
+    """The geometry of a model by its configuration alone: three tokens on the device "meta", where tensors
+    have shapes and no values. UnsupportedModel for a model that does not run there, or whose layers are not
+    served; what only values tell, such as a missing causality, is left to ``geometry_of``."""
     config, dtype = copy.deepcopy(config), checkpoint_dtype(config)
     text = config.get_text_config(decoder=True)
     text.pad_token_id = None  # or GPT-2 looks for it among the tokens
@@ -128,7 +131,8 @@ def _geometry(config: PreTrainedConfig, cache: RecordingCache, cache_dtype: Cach
 
 
 def require_cache(model: PreTrainedModel) -> None:
-    """UnsupportedModel for a model without keys and values to cache, such as Mamba, whose cache holds states alone."""
+    """UnsupportedModel for a model without keys and values to cache, such as Mamba, whose cache holds states
+    alone."""
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ("full_attention",))
     if cache_argument(model) is None or types <= {"linear_attention", *LAYERS_WITHOUT_ATTENTION}:
         raise UnsupportedModel(f"{type(model).__name__} has no key-value cache")
@@ -144,8 +148,8 @@ def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:
 
 
 def sharing_layers(config: PreTrainedConfig) -> list[int]:
-    """Layers that read what an earlier one has cached, by the model's configuration: those that have attention, and in
-    the official cache a placeholder, or no place at its end."""
+    """Layers that read what an earlier one has cached, by the model's configuration: those that have
+    attention, and in the official cache a placeholder, or no place at its end."""
     text = config.get_text_config(decoder=True)
     types, layers = getattr(text, "layer_types", None) or [], DynamicCache(config=text).layers
     kinds = CacheLayerMixin | LinearAttentionCacheLayerMixin
@@ -210,8 +214,8 @@ def _module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int) -> LayerGeometry | None:
-    """One layer's geometry; None for a layer that caches nothing: it has no attention, or reads what an earlier layer
-    has cached."""
+    """One layer's geometry; None for a layer that caches nothing: it has no attention, or reads what an
+    earlier layer has cached."""
     layer = cache.layers[index]
     place = f"layer {index} of {config.model_type}"
     if not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):  # a placeholder

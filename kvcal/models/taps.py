@@ -1,17 +1,20 @@
-"""Queries, keys (before and after RoPE) and values of every attention layer, streamed during an ordinary forward.
+"""Queries, keys (before and after RoPE) and values of every attention layer, streamed during an ordinary
+forward.
 
-Queries, post-RoPE keys and values are the arguments of the attention calls (``kvcal.models.attention``). Pre-RoPE keys
-are the inputs of the model file's own rotary function, whose calls are recorded: the one whose output is the layer's
-key made it. Nothing is kept: tensors that the observer does not store are freed. Every forward must hand over every
-attention layer, once and in order, or it ends with UnsupportedModel; ``check_taps`` compares with what is cached.
+Queries, post-RoPE keys and values are the arguments of the attention calls (``kvcal.models.attention``).
+Pre-RoPE keys are the inputs of the model file's own rotary function, whose calls are recorded: the one whose
+output is the layer's key made it. Nothing is kept: tensors that the observer does not store are freed. Every
+forward must hand over every attention layer, once and in order, or it ends with UnsupportedModel;
+``check_taps`` compares with what is cached.
 
-Latent attention hands its latent and its rotary key to the cache, and attends to what it makes of them. So its modules
-are called with a stand-in for a cache, which notes both and returns them.
+Latent attention hands its latent and its rotary key to the cache, and attends to what it makes of them. So
+its modules are called with a stand-in for a cache, which notes both and returns them.
 
-``rereading`` runs attention blocks again with other keys. A calibration forward has exact keys; in decoding, a query
-reads from pages what was packed before it. So the block's module is called again with the arguments of the forward, and
-its attention call gets other keys for some (query, token) pairs; all else is the model's own. Queries are taken in
-segments which read the same tokens from pages, so that all segments together cost one attention.
+``rereading`` runs attention blocks again with other keys. A calibration forward has exact keys; in decoding,
+a query reads from pages what was packed before it. So the block's module is called again with the arguments
+of the forward, and its attention call gets other keys for some (query, token) pairs; all else is the model's
+own. Queries are taken in segments which read the same tokens from pages, so that all segments together cost
+one attention.
 """
 
 from __future__ import annotations
@@ -53,8 +56,9 @@ _AXES = ((0, 1, 2, 3), (0, 2, 1, 3))  # of keys (B, N, T, R) or (B, T, N, R), as
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The call of a rotary function that made a layer's key: output ``number``, with its axes in the order ``axes`` of
-    (B, N, T, R), is the key's channels ``start`` to ``start`` + R. Outputs pair with the leading arguments."""
+    """The call of a rotary function that made a layer's key: output ``number``, with its axes in the order
+    ``axes`` of (B, N, T, R), is the key's channels ``start`` to ``start`` + R. Outputs pair with the leading
+    arguments."""
 
     rotary: Callable[..., Any]
     bound: inspect.BoundArguments
@@ -79,14 +83,14 @@ class Rotation:
 class Captured:
     """One attention layer's tensors in one forward, in the compute dtype and still in their autograd graph.
 
-    ``layer`` is the cache index. ``q_post_BHTD``: queries after RoPE; ``k_pre_BNTD``, ``k_post_BNTD``: keys before and
-    after RoPE; ``v_BNTD``: values; all before the GQA repeat. In a layer without RoPE, k_pre is k_post and ``rotation``
-    is None. k_pre is None where the model changes its keys between RoPE and the cache (the norm of Llama-4 and HunYuan)
-    or rotates by unknown means. Hooks on q_post, k_post and v receive the loss's gradients; so does k_pre, except where
-    RoPE turns a slice of the key and k_pre is put together.
+    ``layer`` is the cache index. ``q_post_BHTD``: queries after RoPE; ``k_pre_BNTD``, ``k_post_BNTD``: keys
+    before and after RoPE; ``v_BNTD``: values; all before the GQA repeat. In a layer without RoPE, k_pre is
+    k_post and ``rotation`` is None. k_pre is None where the model changes its keys between RoPE and the cache
+    (the norm of Llama-4 and HunYuan) or rotates by unknown means. Hooks on q_post, k_post and v receive the
+    loss's gradients; so does k_pre, except where RoPE turns a slice of the key and k_pre is put together.
 
-    Of latent attention, k_pre and k_post are the latent, which has no RoPE, and v is the rotary key after RoPE; queries
-    are those of the expanded heads.
+    Of latent attention, k_pre and k_post are the latent, which has no RoPE, and v is the rotary key after
+    RoPE; queries are those of the expanded heads.
     """
 
     layer: int
@@ -104,16 +108,16 @@ Observer = Callable[[Captured], None]
 def tap(
     model: PreTrainedModel, on_attention: Observer, geometry: Geometry | None = None, first: int = 0
 ) -> Iterator[None]:
-    """Within the context, every ``model(..., use_cache=False)`` calls ``on_attention`` once per attention layer, in
-    layer order, during the forward; logits are unchanged. With gradients, a streamed model's layers have no graph then,
-    and are observed once more, with one, in the backward (``kvcal.models.streamed``).
+    """Within the context, every ``model(..., use_cache=False)`` calls ``on_attention`` once per attention
+    layer, in layer order, during the forward; logits are unchanged. With gradients, a streamed model's layers
+    have no graph then, and are observed once more, with one, in the backward (``kvcal.models.streamed``).
 
     ``geometry`` spares its measurement when it is known; ``first``: the layer at which forwards begin
-    (``kvcal.models.forwards``). Raises UnsupportedModel on entry for a model that bypasses the
-    attention interface, and in the forward for a layer that is missing, of another shape, or one too many; UsageError
-    for a forward with a cache, or a model that is tapped already. The attention implementation and the model file are
-    restored on exit, also after an error. Contexts of two models of one family must be left in the reverse order of
-    entry.
+    (``kvcal.models.forwards``). Raises UnsupportedModel on entry for a model that bypasses the attention
+    interface, and in the forward for a layer that is missing, of another shape, or one too many; UsageError
+    for a forward with a cache, or a model that is tapped already. The attention implementation and the model
+    file are restored on exit, also after an error. Contexts of two models of one family must be left in the
+    reverse order of entry.
     """
     modules = attention_modules(model)
     require_base(model)
@@ -131,8 +135,8 @@ def tap(
 
 
 def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None:
-    """Compare the taps with the model itself on two tiny sequences, the second left-padded: keys and values bitwise
-    what the model hands to ``Cache.update``, logits equal to rounding. Raises UnsupportedModel.
+    """Compare the taps with the model itself on two tiny sequences, the second left-padded: keys and values
+    bitwise what the model hands to ``Cache.update``, logits equal to rounding. Raises UnsupportedModel.
     """
     geometry = geometry or geometry_of(model)
     ids = probe_ids(model, 2, 5)
@@ -163,8 +167,8 @@ def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None
 
 
 class _Recorder(threading.local):
-    """The state of one tap, of each thread: the layer that comes next, and the rotary calls since the last attention
-    call, which hold a few tensors until then."""
+    """The state of one tap, of each thread: the layer that comes next, and the rotary calls since the last
+    attention call, which hold a few tensors until then."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[AttentionGeometry], on_attention: Observer) -> None:
         config = model.config.get_text_config(decoder=True).to_dict()
@@ -207,8 +211,8 @@ class _Recorder(threading.local):
             )
 
     def observe(self, module: nn.Module, q_post_BHTD: Tensor, k_post_BNTD: Tensor, v_BNTD: Tensor) -> None:
-        """One attention call: check it against the geometry, hand it to the observer. That of a layer which reads what
-        an earlier one has cached is passed over: its gradients reach the tensors of that one."""
+        """One attention call: check it against the geometry, hand it to the observer. That of a layer which
+        reads what an earlier one has cached is passed over: its gradients reach the tensors of that one."""
         if layer_index(module) in self._sharing:
             return
         layer = self._layer_of(module)
@@ -233,7 +237,8 @@ class _Recorder(threading.local):
         self._on_attention(Captured(layer.index, q_post_BHTD, k_pre_BNTD, k_post_BNTD, v_BNTD, rotation))
 
     def _layer_of(self, module: nn.Module) -> AttentionGeometry:
-        """The layer whose attention is called: the next one, but in a backward, where a streamed layer runs again."""
+        """The layer whose attention is called: the next one, but in a backward, where a streamed layer runs
+        again."""
         if runs_again():
             return next(layer for layer in self._layers if layer.index == layer_index(module))
         if self._next == len(self._layers):
@@ -268,8 +273,8 @@ class _Recorder(threading.local):
         return recorded
 
     def _take(self, k_post_BNTD: Tensor, forward: FunctionType) -> tuple[Tensor | None, Rotation | None]:
-        """The pre-RoPE key of the layer whose attention (``forward``) now reads ``k_post_BNTD``, and its rotation: the
-        very same tensor and None in a layer without RoPE, (None, None) if it cannot be told."""
+        """The pre-RoPE key of the layer whose attention (``forward``) now reads ``k_post_BNTD``, and its
+        rotation: the very same tensor and None in a layer without RoPE, (None, None) if it cannot be told."""
         outputs = sorted(self._rotated, key=lambda output: output[3] is not k_post_BNTD)  # itself first
         self._rotated.clear()
         for rotary, bound, number, after in outputs:
@@ -288,8 +293,8 @@ class _Recorder(threading.local):
 
 
 def _part_of(k_post_BNTD: Tensor, after_BNTR: Tensor) -> int | None:
-    """The first channel of the part of the key that is ``after_BNTR``: all channels, or the first or last ones (partial
-    RoPE on a slice); None if it is no part."""
+    """The first channel of the part of the key that is ``after_BNTR``: all channels, or the first or last
+    ones (partial RoPE on a slice); None if it is no part."""
     rest_dim = k_post_BNTD.shape[-1] - after_BNTR.shape[-1]
     if rest_dim < 0 or after_BNTR.shape[:3] != k_post_BNTD.shape[:3]:
         return None
@@ -303,7 +308,8 @@ def _part_of(k_post_BNTD: Tensor, after_BNTR: Tensor) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Queries ``start`` .. ``stop`` - 1 read from pages the tokens where ``is_stored_NT`` (bool [N, T]) is True."""
+    """Queries ``start`` .. ``stop`` - 1 read from pages the tokens where ``is_stored_NT`` (bool [N, T]) is
+    True."""
 
     start: int
     stop: int
@@ -317,8 +323,9 @@ OnBlock = Callable[[Captured, Reread], None]
 
 @contextmanager
 def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> Iterator[None]:
-    """Within the context, every ``model(..., use_cache=False)`` calls ``on_block`` once per attention layer, after the
-    layer's block has run, with what was captured and a function that runs the block again. No gradients.
+    """Within the context, every ``model(..., use_cache=False)`` calls ``on_block`` once per attention layer,
+    after the layer's block has run, with what was captured and a function that runs the block again. No
+    gradients.
 
     Raises what ``tap`` raises; UnsupportedModel for a block that attends more than once.
     """

@@ -4,20 +4,21 @@ A cache may hold keys y = T (k - c) and values y = T v. Attention then reads the
 
     q . (k - c) = (T^-T q) . y
 
-and softmax does not see the constant q . c. Values come back as T^-1 times attention's output. With an error e of y the
-output's error costs e B e', B = T^-T H T^-1, where H is the cost of an error of keys or values:
+and softmax does not see the constant q . c. Values come back as T^-1 times attention's output. With an error
+e of y the output's error costs e B e', B = T^-T H T^-1, where H is the cost of an error of keys or values:
 
     keys     H = sum of w q q' over queries after RoPE and the KV head's query heads; w of kvcal.stages.hessians
     values   H = sum of W_o' W_o over the KV head's query heads
 
-With C the weighted covariance of keys, or the mean of v v', L L' = H and U diag(l) U' = L' C L, the transform is
+With C the weighted covariance of keys, or the mean of v v', L L' = H and U diag(l) U' = L' C L, the transform
+is
 
     T = diag(l)^-exponent U' L'                       (WUSH-KV has exponent 1/4; with error feedback 7/16 errs less)
 
-Rotated pages (kvcal.pages.rotated) add their Hadamard transform when they are packed. H and C get ``RIDGE`` times their
-mean diagonal, so that T can be inverted. T is scaled to a mean variance of 1 in y. Left out: one T for all heads, which
-share no query; T within the projections' weights, which norms of queries and keys forbid; and a center of values, which
-on SmolLM2-135M made the KL worse (24.2 instead of 15.0 thousandths).
+Rotated pages (kvcal.pages.rotated) add their Hadamard transform when they are packed. H and C get ``RIDGE``
+times their mean diagonal, so that T can be inverted. T is scaled to a mean variance of 1 in y. Left out: one
+T for all heads, which share no query; T within the projections' weights, which norms of queries and keys
+forbid; and a center of values, which on SmolLM2-135M made the KL worse (24.2 instead of 15.0 thousandths).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def basis_specs(side: str, num_heads: int, head_dim: int) -> dict[str, TensorSpe
 class Basis:
     """T and T^-1, fp32 [N, D, D], and of keys the center c, fp32 [N, D], of N KV heads.
 
-    Tokens are [..., N, D], and keep their float dtype; queries and outputs of query heads are [..., N G, D]."""
+    Tokens are [..., N, D], and keep their float dtype; queries and outputs of query heads are [..., N G,
+    D]."""
 
     matrix: Tensor
     inverse: Tensor
@@ -63,8 +65,8 @@ class Basis:
         return {f"{prefix}_{part}": tensor for part, tensor in found if tensor is not None}
 
     def enter(self, x: Tensor) -> Tensor:
-        """T (x - c): in fp64, whose order of sums does not reach the result, so that pages are the same bytes for any
-        number of tokens at once and on any device."""
+        """T (x - c): in fp64, whose order of sums does not reach the result, so that pages are the same bytes
+        for any number of tokens at once and on any device."""
         centered = x.double() if self.center is None else x.double() - self.center
         return torch.einsum("...nd,ned->...ne", centered, self.matrix.double()).to(x.dtype)
 
@@ -95,7 +97,8 @@ def reading_queries(q: Tensor, k_basis: Basis | None, v_basis: Basis | None) -> 
 def fitted_basis(
     hessian_NDD: Tensor, covariance_NDD: Tensor, exponent: float, center_ND: Tensor | None = None
 ) -> Basis:
-    """The basis of heads with these H, and C about the center, fp64. Without a trace, H or C counts as the identity."""
+    """The basis of heads with these H, and C about the center, fp64. Without a trace, H or C counts as the
+    identity."""
     hessian, covariance = _ridged(hessian_NDD), _ridged(covariance_NDD)
     lower = torch.linalg.cholesky(hessian)
     energies_ND, vectors = torch.linalg.eigh(lower.mT @ covariance @ lower)

@@ -3,16 +3,17 @@
     encode   K_post -> [K_pre - mean] or [(K - offset) / λ] -> [- prediction] -> quantizer -> record (V: the last two)
     decode   the same in reverse
 
-The mean of keys before RoPE is an offset, too: one constant, which RoPE turns to every position (keys before RoPE alone
-can lose it). Where a projection has a bias it is most of a key, and a format that scales whole tokens would spend its
-codes on it.
+The mean of keys before RoPE is an offset, too: one constant, which RoPE turns to every position (keys before
+RoPE alone can lose it). Where a projection has a bias it is most of a key, and a format that scales whole
+tokens would spend its codes on it.
 
-Every transform is undone right after decoding, so that sinks and ring hold K_post and V as the model made them, or in
-the plan's basis, and readers of a page need no transforms of their own. (The kernels fold λ and offset into the query
-instead.) Pages of 16 bits hold K_post as the model made them, too: offset and λ are for codes.
+Every transform is undone right after decoding, so that sinks and ring hold K_post and V as the model made
+them, or in the plan's basis, and readers of a page need no transforms of their own. (The kernels fold λ and
+offset into the query instead.) Pages of 16 bits hold K_post as the model made them, too: offset and λ are for
+codes.
 
-Of a page's place, only its index within its sequence matters here: page p has the tokens at positions 128 p + 0 .. 127,
-which are also their RoPE positions. Predictions are arguments.
+Of a page's place, only its index within its sequence matters here: page p has the tokens at positions 128 p +
+0 .. 127, which are also their RoPE positions. Predictions are arguments.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ VALUES_AT_ONCE = 2**23
 
 @dataclass(frozen=True, eq=False)
 class PageCodec:
-    """The codec of ``num_heads`` (n) KV heads of one side, all in ``format``; :meth:`of_layer` makes one from a
-    plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4] fp64 (where
-    ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor (kvcal.pages.error_feedback), ``operands`` as the
-    layout names them. Pages are coded in the ``basis``: tokens are given and returned in it.
+    """The codec of ``num_heads`` (n) KV heads of one side, all in ``format``; :meth:`of_layer` makes one from
+    a plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4]
+    fp64 (where ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor (kvcal.pages.error_feedback),
+    ``operands`` as the layout names them. Pages are coded in the ``basis``: tokens are given and returned in
+    it.
 
-    M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None without a
-    predictor; r records a page.
+    M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None
+    without a predictor; r records a page.
     """
 
     side: Side
@@ -93,8 +95,8 @@ class PageCodec:
 
     @staticmethod
     def joined(codecs: Sequence[PageCodec], count: int) -> PageCodec:
-        """One codec for pages of several of a ``kind``, ``count`` pages of each, in order, which are encoded at once:
-        λ, offset and signs of a head get a row for each page. Of one it is that one."""
+        """One codec for pages of several of a ``kind``, ``count`` pages of each, in order, which are encoded
+        at once: λ, offset and signs of a head get a row for each page. Of one it is that one."""
         if len(codecs) == 1:
             return codecs[0]
 
@@ -137,8 +139,8 @@ class PageCodec:
         prediction: Tensor | None = None,
         at_once: int = ENCODE_PAGES,
     ) -> Tensor:
-        """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8, ``at_once`` at a time.
-        ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores."""
+        """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8, ``at_once`` at a
+        time. ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores."""
         if x.shape[0] == 0:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
         parts = []
@@ -160,14 +162,14 @@ class PageCodec:
         return convert(records, old, new, Transform(self.rescale, self.offset))
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:
-        """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other transforms are
-        undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
+        """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other
+        transforms are undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
         values = self._layout(num_bits).decode_pages(records, self.num_heads, self.operands)
         return values if prediction is None else values.float() + prediction
 
     def read_back(self, x: Tensor) -> Tensor:
-        """x [n, 128 P, D], keys after RoPE or values after the sinks -> [n, 128 P, D] as its P pages are read, at the
-        format's final bits and without queries or prediction."""
+        """x [n, 128 P, D], keys after RoPE or values after the sinks -> [n, 128 P, D] as its P pages are
+        read, at the format's final bits and without queries or prediction."""
         if self.basis is not None:
             x = self.basis.enter(x.transpose(0, 1)).transpose(0, 1)
         pages = x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
@@ -177,7 +179,8 @@ class PageCodec:
         return found if self.basis is None else self.basis.leave(found.transpose(0, 1)).transpose(0, 1)
 
     def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
-        """Output of :meth:`decode` -> keys after RoPE, or values. ``num_bits``: as there, None for the format's own."""
+        """Output of :meth:`decode` -> keys after RoPE, or values. ``num_bits``: as there, None for the
+        format's own."""
         for transform in reversed(self._transforms(page_index, self.format.num_bits if num_bits is None else num_bits)):
             stored = transform.undo(stored)
         return stored

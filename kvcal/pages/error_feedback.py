@@ -1,24 +1,26 @@
 """Error feedback: codes that are chosen one channel after the other, each making up for the errors before it.
 
-A page's grid (scales and zeros), its bytes and its decoder stay; only codes change. What counts is not the squared
-error e of a token but e H e', the error of what attention makes of it:
+A page's grid (scales and zeros), its bytes and its decoder stay; only codes change. What counts is not the
+squared error e of a token but e H e', the error of what attention makes of it:
 
     keys     H = mean q q' over queries after RoPE, summed over the KV head's query heads: the squared error of scores
     values   H = sum of W_o' W_o over the KV head's query heads: the squared error of the attention block's output
 
-With H = U diag(d) U', U upper triangular with ones on its diagonal, e H e' is the sum over channels k of d_k r_k^2,
-where r = e U. So channel k is rounded not to its value x_k but to its target, and each r_k is an ordinary rounding
+With H = U diag(d) U', U upper triangular with ones on its diagonal, e H e' is the sum over channels k of d_k
+r_k^2, where r = e U. So channel k is rounded not to its value x_k but to its target, and each r_k is an
+ordinary rounding
 error:
 
     target_k = x_k + sum over j < k of e_j U_jk,    x'_k = the grid's point nearest to target_k,    e_j = x_j - x'_j
 
-This is GPTQ (Frantar et al., arXiv 2210.17323) in the form of LDLQ (Chee et al., QuIP, arXiv 2307.13304), whose factor
-it has, for tokens instead of rows of weights. Channels keep their natural order. Left out: an order by H's diagonal,
-and another H for every position of a page.
+This is GPTQ (Frantar et al., arXiv 2210.17323) in the form of LDLQ (Chee et al., QuIP, arXiv 2307.13304),
+whose factor it has, for tokens instead of rows of weights. Channels keep their natural order. Left out: an
+order by H's diagonal, and another H for every position of a page.
 
-A plan stores U row by row from its diagonal on, in fp16: D (D + 1) / 2 numbers a head. On the diagonal, whose ones are
-known, is d over its mean: what a channel's rounding error costs. Errors are pushed as they arise,
-one product and one sum in fp32 for every later channel, never fused: any device has the same codes, bit for bit.
+A plan stores U row by row from its diagonal on, in fp16: D (D + 1) / 2 numbers a head. On the diagonal, whose
+ones are known, is d over its mean: what a channel's rounding error costs. Errors are pushed as they arise,
+one product and one sum in fp32 for every later channel, never fused: any device has the same codes, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
 
 
 def feedback_factor(hessian_NDD: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """(factor, share) of hessian_NDD fp64, to whose diagonal ``damping`` times its mean is added: the stored factor
-    fp16 [N, D (D + 1) / 2], and sum(d) / trace(H) fp64 [N], the share of the error that is left where codes never
-    saturate. A head whose Hessian is 0 has U = 1, d = 1 and share 1."""
+    """(factor, share) of hessian_NDD fp64, to whose diagonal ``damping`` times its mean is added: the stored
+    factor fp16 [N, D (D + 1) / 2], and sum(d) / trace(H) fp64 [N], the share of the error that is left where
+    codes never saturate. A head whose Hessian is 0 has U = 1, d = 1 and share 1."""
     head_dim = hessian_NDD.shape[-1]
     trace = hessian_NDD.diagonal(dim1=1, dim2=2).sum(1)
     scaled = hessian_NDD / torch.where(trace > 0, trace / head_dim, 1.0)[:, None, None]
@@ -74,7 +76,8 @@ def _diagonal_place(channel: int, head_dim: int) -> int:
 
 
 def feedback_operand(tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
-    """The operand of packing, of a plan's tensors: the factor, then its gains, fp16 [N, D] more, if it has any."""
+    """The operand of packing, of a plan's tensors: the factor, then its gains, fp16 [N, D] more, if it has
+    any."""
     factor, gain = tensors[f"{prefix}_feedback"], tensors.get(f"{prefix}_gain")
     return factor if gain is None else torch.cat([factor, gain], 1)
 
@@ -90,8 +93,8 @@ def round_with_feedback(
     """Codes, and the targets that they are nearest to.
 
     Args:
-        x: [..., n, T, D], any float dtype, finite; converted to fp32.
-        scale, zero, levels: broadcast to x: of its grid, and the largest code. Where levels are 0, values are kept as
+        x: [..., n, T, D], any float dtype, finite; converted to fp32. scale, zero, levels: broadcast to x: of
+        its grid, and the largest code. Where levels are 0, values are kept as
             ``raw_dtype`` has their targets, and codes are 0.
         factor: [n, D (D + 1) / 2], as ``feedback_factor`` makes it.
     Returns:
@@ -115,7 +118,8 @@ def round_with_feedback(
 
 
 def _channels_first(x: Tensor, shape: torch.Size) -> Tensor:
-    """What broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], contiguous: a channel is a run of memory."""
+    """What broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], contiguous: a channel is a run of
+    memory."""
     n, T, D = shape[-3:]
     full = x.float().expand(shape).reshape(math.prod(shape[:-3]), n, T, D)
     return full.permute(3, 1, 0, 2).flatten(2).contiguous()

@@ -1,21 +1,25 @@
-"""HIGGS as a page format (AQUA-KV sections 2.1 and 4.1): rotate, divide by the group's norm, take the nearest point.
+"""HIGGS as a page format (AQUA-KV sections 2.1 and 4.1): rotate, divide by the group's norm, take the nearest
+point.
 
-A page is 128 tokens of the keys or values of ALL KV heads of a layer in a row (width = N D), as one record of bytes:
+A page is 128 tokens of the keys or values of ALL KV heads of a layer in a row (width = N D), as one record of
+bytes:
 
     planes, low bits first (see packing) | scales [num_groups][128]
 
 padded to 16 bytes. A token's row is rotated (kvcal.pages.rotated) in groups of the largest power of two that
-divides the width. A group's scale is its L2 norm / sqrt(group size): the standard deviation of values that the rotation
-has made nearly Gaussian. Each ``lattice_dim`` neighbours, divided by the scale, become the index of their nearest point
-in a Gaussian-optimal grid. An index has num_bits * lattice_dim bits and is stored in planes of
-2 bits: rows are tokens, columns indices, padded with zero codes to a multiple of 8 columns.
+divides the width. A group's scale is its L2 norm / sqrt(group size): the standard deviation of values that
+the rotation has made nearly Gaussian. Each ``lattice_dim`` neighbours, divided by the scale, become the index
+of their nearest point in a Gaussian-optimal grid. An index has num_bits * lattice_dim bits and is stored in
+planes of 2 bits: rows are tokens, columns indices, padded with zero codes to a multiple of 8 columns.
 
-The scale is stored in ``param_dtype`` and codes are computed against the stored one; a group whose stored scale is 0
-decodes to exactly 0. All decisions are single IEEE operations (the norm in fp64, by halves), so that another device
-gets the same bytes. Left out: a group size of its own (1,024 in the paper; here it is always the Hadamard block).
+The scale is stored in ``param_dtype`` and codes are computed against the stored one; a group whose stored
+scale is 0 decodes to exactly 0. All decisions are single IEEE operations (the norm in fp64, by halves), so
+that another device gets the same bytes. Left out: a group size of its own (1,024 in the paper; here it is
+always the Hadamard block).
 
-Grids of n points in d dimensions come with the package (lab/make_grids.py makes them), and a plan carries those
-that it uses. Measured error per dimension: 0.1077 (d = 2, n = 16), 0.0298 (2, 64), 0.0078 (2, 256), 0.0969 (4, 256).
+Grids of n points in d dimensions come with the package (lab/make_grids.py makes them), and a plan carries
+those that it uses. Measured error per dimension: 0.1077 (d = 2, n = 16), 0.0298 (2, 64), 0.0078 (2, 256),
+0.0969 (4, 256).
 """
 
 from __future__ import annotations
@@ -59,10 +63,11 @@ def gaussian_grid(dim: int, num_points: int) -> Tensor:
 
 
 def nearest_point(vectors: Tensor, grid: Tensor) -> Tensor:
-    """vectors [M, d] and grid [n, d], both fp32 on one device, n at most 256 -> [M] uint8: each vector's nearest point.
+    """vectors [M, d] and grid [n, d], both fp32 on one device, n at most 256 -> [M] uint8: each vector's
+    nearest point.
 
-    The nearest point has the largest x . p - |p|^2 / 2, summed over the dimensions from first to last, one fp32
-    operation at a time; of equal ones the lowest index. A few MiB of scores at once, whatever M is.
+    The nearest point has the largest x . p - |p|^2 / 2, summed over the dimensions from first to last, one
+    fp32 operation at a time; of equal ones the lowest index. A few MiB of scores at once, whatever M is.
     """
     vectors_by_dim, points_by_dim = vectors.t().contiguous(), grid.t().unsqueeze(-1)
     half_norms = _dot(points_by_dim, points_by_dim) * 0.5
@@ -162,8 +167,8 @@ class LatticeLayout(Layout):
         return rows.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     def encode(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
-        """x [..., 128, width], any float dtype; grid [num_points, lattice_dim] fp32; signs [width] int8, all on one
-        device -> records [..., record_bytes] uint8."""
+        """x [..., 128, width], any float dtype; grid [num_points, lattice_dim] fp32; signs [width] int8, all
+        on one device -> records [..., record_bytes] uint8."""
         assert grid.shape == (self.num_points, self.lattice_dim) and signs.shape == (self.width,)
         rotated = rotate(x, signs).unflatten(-1, (self.num_groups, self.group_size))
         scale = self._scale(rotated)
@@ -184,7 +189,8 @@ class LatticeLayout(Layout):
         return unrotate(rotated.flatten(-2), signs)
 
     def _scale(self, rotated: Tensor) -> Tensor:
-        """rotated [..., num_groups, group_size] fp32 -> norm / sqrt(group_size) [..., num_groups] in ``param_dtype``.
+        """rotated [..., num_groups, group_size] fp32 -> norm / sqrt(group_size) [..., num_groups] in
+        ``param_dtype``.
 
         Squares of fp32 numbers are exact in fp64.
         """

@@ -1,7 +1,8 @@
-"""A page layout: the record of bytes of 128 tokens of some KV heads, and what all layouts (uniform.py, …) share.
+"""A page layout: the record of bytes of 128 tokens of some KV heads, and what all layouts (uniform.py, …)
+share.
 
-K and V pages are separate records, because windows differ between K and V (Kitty, KVmix): each side has its own pages
-and its own count of them. Records are padded with zeros to 16 bytes, one load of a GPU thread.
+K and V pages are separate records, because windows differ between K and V (Kitty, KVmix): each side has its
+own pages and its own count of them. Records are padded with zeros to 16 bytes, one load of a GPU thread.
 
 NaN and infinity are refused, never stored (``require_finite``). To raise, the host waits for the device.
 """
@@ -27,9 +28,9 @@ PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32", "float8_e5m2")
 class Layout(Protocol):
     """The record of one page: a frozen dataclass that inherits from this one; ``Format.layout`` makes them.
 
-    M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors that
-    ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error feedback "feedback",
-    the factor of the n heads (kvcal.pages.error_feedback).
+    M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors
+    that ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error
+    feedback "feedback", the factor of the n heads (kvcal.pages.error_feedback).
     """
 
     num_bits: int
@@ -40,7 +41,8 @@ class Layout(Protocol):
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a record that hold codes, or values at 16 bits; the others are scales, zeros, indices, padding."""
+        """Bytes of a record that hold codes, or values at 16 bits; the others are scales, zeros, indices,
+        padding."""
         ...
 
     def records_per_page(self, num_heads: int) -> int:
@@ -48,11 +50,13 @@ class Layout(Protocol):
         return num_heads
 
     def macros(self, has_feedback: bool = False) -> dict[str, int]:
-        """Macros of kernels that read these records (csrc/side.cuh): where what lies in one. Of a lattice none do."""
+        """Macros of kernels that read these records (csrc/side.cuh): where what lies in one. Of a lattice
+        none do."""
         return {}
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
-        """By the operand's name: the tensor's name in the plan, where ``prefix`` is layers.{i}.{side}, and its spec."""
+        """By the operand's name: the tensor's name in the plan, where ``prefix`` is layers.{i}.{side}, and
+        its spec."""
         return {}
 
     def make_tensor(self, operand: str, seed: int) -> Tensor:
@@ -64,7 +68,8 @@ class Layout(Protocol):
         ...
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
-        """Inverse of :meth:`encode_pages`: [M, r, record_bytes] -> [M, n, 128, D], fp32 or the cache's dtype."""
+        """Inverse of :meth:`encode_pages`: [M, r, record_bytes] -> [M, n, 128, D], fp32 or the cache's
+        dtype."""
         ...
 
 
@@ -80,9 +85,9 @@ def page_positions(page_index: Tensor) -> Tensor:
 
 
 def without_sinks(tokens: Tensor, num_sinks: int, first_page: int = 0) -> Tensor:
-    """tokens [..., 128 P, D] of pages from ``first_page`` on, as they are packed: sinks, which are kept next to the
-    pages, must not stretch their ranges. So each is replaced by the first token after the sinks in its page (by the
-    last one of the page, where all are sinks)."""
+    """tokens [..., 128 P, D] of pages from ``first_page`` on, as they are packed: sinks, which are kept next
+    to the pages, must not stretch their ranges. So each is replaced by the first token after the sinks in its
+    page (by the last one of the page, where all are sinks)."""
     begin = PAGE_TOKENS * first_page
     if begin >= num_sinks:
         return tokens
@@ -97,7 +102,8 @@ def aligned_size(size: int) -> int:
 
 
 def double_bits(value: float) -> int:
-    """An fp64 as the integer (int64) of its bits: what decides a byte is fp64, and decimals would not all be exact."""
+    """An fp64 as the integer (int64) of its bits: what decides a byte is fp64, and decimals would not all be
+    exact."""
     return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal
 
 
@@ -108,8 +114,8 @@ def join_fields(fields: list[Tensor]) -> Tensor:
 
 
 def sum_by_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum of x along ``dim``, whose size is a power of two, without it: halves are added to each other until one number
-    is left, so that every device rounds alike."""
+    """Sum of x along ``dim``, whose size is a power of two, without it: halves are added to each other until
+    one number is left, so that every device rounds alike."""
     while x.shape[dim] > 1:
         first, second = x.chunk(2, dim)
         x = first + second

@@ -2,23 +2,23 @@
 tests all point here.
 
 A plane holds ``rows`` x ``columns`` codes of 1 or 2 bits: ``columns`` is the axis that an attention product
-contracts (channels for K, tokens for V), ``rows`` is the other one. Codes of b bits are split into planes, low
-bits first: b // 2 planes of 2 bits, then one of 1 bit if b is odd (3 bits = 2 + 1; 4 bits = 2 + 2, so that a page
-can shrink to half its size in place).
+contracts (channels for K, tokens for V), ``rows`` is the other one. Codes of b bits are split into planes,
+low bits first: b // 2 planes of 2 bits, then one of 1 bit if b is odd (3 bits = 2 + 1; 4 bits = 2 + 2, so
+that a page can shrink to half its size in place).
 
-Within a row, codes are packed little-endian along the columns: code i sits at bits [w i, w i + w) of the row. A
-row is cut in four segments of equal size, one for each thread of an MMA quad. When the sizes allow it, rows are
-interleaved so that the 16 bytes a thread loads hold whole segments of its own rows and nothing else:
+Within a row, codes are packed little-endian along the columns: code i sits at bits [w i, w i + w) of the row.
+A row is cut in four segments of equal size, one for each thread of an MMA quad. When the sizes allow it, rows
+are interleaved so that the 16 bytes a thread loads hold whole segments of its own rows and nothing else:
 
     byte order  [block][g = 0..7][quad thread = 0..3][r = 0..R-1][segment bytes],   row = (block R + r) 8 + g
 
-with R = 16 / segment_bytes. Then a warp's 512-byte loads give the A operands of ``mma.m16n8k16`` by AND alone: rows
-g and g + 8 of a tile are two of the thread's rows, and the two halves of a 32-bit register are columns 16 / w apart.
-The masks are 0x00030003 << 2e for e = 0 .. 4 (2 bits) and 0x00010001 << e for e = 0 .. 9 (1 bit): the result is an
-fp16 subnormal, code 2^(w e - 24). One shift of the register by 10 bits brings the rest down. Segments of 2 bytes
-(1 bit at 64 columns) need one byte permute a row first, so that both halves of a word are of one row. (The order in
-which columns enter the contraction is free as long as the other operand follows it.) Where the sizes do not allow
-it, rows follow one another.
+with R = 16 / segment_bytes. Then a warp's 512-byte loads give the A operands of ``mma.m16n8k16`` by AND
+alone: rows g and g + 8 of a tile are two of the thread's rows, and the two halves of a 32-bit register are
+columns 16 / w apart. The masks are 0x00030003 << 2e for e = 0 .. 4 (2 bits) and 0x00010001 << e for e = 0 ..
+9 (1 bit): the result is an fp16 subnormal, code 2^(w e - 24). One shift of the register by 10 bits brings the
+rest down. Segments of 2 bytes (1 bit at 64 columns) need one byte permute a row first, so that both halves of
+a word are of one row. (The order in which columns enter the contraction is free as long as the other operand
+follows it.) Where the sizes do not allow it, rows follow one another.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ def unpack_plane(packed: Tensor, rows: int, columns: int, width: int) -> Tensor:
         segment = columns * width // (8 * QUAD)
         packed = packed.unflatten(-1, (-1, TILE_ROWS, QUAD, interleaved, segment)).movedim(-2, -4)
     table = _byte_table(width, packed.device)
-    # One gather of 4- or 8-byte entries expands a byte into its codes: several times faster than shifts on a CPU.
+    # One gather of 4- or 8-byte entries expands a byte into its codes: several times faster than shifts on a
+    # CPU.
     expanded = torch.index_select(table, 0, packed.flatten().int()).view(torch.uint8)
     return expanded.view(*packed.shape[: -5 if interleaved else -1], rows, columns)
 
 
 def pack_planes(codes: Tensor, num_bits: int) -> list[Tensor]:
-    """codes [..., rows, columns] uint8 below 2^num_bits -> its planes, low bits first, each [..., bytes] uint8."""
+    """codes [..., rows, columns] uint8 below 2^num_bits -> its planes, low bits first, each [..., bytes]
+    uint8."""
     planes, shift = [], 0
     for width in plane_widths(num_bits):
         planes.append(pack_plane((codes >> shift) & (2**width - 1), width))
@@ -92,7 +94,8 @@ def pack_planes(codes: Tensor, num_bits: int) -> list[Tensor]:
 
 
 def unpack_planes(packed: Tensor, rows: int, columns: int, num_bits: int) -> Tensor:
-    """Inverse of :func:`pack_planes`, the planes one after the other [..., bytes] -> codes [..., rows, columns]."""
+    """Inverse of :func:`pack_planes`, the planes one after the other [..., bytes] -> codes [..., rows,
+    columns]."""
     codes, offset, shift = None, 0, 0
     for width in plane_widths(num_bits):
         size = plane_bytes(rows, columns, width)
@@ -105,7 +108,8 @@ def unpack_planes(packed: Tensor, rows: int, columns: int, num_bits: int) -> Ten
 
 @functools.cache
 def _byte_table(width: int, device: torch.device) -> Tensor:
-    """[256] int32 (width 2) or int64 (width 1): entry b holds the codes of byte b, one a byte, lowest first."""
+    """[256] int32 (width 2) or int64 (width 1): entry b holds the codes of byte b, one a byte, lowest
+    first."""
     shifts = torch.arange(0, 8, width)
     codes = (torch.arange(256).unsqueeze(-1) >> shifts) & (2**width - 1)
     return codes.to(torch.uint8).view(torch.int32 if width == 2 else torch.int64).flatten().to(device)

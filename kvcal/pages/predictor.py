@@ -1,18 +1,20 @@
 """AQUA-KV's predictors as the runtime applies them: y = W x + b, from the tensors that a plan carries.
 
-x are the reconstructed keys (or values and keys) of one token, all KV heads in a row; y is what this layer's keys or
-values probably are, so that only the residual needs bits (AQUA-KV, section 3.2). Three ways to store W:
+x are the reconstructed keys (or values and keys) of one token, all KV heads in a row; y is what this layer's
+keys or values probably are, so that only the residual needs bits (AQUA-KV, section 3.2). Three ways to store
+W:
 
     linear    weight [O, F], bias [O] in the cache's dtype
     low_rank  down [rank, F], up [O, rank], bias [O] in the cache's dtype:  W = up down
     int4      weight uint8 [O, ceil(F / 2)]: two codes a byte, the even input's in the low four bits;  scale float16
-              [O, ceil(F / group_size)];  bias [O] in the cache's dtype:  W = (code - 8) scale.  Symmetric: weights of
-              a regression scatter about 0, and a zero a group would cost half a bit a weight at group_size 32.
+              [O, ceil(F / group_size)];  bias [O] in the cache's dtype:  W = (code - 8) scale.  Symmetric:
+              weights of a regression scatter about 0, and a zero a group would cost half a bit a weight at
+              group_size 32.
 
-Products are fp32, with TF32 off. Their sums depend on shapes and devices in the last bits, so a page that is read back
-differs by this rounding from what its encoder saw, and so do the pages that are predicted from it. Measured over all
-layers of a model whose keys have large biases, the drift is a small share of the error of quantization
-(docs/systems.md).
+Products are fp32, with TF32 off. Their sums depend on shapes and devices in the last bits, so a page that is
+read back differs by this rounding from what its encoder saw, and so do the pages that are predicted from it.
+Measured over all layers of a model whose keys have large biases, the drift is a small share of the error of
+quantization (docs/systems.md).
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ class LinearPredictor:
         return {f"{prefix}.{name}": tensor for name, tensor in self.stored.items()}
 
     def factors(self) -> tuple[Tensor, ...]:
-        """W as the product of these fp32 matrices, first the one that is applied last. Exact: what is stored."""
+        """W as the product of these fp32 matrices, first the one that is applied last. Exact: what is
+        stored."""
         if self.shape.kind == "low_rank":
             return self.stored["up"].float(), self.stored["down"].float()
         if self.shape.kind == "linear":

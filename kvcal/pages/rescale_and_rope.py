@@ -1,16 +1,17 @@
-"""Transforms of pages [..., n, 128, D] around their quantizer; ``undo(apply(x))`` is x to the rounding of fp32.
+"""Transforms of pages [..., n, 128, D] around their quantizer; ``undo(apply(x))`` is x to the rounding of
+fp32.
 
     Transform    keys after RoPE -> (K - offset) / λ                                   (PM-KVQ Eq. 9)
     BeforeRope   keys after RoPE -> before                                             (AQUA-KV, section 3.1)
 
-RoPE comes from a plan's own table [pairs, 4] in fp64: for every rotated pair of channels (a, b) the angle per position
-and the amplitude (RoPE variants such as YaRN scale cos and sin):
+RoPE comes from a plan's own table [pairs, 4] in fp64: for every rotated pair of channels (a, b) the angle per
+position and the amplitude (RoPE variants such as YaRN scale cos and sin):
 
     k_post_a = amplitude (k_pre_a cos - k_pre_b sin),   k_post_b = amplitude (k_pre_b cos + k_pre_a sin)
 
-Channels in no pair are not rotated. Angles are fp64 and cos, sin fp32, so that a position of a million still has its
-angle to 1e-9. Whether a model's own cos and sin (fp32 angles) differ by 1e-6 does not matter: what is turned back is
-turned forth again by the same table. The Hadamard rotation is in ``rotated``.
+Channels in no pair are not rotated. Angles are fp64 and cos, sin fp32, so that a position of a million still
+has its angle to 1e-9. Whether a model's own cos and sin (fp32 angles) differ by 1e-6 does not matter: what is
+turned back is turned forth again by the same table. The Hadamard rotation is in ``rotated``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kvcal.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class Transform:
-    """Codes stand for (x - offset) / rescale, fp32 [n, 1, D] of n heads each; None for none. Without both, pages stay
-    themselves, in their own dtype; else they are fp32."""
+    """Codes stand for (x - offset) / rescale, fp32 [n, 1, D] of n heads each; None for none. Without both,
+    pages stay themselves, in their own dtype; else they are fp32."""
 
     rescale: Tensor | None = None
     offset: Tensor | None = None

@@ -1,35 +1,37 @@
-"""Rotated pages: uniform pages of values that a Hadamard rotation has made nearly Gaussian (QuaRot's rotation, per
-head).
+"""Rotated pages: uniform pages of values that a Hadamard rotation has made nearly Gaussian (QuaRot's
+rotation, per head).
 
-A token of one KV head is rotated (all heads of a side share its signs) and rounded to the cache's dtype, as a kernel
-keeps it in 16 bits. Each group of its channels is then rounded to a uniform grid: 2^b levels around 0. On a Gaussian of
-the group's root mean square the step that errs least is
+A token of one KV head is rotated (all heads of a side share its signs) and rounded to the cache's dtype, as a
+kernel keeps it in 16 bits. Each group of its channels is then rounded to a uniform grid: 2^b levels around 0.
+On a Gaussian of the group's root mean square the step that errs least is
 
     1.596 (1 bit), 0.9957 (2), 0.5860 (3), 0.3352 (4), 0.03076 (8)        (Max 1960, Table II; the last computed anew)
 
-standard deviations. At 2 bits the squared error is then .119 of the variance; Lloyd and Max's levels would have .1175,
-HIGGS's lattice of dimension 2 .108. A step, which is the scale of the group, is stored in 8 bits: the upper half of a
-float16 (e5m2), whose neighbours differ by an eighth to a quarter. With error feedback, whose targets are wider than
-values, a token tries ``CANDIDATES`` neighbouring scales, from ``LOWEST`` times that step on, in all groups together. It
-keeps the one whose codes err least, by the costs of the factor. Codes of 2 bits lie nearer to 0 than what they stand
-for: a regression on Gaussians has a slope of .915, by a channel's cost from .86 to .98. Attention's sum over tokens
-averages errors, and keeps the slope: so values in a basis are divided by it first. For keys that raised the KL
-(docs/real.md). The record is that of a uniform page of codes per token without the zeros, which are -(2^b - 1) / 2
-times the scales. An inner product of two tokens that are rotated alike is the one before: kernels rotate the query, and
-rotate back what values add up to. Sinks and recent tokens stay as the model made them. Left out: keys per channel,
-whose outliers a rotation would spread over the head.
+standard deviations. At 2 bits the squared error is then .119 of the variance; Lloyd and Max's levels would
+have .1175, HIGGS's lattice of dimension 2 .108. A step, which is the scale of the group, is stored in 8 bits:
+the upper half of a float16 (e5m2), whose neighbours differ by an eighth to a quarter. With error feedback,
+whose targets are wider than values, a token tries ``CANDIDATES`` neighbouring scales, from ``LOWEST`` times
+that step on, in all groups together. It keeps the one whose codes err least, by the costs of the factor.
+Codes of 2 bits lie nearer to 0 than what they stand for: a regression on Gaussians has a slope of .915, by a
+channel's cost from .86 to .98. Attention's sum over tokens averages errors, and keeps the slope: so values in
+a basis are divided by it first. For keys that raised the KL (docs/real.md). The record is that of a uniform
+page of codes per token without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two
+tokens that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up
+to. Sinks and recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation
+would spread over the head.
 
 The rotation, a randomized Hadamard transform (HIGGS and QuaRot), makes any row of values nearly Gaussian:
 
     y = H diag(s) x / sqrt(n),   x = diag(s) H y / sqrt(n),   H = [[1, 1], [1, -1]] (x) ... (x) [[1, 1], [1, -1]]
 
-in blocks of n, the largest power of two that divides the width. Signs s of +1 or -1 come first: without them a row of
-equal values would be turned into one spike. The transform is orthonormal, so an error of the rotated values is an error
-of the same L2 norm in the values. A width such as 96 has blocks of 32 and is never padded.
+in blocks of n, the largest power of two that divides the width. Signs s of +1 or -1 come first: without them
+a row of equal values would be turned into one spike. The transform is orthonormal, so an error of the rotated
+values is an error of the same L2 norm in the values. A width such as 96 has blocks of 32 and is never padded.
 
-The transform is log2(n) rounds of additions and subtractions, neighbours first (distance 1, 2, 4, ...), then one
-product with fp32(1 / sqrt(n)): single IEEE operations, the same bits on a CPU and on a GPU. A product with H would be
-summed in an order that the device chooses. Left out: dense rotations, and Hadamard matrices of sizes such as 12 and 20.
+The transform is log2(n) rounds of additions and subtractions, neighbours first (distance 1, 2, 4, ...), then
+one product with fp32(1 / sqrt(n)): single IEEE operations, the same bits on a CPU and on a GPU. A product
+with H would be summed in an order that the device chooses. Left out: dense rotations, and Hadamard matrices
+of sizes such as 12 and 20.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.0307623
 DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.65e-05}
 SCALE_DTYPE = "float8_e5m2"
 LOWEST, CANDIDATES = 1.2, 3  # measured on one model (docs/real.md)
-# Of values in a basis: bits that have gains, the slope of a channel of mean cost, and of a factor e of that cost.
+# Of values in a basis: bits that have gains, the slope of a channel of mean cost, and of a factor e of that
+# cost.
 GAINED_BITS, SLOPE, SLOPE_OF_COST = 2, 0.915, 0.033
 LANES = 8  # of a GPU that share a token, whose sums are added to each other last
 
@@ -64,14 +67,16 @@ def gain_spec(num_heads: int, head_dim: int) -> TensorSpec:
 
 
 def value_gains(cost_ND: Tensor) -> Tensor:
-    """fp16 [N, D] of channels of a basis whose errors cost so much, fp64: 1 over the slope of their codes at 2 bits."""
+    """fp16 [N, D] of channels of a basis whose errors cost so much, fp64: 1 over the slope of their codes at
+    2 bits."""
     logs = cost_ND.clamp_min(torch.finfo(cost_ND.dtype).tiny).log()
     slope_ND = SLOPE + SLOPE_OF_COST * (logs - logs.mean(1, keepdim=True))
     return slope_ND.clamp(0.25, 1.0).reciprocal().half()
 
 
 def block_size(width: int) -> int:
-    """The largest power of two that divides ``width`` (1 or more): 1024 -> 1024, 96 -> 32, 20 -> 4, 7 -> 1."""
+    """The largest power of two that divides ``width`` (1 or more): 1024 -> 1024, 96 -> 32, 20 -> 4, 7 ->
+    1."""
     return width & -width
 
 
@@ -82,7 +87,8 @@ def norm(width: int) -> float:
 
 @functools.cache
 def random_signs(width: int, seed: int) -> Tensor:
-    """[width] int8 of +1 and -1 on the CPU, from the bits of a hash: the same on any machine and torch version.
+    """[width] int8 of +1 and -1 on the CPU, from the bits of a hash: the same on any machine and torch
+    version.
 
     The signs of a smaller width are the first ones of a larger width with the same ``seed``.
     """
@@ -92,7 +98,8 @@ def random_signs(width: int, seed: int) -> Tensor:
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
-    """x [..., width], any float dtype; signs [width] int8 on the same device -> [..., width] fp32, rotated."""
+    """x [..., width], any float dtype; signs [width] int8 on the same device -> [..., width] fp32,
+    rotated."""
     return _transformed(x.float() * signs.float())
 
 
@@ -174,8 +181,8 @@ class RotatedLayout(UniformLayout):
         return step, self._zero(step)
 
     def _scale_bits(self, rotated: Tensor, has_feedback: bool) -> Tensor:
-        """rotated [..., 128, head_dim] fp32 -> int32 [..., 128, num_groups]: e5m2 of the scales, to nearest; with
-        feedback of the lowest candidates, rounded down. Squares of fp32 numbers are exact in fp64."""
+        """rotated [..., 128, head_dim] fp32 -> int32 [..., 128, num_groups]: e5m2 of the scales, to nearest;
+        with feedback of the lowest candidates, rounded down. Squares of fp32 numbers are exact in fp64."""
         groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
         sums = torch.nn.functional.pad(rotated.double().square_(), (0, groups * size - self.head_dim))
         sums = sums.unflatten(-1, (groups, size))

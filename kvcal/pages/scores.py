@@ -1,18 +1,19 @@
 """Channel scores: which channels of one page of keys are worth more bits.
 
-A page is 128 tokens of one KV head, keys after RoPE; its scores are computed when it is written, and never again. A
-new score is one function and one line of ``SCORES`` (docs/adding.md):
+A page is 128 tokens of one KV head, keys after RoPE; its scores are computed when it is written, and never
+again. A new score is one function and one line of ``SCORES`` (docs/adding.md):
 
 - ``magnitude``: mean |K| (Kitty, Eq. 2). Stable where the range follows single outliers.
-- ``variance``: mean squared distance from the channel's mean (Kitty's alternative); blind to a constant offset, as the
-  quantizer is.
+- ``variance``: mean squared distance from the channel's mean (Kitty's alternative); blind to a constant
+  offset, as the quantizer is.
 - ``range``: S = (max - min) / (2^B - 1), B = 2: the step of 2 bits (MixKVQ, Eq. 7), its "error-only" score.
-- ``query_range``: A = I S (MixKVQ, Eq. 8), I = mean |Q| of the channel after RoPE (Eq. 6), over the heads of the group.
+- ``query_range``: A = I S (MixKVQ, Eq. 8), I = mean |Q| of the channel after RoPE (Eq. 6), over the heads of
+  the group.
 - ``running_query_range``: the same with I over all queries so far, instead of those since the page before.
 - ``query_magnitude``: I mean |K|, Kitty's score weighted in the same way.
 
-Scores decide between channels, so they are the same on every device, bit for bit: all is fp64, one IEEE operation at a
-time, and sums add halves of the page to each other in a fixed order.
+Scores decide between channels, so they are the same on every device, bit for bit: all is fp64, one IEEE
+operation at a time, and sums add halves of the page to each other in a fixed order.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ RANGE_LEVELS = 2**2 - 1
 @dataclass(frozen=True)
 class Score:
     """``of``: keys of a page after RoPE, [..., 128, D] fp64 -> [..., D] fp64, higher is more important.
-    ``needs_queries``: times the mean |Q| of the channel, of the queries since the page before, or of ``all_queries`` so
-    far."""
+    ``needs_queries``: times the mean |Q| of the channel, of the queries since the page before, or of
+    ``all_queries`` so far."""
 
     of: Callable[[Tensor], Tensor]
     needs_queries: bool = False
@@ -41,8 +42,8 @@ class Score:
 
 def channel_scores(score: str, k_post: Tensor, query_mean: Tensor | None = None) -> Tensor:
     """k_post [..., 128, D], any float dtype -> its scores by the key ``score`` of SCORES, [..., D] fp64.
-    ``query_mean``: mean |Q_post| of every channel, [..., D] or what expands to it; UsageError where it is needed and
-    None."""
+    ``query_mean``: mean |Q_post| of every channel, [..., D] or what expands to it; UsageError where it is
+    needed and None."""
     scores = SCORES[score].of(k_post.double())
     if not SCORES[score].needs_queries:
         return scores
@@ -56,8 +57,8 @@ def channel_scores(score: str, k_post: Tensor, query_mean: Tensor | None = None)
 
 
 def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor:
-    """fp32 [B, N, D]: the sum of |q| over the tokens that are ``real`` (bool) and the heads that share a KV head, which
-    ``query_...`` scores take the mean of."""
+    """fp32 [B, N, D]: the sum of |q| over the tokens that are ``real`` (bool) and the heads that share a KV
+    head, which ``query_...`` scores take the mean of."""
     magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
     return magnitude.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
 

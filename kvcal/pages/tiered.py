@@ -1,24 +1,28 @@
 """One page of keys whose channels have different bits: Kitty's channel boost and MixKVQ's three tiers.
 
-Channels are ordered by score. Each tier, from most bits to fewest, takes the best channels that are left: all that it
-has room for (Kitty: top D_boost), or only those above its threshold (MixKVQ: BF16, then UINT4); what no tier takes
-stays at the base bits. So an inverted pair of thresholds empties the middle tier. Room is fixed, so every page of a
-format has the same bytes, whatever its scores; room that is not used holds zeros.
+Channels are ordered by score. Each tier, from most bits to fewest, takes the best channels that are left: all
+that it has room for (Kitty: top D_boost), or only those above its threshold (MixKVQ: BF16, then UINT4); what
+no tier takes stays at the base bits. So an inverted pair of thresholds empties the middle tier. Room is
+fixed, so every page of a format has the same bytes, whatever its scores; room that is not used holds zeros.
 
-A code of b bits is cut: its low bits lie in dense planes of all channels, as on a plain page of keys; the high bits
-of boosted channels lie in narrow planes, slot by slot (Kitty, Sec. 4.1, the dense and the sparse matrix). The record:
+A code of b bits is cut: its low bits lie in dense planes of all channels, as on a plain page of keys; the
+high bits of boosted channels lie in narrow planes, slot by slot (Kitty, Sec. 4.1, the dense and the sparse
+matrix). The record:
 
     base planes | high planes, tier by tier | values of the 16-bit tier | scale | zero | index
 
 - base planes: as on a uniform page, 128 tokens x channels padded to 16; low ``num_bits`` of every code.
-- high planes of a tier: 128 tokens x its slots, padded so that a row is whole bytes; the other bits of its codes.
+- high planes of a tier: 128 tokens x its slots, padded so that a row is whole bytes; the other bits of its
+  codes.
 - 16-bit values: [slots][128] in the cache's dtype. Such channels have code, scale and zero 0.
 - scale, zero: [128 / group_size][padded channels]. Every channel has the levels of its own bits.
-- index: uint8 [head_dim], the slot of every channel, 255 for none. Slots are numbered through all tiers in order.
+- index: uint8 [head_dim], the slot of every channel, 255 for none. Slots are numbered through all tiers in
+  order.
 
-Every field begins at a multiple of 16 bytes, and zeros fill the last 16. At head_dim 128, 16 channels of
-4 bits, groups of 128 (Kitty, 12.5 %): 4096 + 512 + 2 x 256 + 128 bytes. Slots are computed in int64: the paper's public
-kernel multiplies uint8 slots and overflows. Left out: keys per token, whose groups would mix channels of unlike bits.
+Every field begins at a multiple of 16 bytes, and zeros fill the last 16. At head_dim 128, 16 channels of 4
+bits, groups of 128 (Kitty, 12.5 %): 4096 + 512 + 2 x 256 + 128 bytes. Slots are computed in int64: the
+paper's public kernel multiplies uint8 slots and overflows. Left out: keys per token, whose groups would mix
+channels of unlike bits.
 """
 
 from __future__ import annotations
@@ -53,8 +57,9 @@ BASE_BITS = (2, 4)
 
 @dataclass(frozen=True)
 class TieredLayout(Layout):
-    """Shape of the record of one page of keys, channel groups along tokens. ``num_bits`` is the base; ``tiers``, from
-    most bits to fewest, are (num_bits, room in channels, score that a channel must exceed or None)."""
+    """Shape of the record of one page of keys, channel groups along tokens. ``num_bits`` is the base;
+    ``tiers``, from most bits to fewest, are (num_bits, room in channels, score that a channel must exceed or
+    None)."""
 
     num_bits: int
     tiers: tuple[tuple[int, int, float | None], ...]
@@ -148,7 +153,8 @@ class TieredLayout(Layout):
 
     def encode(self, x: Tensor, scores: Tensor, feedback: Tensor | None = None) -> Tensor:
         """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8.
-        ``feedback``: the factor of the heads n of x [..., n, 128, head_dim] (kvcal.pages.error_feedback), or None."""
+        ``feedback``: the factor of the heads n of x [..., n, 128, head_dim] (kvcal.pages.error_feedback), or
+        None."""
         index, channels = self._select(scores)
         parts = [self._quantize(x.masked_fill((index != NO_SLOT).unsqueeze(-2), 0.0), self.num_bits)]
         for (bits, _, _), slots in zip(self.tiers, self.slots, strict=True):

@@ -1,20 +1,22 @@
-"""The shared asymmetric uniform quantizer (PM-KVQ Eq. 1-2, KIVI, KVmix, Kitty all use it), and its page layout.
+"""The shared asymmetric uniform quantizer (PM-KVQ Eq. 1-2, KIVI, KVmix, Kitty all use it), and its page
+layout.
 
     z = min,  s = (max - min) / (2^b - 1),  q = clamp(round_half_even((x - z) / s), 0, 2^b - 1),  x' = q s + z
 
-The codes are computed against the *stored* scale and zero (rounded to ``param_dtype``), so that decoding picks
-the nearest representable value; a constant group, or one whose stored scale underflows to 0, gives q = 0 and
-x' = z. All arithmetic is fp32, one IEEE operation at a time: another device gets the same codes bit for bit.
+The codes are computed against the *stored* scale and zero (rounded to ``param_dtype``), so that decoding
+picks the nearest representable value; a constant group, or one whose stored scale underflows to 0, gives q =
+0 and x' = z. All arithmetic is fp32, one IEEE operation at a time: another device gets the same codes bit for
+bit.
 
 A page of one KV head is one record:
 
     planes, low bits first (see packing) | scale | zero
 
-padded to 16 bytes. K planes have tokens as rows and channels as columns, V planes the reverse, so that in both
-the columns are what attention contracts. Scale and zero are stored as [num_groups][the other axis], which is the
-order in which a kernel folds them into the operand that is not the cache. Channels are padded with zero codes to
-a multiple of 16, the tile of a tensor core; the padding is part of the record and of every byte count.
-A 16-bit page holds the 128 x head_dim values themselves, token by token, in the cache's dtype.
+padded to 16 bytes. K planes have tokens as rows and channels as columns, V planes the reverse, so that in
+both the columns are what attention contracts. Scale and zero are stored as [num_groups][the other axis],
+which is the order in which a kernel folds them into the operand that is not the cache. Channels are padded
+with zero codes to a multiple of 16, the tile of a tensor core; the padding is part of the record and of every
+byte count. A 16-bit page holds the 128 x head_dim values themselves, token by token, in the cache's dtype.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ def num_groups(length: int, group_size: int) -> int:
 def quantize(
     x: Tensor, num_bits: int, group_size: int, dim: int, param_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize groups of ``group_size`` consecutive values along ``dim`` (negative), the last one as long as it is.
+    """Quantize groups of ``group_size`` consecutive values along ``dim`` (negative), the last one as long as
+    it is.
 
     Args:
         x: [..., C, ...] with C at ``dim``, any float dtype; converted to fp32.
     Returns:
         codes, uint8, shaped like x; scale and zero in ``param_dtype`` with num_groups(C) at ``dim``."""
     grouped = _grouped(x.float(), group_size, dim)
-    # On the device, not a Python number: CUDA divides by a number as a product with its rounded reciprocal, and the
-    # codes would differ from a CPU's.
+    # On the device, not a Python number: CUDA divides by a number as a product with its rounded reciprocal,
+    # and the codes would differ from a CPU's.
     levels = grouped.new_full((), 2**num_bits - 1)
     minimum, maximum = torch.aminmax(grouped, dim=dim, keepdim=True)
     minimum, maximum = minimum + 0.0, maximum + 0.0  # which of -0 and 0 is the smaller differs between devices
@@ -75,7 +78,8 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dim: int) -> Tensor:
-    """Inverse of :func:`quantize`: codes of any numeric dtype, scale and zero with num_groups at ``dim`` -> fp32.
+    """Inverse of :func:`quantize`: codes of any numeric dtype, scale and zero with num_groups at ``dim`` ->
+    fp32.
 
     x' = (q s) + z with both roundings: a fused multiply-add would differ between devices.
     """
@@ -85,13 +89,14 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dim:
 
 
 def expand_groups(params: Tensor, group_size: int, dim: int, length: int) -> Tensor:
-    """Scale or zero of groups along ``dim`` (negative) -> fp32, one for each of the ``length`` values there."""
+    """Scale or zero of groups along ``dim`` (negative) -> fp32, one for each of the ``length`` values
+    there."""
     return params.float().repeat_interleave(min(group_size, length), dim).narrow(dim, 0, length)
 
 
 def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
-    """x [..., C, ...] -> [..., G, g, ...], the members g at ``dim``. A shorter last group is filled up with its own
-    last value, which moves neither minimum nor maximum."""
+    """x [..., C, ...] -> [..., G, g, ...], the members g at ``dim``. A shorter last group is filled up with
+    its own last value, which moves neither minimum nor maximum."""
     size = min(group_size, x.shape[dim])
     missing = -x.shape[dim] % size
     if missing:
@@ -163,16 +168,18 @@ class UniformLayout(Layout):
         return self.decode(records)
 
     def encode(self, x: Tensor, feedback: Tensor | None = None) -> Tensor:
-        """[..., 128, head_dim] -> records [..., record_bytes] uint8. ``feedback``: as :meth:`quantize` takes it."""
+        """[..., 128, head_dim] -> records [..., record_bytes] uint8. ``feedback``: as :meth:`quantize` takes
+        it."""
         if self.num_bits == RAW_BITS:
             values = x.to(CACHE_DTYPES[self.cache_dtype]).contiguous()
             return join_fields([values.view(torch.uint8).flatten(-2)])
         return self.pack(*self.quantize(x, feedback))
 
     def quantize(self, x: Tensor, feedback: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded channels;
-        scale and zero as :func:`dequantize` takes them. Not for 16 bits, which have none. ``feedback``: the factor of
-        the heads n of x [..., n, 128, head_dim] (kvcal.pages.error_feedback), None to round each value by itself."""
+        """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded
+        channels; scale and zero as :func:`dequantize` takes them. Not for 16 bits, which have none.
+        ``feedback``: the factor of the heads n of x [..., n, 128, head_dim] (kvcal.pages.error_feedback),
+        None to round each value by itself."""
         param_dtype = PARAM_DTYPES[self.param_dtype]
         codes, scale, zero = quantize(self._turned(x), self.num_bits, self.group_size, self._group_dim, param_dtype)
         return (codes if feedback is None else self._feed_back(x, scale, zero, feedback)), scale, zero
@@ -195,7 +202,8 @@ class UniformLayout(Layout):
         return join_fields([*packing.pack_planes(codes, self.num_bits), *params])
 
     def decode(self, records: Tensor) -> Tensor:
-        """Records [..., record_bytes] -> [..., 128, head_dim]: fp32 from codes, the cache's dtype from 16-bit pages."""
+        """Records [..., record_bytes] -> [..., 128, head_dim]: fp32 from codes, the cache's dtype from 16-bit
+        pages."""
         if self.num_bits == RAW_BITS:
             dtype = CACHE_DTYPES[self.cache_dtype]
             values = records[..., : PAGE_TOKENS * self.head_dim * dtype.itemsize].contiguous().view(dtype)

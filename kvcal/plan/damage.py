@@ -16,8 +16,8 @@ from kvcal.strict import STRICT, Amount, Count, Share
 
 DAMAGE, DAMAGE_SCHEMA = "damage", 1
 
-# A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that is sure of
-# nothing changes its most likely token for nothing.
+# A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that
+# is sure of nothing changes its most likely token for nothing.
 MAX_KL, MIN_TOP1, MIN_KL = 0.5, 0.8, 0.1
 # Up to FINE_KL, with a top-1 from FINE_TOP1 on, look-ups and problems were those of 16 bits (docs/real.md).
 FINE_KL, FINE_TOP1 = 0.02, 0.94
@@ -39,9 +39,9 @@ class SideDamage:
 
 @dataclass(frozen=True, config=STRICT)
 class Damage:
-    """A plan (by its digest) next to 16 bits over ``num_tokens`` tokens: ``kl`` in nats per token, its standard error
-    over texts, and ``top1``, the share of tokens whose most likely token stays. ``worst``: of a destroyed plan, the
-    sides that do most by themselves. ``inputs``: what it was measured with."""
+    """A plan (by its digest) next to 16 bits over ``num_tokens`` tokens: ``kl`` in nats per token, its
+    standard error over texts, and ``top1``, the share of tokens whose most likely token stays. ``worst``: of
+    a destroyed plan, the sides that do most by themselves. ``inputs``: what it was measured with."""
 
     plan_sha256: str
     kl: Amount
@@ -83,8 +83,8 @@ def save_damage(damage: Damage, plan: Path) -> None:
 
 
 def load_damage(file: Path, plan: Plan) -> Damage | None:
-    """The measurement of ``plan``, which this file holds; None where there is none. The plan's digest needs torch, and
-    is taken only where there is a measurement."""
+    """The measurement of ``plan``, which this file holds; None where there is none. The plan's digest needs
+    torch, and is taken only where there is a measurement."""
     path = damage_path(file)
     if not path.is_file():
         return None
@@ -105,9 +105,9 @@ def concern(damage: Damage | None) -> str | None:
 def save_measured(
     plan: Plan, damage: Damage | None, path: Path, is_allowed: bool, reasons: Mapping[str, Any] | None = None
 ) -> bool:
-    """Write a plan, with its ``reasons`` (``plan_bytes``), after its measurement, so that it never lies there unmarked;
-    not one that destroys the model, unless that ``is_allowed``. Whether it was written; ArtifactError when a file
-    cannot be."""
+    """Write a plan, with its ``reasons`` (``plan_bytes``), after its measurement, so that it never lies there
+    unmarked; not one that destroys the model, unless that ``is_allowed``. Whether it was written;
+    ArtifactError when a file cannot be."""
     is_written = is_allowed or damage is None or not damage.is_destroyed
     if is_written:
         if damage is not None:

@@ -1,5 +1,5 @@
-"""One caching layer of a model in a plan: a Format for its keys and its values, and the transforms of its pages, of
-which a prediction is one."""
+"""One caching layer of a model in a plan: a Format for its keys and its values, and the transforms of its
+pages, of which a prediction is one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ Present = Annotated[bool, Field(exclude_if=lambda is_there: not is_there)]
 
 @dataclass(frozen=True, config=STRICT)
 class Predictor:
-    """AQUA-KV's predictor of a layer's keys (from the keys of layer ``source``) or values (from its values, then the
-    layer's own keys), all KV heads in a row, keys before RoPE. ``rank`` is of "low_rank", ``group_size`` of "int4"."""
+    """AQUA-KV's predictor of a layer's keys (from the keys of layer ``source``) or values (from its values,
+    then the layer's own keys), all KV heads in a row, keys before RoPE. ``rank`` is of "low_rank",
+    ``group_size`` of "int4"."""
 
     kind: Kind
     source: int
@@ -42,19 +43,18 @@ class Predictor:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerPlan:
-    """One caching layer. ``k`` and ``v`` hold the Format of all KV heads; both are empty for layers that stay as the
-    model has them: sliding windows (16 bits, bounded) and states.
+    """One caching layer. ``k`` and ``v`` hold the Format of all KV heads; both are empty for layers that stay
+    as the model has them: sliding windows (16 bits, bounded) and states.
 
-    Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
-    (subtracted before; of keys before RoPE their mean), ``k_pages`` "pre" (pages hold K before RoPE), predictors
-    (AQUA-KV: pages hold the residual).
-    ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.error_feedback), whose factor the
-    plan holds; pages are read as without it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of
-    each head (kvcal.pages.basis), at 16 bits, too. ``v_gain``: values are enlarged by what their codes lose
-    (kvcal.pages.rotated).
+    Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ),
+    ``k_offset`` (subtracted before; of keys before RoPE their mean), ``k_pages`` "pre" (pages hold K before
+    RoPE), predictors (AQUA-KV: pages hold the residual). ``k_feedback``, ``v_feedback``: codes are chosen
+    with error feedback (kvcal.pages.error_feedback), whose factor the plan holds; pages are read as without
+    it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of each head (kvcal.pages.basis),
+    at 16 bits, too. ``v_gain``: values are enlarged by what their codes lose (kvcal.pages.rotated).
 
-    Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no transforms,
-    which are made for keys and values of heads.
+    Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no
+    transforms, which are made for keys and values of heads.
     """
 
     geometry: LayerGeometry
@@ -163,8 +163,8 @@ class LayerPlan:
         return self.geometry.state_bytes * num_sequences
 
     def nbytes(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
-        """Bytes of the layer's cache; ``columns`` is the padded length: what a sliding window holds, and what says
-        when pages shrink."""
+        """Bytes of the layer's cache; ``columns`` is the padded length: what a sliding window holds, and what
+        says when pages shrink."""
         return sum(self.parts(cache_dtype, lengths, columns).values())
 
     def parts(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> Counter[str]:
@@ -203,8 +203,8 @@ def describe_parts(parts: Mapping[str, int]) -> str:
 
 
 def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_pages: Pages = "post") -> LayerPlan:
-    """A paged layer in these formats. Of latent attention, the latent is stored as keys are and the rotary key in
-    ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after."""
+    """A paged layer in these formats. Of latent attention, the latent is stored as keys are and the rotary
+    key in ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after."""
     if not layer.attention.is_latent:
         return LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages)
     if k.needs_queries:

@@ -1,15 +1,18 @@
 """Formats of the keys, or the values, of KV heads, and the exact bytes that they take.
 
-A ``Format`` is the unit of choice of every allocation. Page p of a sequence holds tokens 128 p to 128 p + 127,
-quantized in the step that completes them. Copies that are not quantized lie outside of the pages: of the first tokens
-(sinks), and, in a ring, of the last ones. Attention prefers them: to sinks, and to at least the last ``recent_window``
-tokens. How many pages there are, and at how many bits, is a function of the number of tokens alone, so that bytes are
+A ``Format`` is the unit of choice of every allocation. Page p of a sequence holds tokens 128 p to 128 p +
+127, quantized in the step that completes them. Copies that are not quantized lie outside of the pages: of the
+first tokens (sinks), and, in a ring, of the last ones. Attention prefers them: to sinks, and to at least the
+last ``recent_window`` tokens. How many pages there are, and at how many bits, is a function of the number of
+tokens alone, so that bytes are
 known beforehand:
 
 - ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
 - ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
-- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV), ``quantizer`` a rotated one;
-- ``shrink_at`` lets pages begin with more bits and halve them at given token counts (PM-KVQ's progressive cache).
+- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV), ``quantizer`` a
+  rotated one;
+- ``shrink_at`` lets pages begin with more bits and halve them at given token counts (PM-KVQ's progressive
+  cache).
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
 
 @dataclass(frozen=True, config=STRICT)
 class Tier:
-    """Channels of a page that get ``num_bits``: room for ``share`` of them. ``above`` None fills all of it with the
-    best channels by score (Kitty); a number takes only channels whose score is above it (MixKVQ)."""
+    """Channels of a page that get ``num_bits``: room for ``share`` of them. ``above`` None fills all of it
+    with the best channels by score (Kitty); a number takes only channels whose score is above it (MixKVQ)."""
 
     num_bits: Literal[4, 8, 16]
     share: Annotated[float, Field(gt=0, le=1)]
@@ -67,8 +70,8 @@ class Tier:
 
 @dataclass(frozen=True, config=STRICT)
 class Boost:
-    """Channels of every page of keys that get more bits: the best by ``score``, tier by tier, from most bits to
-    fewest; decided anew for every page."""
+    """Channels of every page of keys that get more bits: the best by ``score``, tier by tier, from most bits
+    to fewest; decided anew for every page."""
 
     score: str
     tiers: tuple[Tier, ...]
@@ -85,10 +88,10 @@ class Boost:
 class WindowRule:
     """A recent window that depends on the number of tokens n (KVmix's RPC), never beyond ``max_tokens``.
 
-    ``clamped``: floor(share n), at least ``min_tokens``. ``paged``: kept <- floor(share (kept + 128)) for every page of
-    128 new tokens; it stays near 128 share / (1 - share), however long the text. The paper's rule, kept <-
-    floor(share (kept + new)) for every update, keeps 819 tokens of a prompt of 4,096 at 20 %, and none after five
-    tokens of decoding: no window at all. docs/systems.md has both side by side.
+    ``clamped``: floor(share n), at least ``min_tokens``. ``paged``: kept <- floor(share (kept + 128)) for
+    every page of 128 new tokens; it stays near 128 share / (1 - share), however long the text. The paper's
+    rule, kept <- floor(share (kept + new)) for every update, keeps 819 tokens of a prompt of 4,096 at 20 %,
+    and none after five tokens of decoding: no window at all. docs/systems.md has both side by side.
     """
 
     kind: Literal["clamped", "paged"]
@@ -117,7 +120,8 @@ class WindowRule:
 
     @functools.cached_property
     def _kept(self) -> list[int]:
-        """The paged rule after 0, 1, ... pages of new tokens, until it stands still (it only grows) or is cut."""
+        """The paged rule after 0, 1, ... pages of new tokens, until it stands still (it only grows) or is
+        cut."""
         kept = [0]
         while len(kept) < 2 or kept[-2] != kept[-1] < self.max_tokens:
             kept.append(int(self._exact_share * (kept[-1] + PAGE_TOKENS)))
@@ -231,7 +235,8 @@ class Format:
         return self.num_bits << len(self.shrink_at)
 
     def bits_at(self, columns: int) -> int:
-        """Bits of all pages once the longest sequence of the batch has ``columns`` tokens (padding included)."""
+        """Bits of all pages once the longest sequence of the batch has ``columns`` tokens (padding
+        included)."""
         return self.start_bits >> bisect_right(self.shrink_at, columns)
 
     @property
@@ -250,30 +255,33 @@ class Format:
 
     @property
     def ring_tokens(self) -> int:
-        """Tokens that the ring of unquantized recent tokens has room for: token t lies at t modulo this number."""
+        """Tokens that the ring of unquantized recent tokens has room for: token t lies at t modulo this
+        number."""
         return self.max_window + PAGE_TOKENS
 
     def pages_read(self, num_tokens: int) -> int:
-        """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in the ring.
-        Never falls as tokens come."""
+        """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in
+        the ring. Never falls as tokens come."""
         rule = self.window_rule
         if rule is None:
             return max(0, num_tokens - self.recent_window) // PAGE_TOKENS
-        # Where the paged window jumps up, pages that were read just before it stay so: the ring has lost their tokens.
+        # Where the paged window jumps up, pages that were read just before it stay so: the ring has lost
+        # their tokens.
         jumps = range(PAGE_TOKENS - 1, min(num_tokens, rule.last_jump), PAGE_TOKENS)
         return max(max(0, count - rule.window(count)) // PAGE_TOKENS for count in (*jumps, num_tokens))
 
     def read_at(self, max_tokens: int) -> list[int]:
-        """Of a window that follows a rule: the tokens from which page i of at most ``max_tokens`` is read, ascending,
-        and one number beyond all; nothing without a rule."""
+        """Of a window that follows a rule: the tokens from which page i of at most ``max_tokens`` is read,
+        ascending, and one number beyond all; nothing without a rule."""
         if self.window_rule is None:
             return []
         counts, pages = range(max_tokens + 1), range(self.pages_read(max_tokens))
         return [*(bisect_left(counts, page + 1, key=self.pages_read) for page in pages), NEVER]
 
     def tokens_to_next_event(self, num_tokens: int, columns: int) -> int:
-        """New tokens that are stored and read together as they are one by one; a row has ``num_tokens`` of the batch's
-        ``columns``. After them another page is read, or written by a query score, or pages shrink."""
+        """New tokens that are stored and read together as they are one by one; a row has ``num_tokens`` of
+        the batch's ``columns``. After them another page is read, or written by a query score, or pages
+        shrink."""
         read = self.pages_read(num_tokens)
         most = self.ring_tokens + PAGE_TOKENS
         events = [1 + bisect_left(range(1, most + 1), read + 1, key=lambda new: self.pages_read(num_tokens + new))]
@@ -284,8 +292,8 @@ class Format:
         return min(events)
 
     def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a row. At
-        16 bits a page holds tokens, whatever the format would quantize them with."""
+        """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a
+        row. At 16 bits a page holds tokens, whatever the format would quantize them with."""
         if num_bits != RAW_BITS and self.boost is not None:
             tiers = tuple((tier.num_bits, tier.num_channels(head_dim), tier.above) for tier in self.boost.tiers)
             return TieredLayout(num_bits, tiers, self.group_size, head_dim, self.param_dtype, cache_dtype)
@@ -304,8 +312,8 @@ class Format:
         lengths: Sequence[int],
         columns: int | None = None,
     ) -> int:
-        """Bytes that ``num_heads`` KV heads take for sequences of the given lengths, padded to ``columns`` (default:
-        the longest)."""
+        """Bytes that ``num_heads`` KV heads take for sequences of the given lengths, padded to ``columns``
+        (default: the longest)."""
         return sum(self.parts(side, num_heads, head_dim, cache_dtype, lengths, columns).values())
 
     def parts(
@@ -335,7 +343,8 @@ class Format:
 
 
 def num_pages(num_tokens: int) -> int:
-    """Pages of a sequence of ``num_tokens`` tokens, whatever its format: a page is packed in the step that fills it."""
+    """Pages of a sequence of ``num_tokens`` tokens, whatever its format: a page is packed in the step that
+    fills it."""
     return num_tokens // PAGE_TOKENS
 
 

@@ -1,9 +1,9 @@
 """The KV quantization plan: per layer, how keys and values are stored, and the exact bytes that takes.
 
-``nbytes`` is the one cost function: the allocator optimises it, ``inspect`` prints it, and the runtime's tensors
-obey it (the runtime sizes its tensors with the same ``Format`` methods). The file format is specified in
-docs/plan-format.md, the tensors that transforms need in ``kvcal.plan.tensors``. What a plan does to a model's
-predictions (``kvcal.plan.damage``) lies in a file next to it.
+``nbytes`` is the one cost function: the allocator optimises it, ``inspect`` prints it, and the runtime's
+tensors obey it (the runtime sizes its tensors with the same ``Format`` methods). The file format is specified
+in docs/plan-format.md, the tensors that transforms need in ``kvcal.plan.tensors``. What a plan does to a
+model's predictions (``kvcal.plan.damage``) lies in a file next to it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ class Plan:
         return dataclasses.replace(self, layers=bare_layers(self.geometry), tensors={})
 
     def nbytes(self, lengths: Sequence[int], columns: int | None = None) -> int:
-        """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default: the
-        longest), with the tensors of the transforms. Equals ``PlanCache.nbytes`` at every length and batch."""
+        """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default:
+        the longest), with the tensors of the transforms. Equals ``PlanCache.nbytes`` at every length and
+        batch."""
         columns = max(lengths) if columns is None else columns
         stored = sum(
             count * layer.nbytes(self.cache_dtype, (length,), columns)
@@ -110,8 +111,9 @@ class Plan:
         return {**found, **({"transforms": transforms} if transforms else {})}
 
     def raw_nbytes(self, lengths: Sequence[int]) -> int:
-        """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the cache's
-        dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more: its ring."""
+        """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the
+        cache's dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more:
+        its ring."""
         columns, itemsize = max(lengths), ITEM_BYTES[self.cache_dtype]
         paged = sum(layer.attention.values_per_token for layer in self.layers if layer.is_paged)
         others = (
@@ -135,8 +137,8 @@ class Plan:
         return any(fmt.shrink_at for layer in self.layers for fmt in (*layer.k, *layer.v))
 
     def bits_per_value(self, workload: Workload | None = None) -> float:
-        """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks, windows,
-        rings, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
+        """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks,
+        windows, rings, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
         workload = workload or self.workload
         paged = [layer for layer in self.layers if layer.is_paged]
         values = sum(layer.attention.values_per_token for layer in paged)
@@ -159,8 +161,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def plan_bytes(plan: Plan, reasons: Mapping[str, Any] | None = None) -> bytes:
-    """The plan's file, the same in any process. ``reasons``: what its formats were chosen from, as the file's inputs,
-    which change neither the plan nor its digest; a plan in the folder of its artifacts needs none."""
+    """The plan's file, the same in any process. ``reasons``: what its formats were chosen from, as the file's
+    inputs, which change neither the plan nor its digest; a plan in the folder of its artifacts needs none."""
     body = plan_record(plan)
     return artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, dict(reasons or {}), body, plan.tensors))
 
@@ -171,7 +173,8 @@ def save_plan(plan: Plan, path: str | Path, reasons: Mapping[str, Any] | None = 
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:
-    """The plan.safetensors of a repository on the Hugging Face hub, from the local cache where it is there."""
+    """The plan.safetensors of a repository on the Hugging Face hub, from the local cache where it is
+    there."""
     from huggingface_hub import hf_hub_download
 
     try:

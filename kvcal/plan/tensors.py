@@ -3,7 +3,8 @@
     layers.{i}.k_rescale   fp32 [N, D], 2^-32 ... 2^32   pages hold K_post / λ                   (PM-KVQ Eq. 9)
     layers.{i}.k_offset    fp32 [N, D], up to 2^20   subtracted from K_post before that, or from K_pre
     layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
-                                                     (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
+                                                     (2^-8 ... 2^8): where keys before RoPE are stored or
+                                                     predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
     layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.error_feedback)
     layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    values in their basis are multiplied by it    (kvcal.pages.rotated)
@@ -11,8 +12,8 @@
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
-``i`` is the cache index, ``s`` is k or v, N the KV heads and D the side's head_dim. Exactly the needed ones are there.
-The ranges hold far more than any calibration gives, and keep what is read back finite.
+``i`` is the cache index, ``s`` is k or v, N the KV heads and D the side's head_dim. Exactly the needed ones
+are there. The ranges hold far more than any calibration gives, and keep what is read back finite.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from kvcal.stored_tensor import ITEM_BYTES, StoredTensors, stored
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20
 LARGEST_AMPLITUDE = 2.0**8
-# Of a basis times its inverse, off the identity, over the norms of the row and the column: rounding leaves 2^-15.
+# Of a basis times its inverse, off the identity, over the norms of the row and the column: rounding leaves
+# 2^-15.
 INVERSE_TOLERANCE = 2.0**-12
 
 
@@ -114,7 +116,8 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
 
 
 def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
-    """Bytes of all tensors that the layers need; of rotary tables the most, which turn all channels of a head."""
+    """Bytes of all tensors that the layers need; of rotary tables the most, which turn all channels of a
+    head."""
     most = {f"layers.{layer.geometry.index}.rotary": layer.head_dim("k") // 2 for layer in layers if layer.is_paged}
     return sum(
         math.prod(most[name] if extent is None else extent for extent in spec.shape) * ITEM_BYTES[spec.dtype]
@@ -123,8 +126,8 @@ def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
 
 
 def check_layers(layers: Sequence[LayerPlan]) -> None:
-    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer. Sinks and
-    windows may differ: page p holds the same tokens in every layer."""
+    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer.
+    Sinks and windows may differ: page p holds the same tokens in every layer."""
     indices = [layer.geometry.index for layer in layers]
     if not indices or indices != sorted(set(indices)):
         raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
@@ -146,7 +149,8 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:
-    """ValueError unless ``tensors`` are exactly the needed ones, with their dtypes, shapes and values allowed."""
+    """ValueError unless ``tensors`` are exactly the needed ones, with their dtypes, shapes and values
+    allowed."""
     require_tensors(tensors, needed_tensors(layers, cache_dtype))
     for name, tensor in stored(tensors).items():
         if name.endswith("_signs") and not tensor.values().all():
@@ -160,7 +164,8 @@ def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], ca
 
 
 def check_bases(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan]) -> None:
-    """ValueError unless the stored inverse of every basis is its inverse: one product a head, so of files alone."""
+    """ValueError unless the stored inverse of every basis is its inverse: one product a head, so of files
+    alone."""
     parts = stored(tensors)
     for layer, side in itertools.product(layers, SIDES):
         if not layer.basis(side):
@@ -177,7 +182,8 @@ def check_bases(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan]) -> N
 
 
 def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
-    """The tensors that page layouts read, such as a lattice's, made anew. UsageError for a lattice that has no grid."""
+    """The tensors that page layouts read, such as a lattice's, made anew. UsageError for a lattice that has
+    no grid."""
     tensors: dict[str, Tensor] = {}
     for layer in layers:
         for number, side in enumerate(SIDES):

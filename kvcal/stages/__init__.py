@@ -1,7 +1,8 @@
-"""The stages of a run, each from artifacts to an artifact, and what else is measured or told of a model and its plans.
+"""The stages of a run, each from artifacts to an artifact, and what else is measured or told of a model and
+its plans.
 
-``pipeline`` runs them in order: ``formats`` has those that choose formats, ``transform`` those after the choice.
-The stage of a package is its ``stage``, what it writes its ``record``:
+``pipeline`` runs them in order: ``formats`` has those that choose formats, ``transform`` those after the
+choice. The stage of a package is its ``stage``, what it writes its ``record``:
 
     basis                      first, where formats are chosen in a basis
     profile                    what every format costs in every layer
@@ -14,6 +15,6 @@ The stage of a package is its ``stage``, what it writes its ``record``:
     evaluate, compare          texts and tasks through the plan's cache, next to bytes, of one plan or of all recipes
 
 Without an artifact of a run: memory_needs (before), verify, check_damage (of a plan), generate (with it).
-What stages share: passes over sequences that can be interrupted (checkpoint), KL (divergence), and bytes of channels
-at more bits (tier_capacity).
+What stages share: passes over sequences that can be interrupted (checkpoint), KL (divergence), and bytes of
+channels at more bits (tier_capacity).
 """

@@ -1,17 +1,20 @@
-"""The stages basis and feedback: Hessians of what attention makes of errors in keys and values, the bases that they
-ask for, and the factors of error feedback.
+"""The stages basis and feedback: Hessians of what attention makes of errors in keys and values, the bases
+that they ask for, and the factors of error feedback.
 
-For keys the Hessian of a KV head is the mean of q q' over the queries after RoPE of its query heads; for values the sum
-of W_o' W_o over its query heads, without data. Both are taken to the space of the pages: times λ or turned before RoPE
-for keys, rotated where pages are. A key before RoPE is read at any distance; so each query is turned back by
-``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are stretched as for λ.
+For keys the Hessian of a KV head is the mean of q q' over the queries after RoPE of its query heads; for
+values the sum of W_o' W_o over its query heads, without data. Both are taken to the space of the pages: times
+λ or turned before RoPE for keys, rotated where pages are. A key before RoPE is read at any distance; so each
+query is turned back by ``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are
+stretched as for λ.
 
-With [basis], rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries and keys weighted by
-what attention makes of an error, with each text at all places of the model's context, and feedback works in it. The
-center of keys stays 0 where attention has logits without a key, or soft caps: softmax then sees a constant.
+With [basis], rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries and keys
+weighted by what attention makes of an error, with each text at all places of the model's context, and
+feedback works in it. The center of keys stays 0 where attention has logits without a key, or soft caps:
+softmax then sees a constant.
 
-The stage comes last, when layers have all their transforms, or first, where formats are chosen in the basis. It keeps
-sums alone: memory does not grow with sequences, and an interrupted run goes on. Left out: Hessians of the loss.
+The stage comes last, when layers have all their transforms, or first, where formats are chosen in the basis.
+It keeps sums alone: memory does not grow with sequences, and an interrupted run goes on. Left out: Hessians
+of the loss.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ from kvcal.strict import STRICT, Share, dump
 
 SCHEMA = 6
 SAMPLES = "samples"
-# Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
+# Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations
+# alone.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 Place = tuple[int, Side]  # the layer's cache index first
@@ -69,8 +73,8 @@ Place = tuple[int, Side]  # the layer's cache index first
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class SideFeedback:
-    """One layer's keys or values. ``share``: of the weighted squared error, what is left with feedback where no code
-    saturates, as a mean over KV heads. ``basis``: whether it has one, in which that share is."""
+    """One layer's keys or values. ``share``: of the weighted squared error, what is left with feedback where
+    no code saturates, as a mean over KV heads. ``basis``: whether it has one, in which that share is."""
 
     index: Index
     side: Side
@@ -93,8 +97,9 @@ class _Body:
 
 @dataclass(frozen=True, eq=False)
 class BasisRecord:
-    """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.error_feedback); ``bases``:
-    of those that have one; ``gains``: of the values among these, fp16 [N, D] by layer, for codes of 2 bits."""
+    """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.error_feedback);
+    ``bases``: of those that have one; ``gains``: of the values among these, fp16 [N, D] by layer, for codes
+    of 2 bits."""
 
     subject: Subject
     sides: tuple[SideFeedback, ...]
@@ -134,8 +139,8 @@ class BasisRecord:
 
 
 def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[LayerPlan, ...]:
-    """The layers that feedback is calibrated for. A basis does not depend on bits, so that these are chosen after it:
-    all layers have rotated pages of 2 bits, of the sinks and windows of those that are rotated."""
+    """The layers that feedback is calibrated for. A basis does not depend on bits, so that these are chosen
+    after it: all layers have rotated pages of 2 bits, of the sinks and windows of those that are rotated."""
     if not isinstance(spec, BasisSpec):
         return layers
     found: dict[Side, Format] = {}
@@ -182,8 +187,8 @@ def run_basis(
     path: Path,
     reporter: Reporter,
 ) -> BasisRecord:
-    """Calibrate, and write the record to ``path``; an earlier run of the same ``inputs`` that was interrupted is
-    continued. ``layers`` and ``tensors``: the plan's, with all transforms."""
+    """Calibrate, and write the record to ``path``; an earlier run of the same ``inputs`` that was interrupted
+    is continued. ``layers`` and ``tensors``: the plan's, with all transforms."""
     kind, places = spec.stage, feedback_places(layers, spec.sides)
     if loaded.geometry.has_latents:
         reporter.say(f"{kind}: {LATENTS}")
@@ -228,8 +233,9 @@ def run_basis(
 
 @dataclass(frozen=True, eq=False)
 class _Calibration:
-    """Hessians of ``places``, of which ``based`` get a basis. ``layers``: the plan's, by index; ``rotary``: RoPE of
-    those whose keys get a basis, for all places of the context; ``longest``: tokens of the longest text."""
+    """Hessians of ``places``, of which ``based`` get a basis. ``layers``: the plan's, by index; ``rotary``:
+    RoPE of those whose keys get a basis, for all places of the context; ``longest``: tokens of the longest
+    text."""
 
     loaded: LoadedModel
     layers: Mapping[int, LayerPlan]
@@ -242,8 +248,8 @@ class _Calibration:
     longest: int = 1
 
     def start(self) -> State:
-        """The sums over the tokens of each layer, without any: ``queries`` [N, D, D], and the ``moments`` of what gets
-        a basis [N, D + 1, D + 1]."""
+        """The sums over the tokens of each layer, without any: ``queries`` [N, D, D], and the ``moments`` of
+        what gets a basis [N, D + 1, D + 1]."""
         means: dict[str, Mean] = {}
         for index, side in self.places:
             heads, dim = self.layers[index].attention.num_kv_heads, self.layers[index].head_dim(side)
@@ -299,7 +305,8 @@ class _Calibration:
         return found
 
     def hessian(self, place: Place, means: Mapping[str, Mean]) -> tuple[Tensor, Basis | None]:
-        """fp64 [N, D, D] of a place, in the space that its pages are stored in, and the basis that this has."""
+        """fp64 [N, D, D] of a place, in the space that its pages are stored in, and the basis that this
+        has."""
         index, side = place
         layer, basis = self.layers[index], None
         if side == "k":
@@ -352,7 +359,8 @@ class _Calibration:
 
 
 def _require_packed_tokens(based: list[Place], layers: Mapping[int, LayerPlan], longest: int) -> None:
-    """UsageError where no token of the longest text is packed and read: a basis would be fitted to nothing."""
+    """UsageError where no token of the longest text is packed and read: a basis would be fitted to
+    nothing."""
     for index, side in based:
         fmt = layers[index].format(side)
         least = fmt.num_sink_tokens + max(fmt.max_window, 1) + 1

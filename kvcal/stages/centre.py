@@ -1,15 +1,17 @@
 """The centre stage: the mean of keys before RoPE, which is taken out of keys that are scaled by token.
 
-A bias of the key projection (Qwen2.x), or any other constant, is added before RoPE and turns with the position. A
-format that scales whole tokens (lattices, rotated pages, uniform ones per token) spends its codes on it; ranges per
-channel take it up in their zeros. So pages hold, with the mean k̄ [N, D] over tokens after the first ``FIRST``,
+A bias of the key projection (Qwen2.x), or any other constant, is added before RoPE and turns with the
+position. A format that scales whole tokens (lattices, rotated pages, uniform ones per token) spends its codes
+on it; ranges per channel take it up in their zeros. So pages hold, with the mean k̄ [N, D] over tokens after
+the first ``FIRST``,
 
     K_pre - k̄                       (``k_pages`` "pre")     on lattices, which torch decodes anyway
     K_post - mean over s of R_s k̄   (``k_pages`` "post")    in formats that kernels read as they are stored
 
-where R_s is the model's own RoPE at position s. What the second leaves of the mean swings within a page; where that is
-more than the keys' own variance, such a layer is stored before RoPE, too, which dynamic caches alone take. Keys
-with a predictor need no mean: the predictor's bias holds it. Values keep theirs, which no projection's bias dominates.
+where R_s is the model's own RoPE at position s. What the second leaves of the mean swings within a page;
+where that is more than the keys' own variance, such a layer is stored before RoPE, too, which dynamic caches
+alone take. Keys with a predictor need no mean: the predictor's bias holds it. Values keep theirs, which no
+projection's bias dominates.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def run_centre(
     path: Path,
     reporter: Reporter,
 ) -> Centring:
-    """Measure, and write to ``path``; raises as ``centring``, and ArtifactError for a file that cannot be written."""
+    """Measure, and write to ``path``; raises as ``centring``, and ArtifactError for a file that cannot be
+    written."""
     found = centring(loaded, layers, sequences, reporter)
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, {}, dict(found.stored)))
     return found
@@ -97,8 +100,8 @@ def load(path: Path) -> Centring:
 def centring(
     loaded: LoadedModel, layers: tuple[LayerPlan, ...], sequences: Sequence[Tensor], reporter: Reporter
 ) -> Centring:
-    """The means of layers that ``takes_mean``, on a few of ``sequences``, int64 [T] each. None for a model whose keys
-    before RoPE are not known, which ``reporter`` is told."""
+    """The means of layers that ``takes_mean``, on a few of ``sequences``, int64 [T] each. None for a model
+    whose keys before RoPE are not known, which ``reporter`` is told."""
     chosen = {layer.geometry.index: layer for layer in layers if takes_mean(layer)}
     totals: dict[int, Mean] = {}
     squares: dict[int, Mean] = {}
@@ -148,7 +151,8 @@ def centring(
 
 
 def _constant(mean_ND: Tensor, table: Tensor) -> tuple[Tensor, float]:
-    """The mean fp32 [N, D] of R_s k̄ over positions, and the sum over heads of the variance that is left about it."""
+    """The mean fp32 [N, D] of R_s k̄ over positions, and the sum over heads of the variance that is left
+    about it."""
     positions = torch.arange(0, POSITIONS, 7)  # a step that no frequency of use divides
     total, square = torch.zeros_like(mean_ND), 0.0
     for part in positions.split(1024):

@@ -1,11 +1,12 @@
 """The check of every compiled plan: KL and top-1 of its packed cache against 16 bits, on a few texts.
 
-A format may fit a budget and destroy a model: keys with a large bias, an outlier that no calibration text had. So
-KL(16 bits || plan) and the share of tokens whose most likely next token stays are measured on texts of the pool
-*report*, where every layer reads a packed page. Texts stand at places from the first to the last of the plan's context:
-a format that is right for the first positions may fail at the last ones. Keys that are stored before RoPE are of no
-position. Of a plan beyond the limits (``kvcal.plan.damage``) each layer, then each side of the worst layers, is
-quantized alone. Pages that shrink at more tokens than these are not seen.
+A format may fit a budget and destroy a model: keys with a large bias, an outlier that no calibration text
+had. So KL(16 bits || plan) and the share of tokens whose most likely next token stays are measured on texts
+of the pool
+*report*, where every layer reads a packed page. Texts stand at places from the first to the last of the
+plan's context: a format that is right for the first positions may fail at the last ones. Keys that are stored
+before RoPE are of no position. Of a plan beyond the limits (``kvcal.plan.damage``) each layer, then each side
+of the worst layers, is quantized alone. Pages that shrink at more tokens than these are not seen.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class Texts(NamedTuple):
 def measure_damage(
     plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter, path: Path | None = None
 ) -> Damage | None:
-    """Measure ``plan`` and say what was found; None, with the reason, where no text is long enough. ``sources``: as in
-    [data], none for kvcal's own. ``path``: the plan's file, next to which the result is kept for the next time."""
+    """Measure ``plan`` and say what was found; None, with the reason, where no text is long enough.
+    ``sources``: as in [data], none for kvcal's own. ``path``: the plan's file, next to which the result is
+    kept for the next time."""
     texts = _texts(plan, loaded, sources, reporter)
     if texts is None:
         return None

@@ -1,19 +1,21 @@
-"""A long stage's passes over its data, and their unfinished statistics in a file, so that an interrupted run goes on.
+"""A long stage's passes over its data, and their unfinished statistics in a file, so that an interrupted run
+goes on.
 
-The file lies next to the stage's target. It is written about every ``SAVE_SECONDS`` and when the stage is left by any
-error, Ctrl-C included, whole or not at all. It is taken up again by a run of the same version with the same inputs
-alone. Statistics are sums in fp64, and steps come in a fixed order: a resumed run gives the same bits as one that was
-not interrupted. Of several processes (kvcal.distributed) rank 0 keeps the file.
+The file lies next to the stage's target. It is written about every ``SAVE_SECONDS`` and when the stage is
+left by any error, Ctrl-C included, whole or not at all. It is taken up again by a run of the same version
+with the same inputs alone. Statistics are sums in fp64, and steps come in a fixed order: a resumed run gives
+the same bits as one that was not interrupted. Of several processes (kvcal.distributed) rank 0 keeps the file.
 
-``for_each_batch`` is a pass over sequences in batches, padded on the right, the longest first. Causal layers never read
-what comes after a token, so right padding changes no real token, without any mask. Padding repeats a sequence's last
-token: it brings no token that the data do not hold. Batches follow from the data and from the most tokens of a batch
-alone, never from the memory that is free: other shapes round differently, and the same run must give the same bytes.
-When the device runs out of memory, the rest of the stage goes on with half as many tokens in a batch.
+``for_each_batch`` is a pass over sequences in batches, padded on the right, the longest first. Causal layers
+never read what comes after a token, so right padding changes no real token, without any mask. Padding repeats
+a sequence's last token: it brings no token that the data do not hold. Batches follow from the data and from
+the most tokens of a batch alone, never from the memory that is free: other shapes round differently, and the
+same run must give the same bytes. When the device runs out of memory, the rest of the stage goes on with half
+as many tokens in a batch.
 
-A process may measure several of its batches together, each in its own shapes: a streamed model loads its layers once
-for all of them. Which ones depends on the memory and on the number of processes, the statistics do not. So when the
-device runs out of memory, fewer go together before a batch is halved.
+A process may measure several of its batches together, each in its own shapes: a streamed model loads its
+layers once for all of them. Which ones depends on the memory and on the number of processes, the statistics
+do not. So when the device runs out of memory, fewer go together before a batch is halved.
 """
 
 from __future__ import annotations
@@ -116,11 +118,12 @@ class _StateBody:
 
 
 class Checkpoint:
-    """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it, by success removes the
-    file."""
+    """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it, by success
+    removes the file."""
 
     def __init__(self, target: Path, kind: str, inputs: dict[str, Any], start: State, reporter: Reporter) -> None:
-        """``start``: the first state, unless an earlier run for the same ``target`` and ``inputs`` left one."""
+        """``start``: the first state, unless an earlier run for the same ``target`` and ``inputs`` left
+        one."""
         self.path = partial_path(target)
         self._kind = f"{kind}-partial"
         self._inputs = inputs | {"kvcal": version("kvcal")}
@@ -139,9 +142,10 @@ class Checkpoint:
     def run(
         self, phase: str, runs: Sequence[range], measure: Callable[[range], Means | None], label: str
     ) -> range | None:
-        """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that one process
-        measures at once; rank 0's count, whose device may have more memory. All ranks merge what ``measure`` returns of
-        each run, in their order. The pass ends early with a run of which ``measure`` returns None, and returns it."""
+        """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that
+        one process measures at once; rank 0's count, whose device may have more memory. All ranks merge what
+        ``measure`` returns of each run, in their order. The pass ends early with a run of which ``measure``
+        returns None, and returns it."""
         done = self.state.done[phase]
         total = runs[-1].stop if runs else done
         left = from_first(lambda: [range(max(done, run.start), run.stop) for run in runs if run.stop > done])
@@ -198,8 +202,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B sequences of at most T tokens. ``numbers``: theirs in the data; ``tokens_BT`` int64; ``loss_mask_BT`` bool,
-    False in the padding; ``lengths``: without the padding."""
+    """B sequences of at most T tokens. ``numbers``: theirs in the data; ``tokens_BT`` int64; ``loss_mask_BT``
+    bool, False in the padding; ``lengths``: without the padding."""
 
     numbers: tuple[int, ...]
     tokens_BT: Tensor
@@ -236,9 +240,9 @@ def for_each_batch(
     at_once: int = 1,
     numbers: Iterable[int] | None = None,
 ) -> int:
-    """One pass over the sequences, or those of some ``numbers``, that ``checkpoint`` does not count as done in
-    ``phase``, in batches of at most ``most_tokens``, padding included: ``measure`` takes ``at_once`` batches of a
-    process or fewer, and returns their statistics, which are merged in the batches' order.
+    """One pass over the sequences, or those of some ``numbers``, that ``checkpoint`` does not count as done
+    in ``phase``, in batches of at most ``most_tokens``, padding included: ``measure`` takes ``at_once``
+    batches of a process or fewer, and returns their statistics, which are merged in the batches' order.
 
     Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory."""
     chosen = range(len(data.sequences)) if numbers is None else numbers
@@ -276,8 +280,9 @@ def _runs(widths: Sequence[int], most_tokens: int, first: int) -> list[range]:
 def _looking_ahead(
     measure_runs: Callable[[Sequence[range]], Sequence[Means]], runs: Sequence[range], at_once: int
 ) -> Callable[[range], Means | None]:
-    """The statistics of a run, measured together with those that this process will be asked for next; with half as many
-    from then on where memory does not suffice. None where it does not suffice for the run alone."""
+    """The statistics of a run, measured together with those that this process will be asked for next; with
+    half as many from then on where memory does not suffice. None where it does not suffice for the run
+    alone."""
     found: dict[range, Means] = {}
 
     def measure_run(run: range) -> Means | None:
@@ -322,9 +327,9 @@ def parameter_bytes(model: PreTrainedModel) -> int:
 
 
 def graph_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a token that a backward to activations alone keeps in all layers: what each matrix of a layer makes, of
-    as many experts as a token takes; the activated values once more; attention's output and the projections' input; and
-    two norms in fp32."""
+    """Bytes of a token that a backward to activations alone keeps in all layers: what each matrix of a layer
+    makes, of as many experts as a token takes; the activated values once more; attention's output and the
+    projections' input; and two norms in fp32."""
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
     num_experts = int(config.to_dict().get("num_experts_per_tok") or 1)
     outside = {model.get_input_embeddings().weight, getattr(model.get_output_embeddings(), "weight", None)}

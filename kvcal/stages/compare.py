@@ -1,12 +1,12 @@
-"""All recipes on one model: every plan built, then every plan measured on the same texts and problems, as rows of name,
-bits, KL and accuracy with standard errors.
+"""All recipes on one model: every plan built, then every plan measured on the same texts and problems, as
+rows of name, bits, KL and accuracy with standard errors.
 
-The workload is the comparison's, for all plans alike, so that bytes can be compared. 16 bits, KIVI-2 and KIVI-4 come
-along. A recipe that raises an error, in building or in measuring, becomes a row with the reason and the others go on;
-an error of a baseline ends the comparison, which would have nothing to stand on.
+The workload is the comparison's, for all plans alike, so that bytes can be compared. 16 bits, KIVI-2 and
+KIVI-4 come along. A recipe that raises an error, in building or in measuring, becomes a row with the reason
+and the others go on; an error of a baseline ends the comparison, which would have nothing to stand on.
 
-Every plan has its own folder of artifacts, plans/RECIPE/BITS, so that a second run finds all of them current. A profile
-does not depend on the budget: the plans of one recipe share it.
+Every plan has its own folder of artifacts, plans/RECIPE/BITS, so that a second run finds all of them current.
+A profile does not depend on the budget: the plans of one recipe share it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ Build = Callable[[LoadedModel, Folder, Recipe, Workload, Reporter], Plan]
 
 @dataclass(frozen=True)
 class Point:
-    """A plan to build. ``bits``: the budget that was put into the recipe, None where it has its own or none."""
+    """A plan to build. ``bits``: the budget that was put into the recipe, None where it has its own or
+    none."""
 
     name: str
     recipe: Recipe
@@ -57,7 +58,8 @@ class Point:
     is_baseline: bool
 
     def folder(self, plans: Path) -> Folder:
-        """Its folder below ``plans``, with the profile of all budgets one folder up; no name leads elsewhere."""
+        """Its folder below ``plans``, with the profile of all budgets one folder up; no name leads
+        elsewhere."""
         return _folder(plans, self.recipe.name, self.bits)
 
 
@@ -78,7 +80,8 @@ class Refusal:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Entry:
-    """One plan. ``bits``: its budget, None for the recipe's own. ``row``: its numbers, None with a ``refusal``."""
+    """One plan. ``bits``: its budget, None for the recipe's own. ``row``: its numbers, None with a
+    ``refusal``."""
 
     name: str
     recipe: str
@@ -95,7 +98,8 @@ class Entry:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Comparison:
-    """``inputs``: what the rows were measured with, flat. ``entries``: the baselines, then the recipes as given."""
+    """``inputs``: what the rows were measured with, flat. ``entries``: the baselines, then the recipes as
+    given."""
 
     model: str
     inputs: dict[str, Any]
@@ -112,9 +116,9 @@ class Comparison:
 
 
 def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
-    """The points for recipes named ``names`` (paths, or names of those that come with kvcal): the baselines, then each
-    recipe once, or, if it allocates a budget, once for each of ``bits`` (all-in bits per cached value), fewest
-    first."""
+    """The points for recipes named ``names`` (paths, or names of those that come with kvcal): the baselines,
+    then each recipe once, or, if it allocates a budget, once for each of ``bits`` (all-in bits per cached
+    value), fewest first."""
     for value in bits:
         if not MIN_BITS <= value <= MAX_BITS:  # NaN, too
             raise UsageError(f"--bits {value:g} is out of range, expected {MIN_BITS:g} to {MAX_BITS:g} bits per value")
@@ -158,8 +162,8 @@ def compare(
     build: Build,
     reporter: Reporter,
 ) -> Comparison:
-    """Build and measure all ``points``; plans and rows stay in ``folder`` for the next run. ``spec`` and ``data``: what
-    everything is measured with; ``spec.against`` is not used."""
+    """Build and measure all ``points``; plans and rows stay in ``folder`` for the next run. ``spec`` and
+    ``data``: what everything is measured with; ``spec.against`` is not used."""
     path = folder.path / FILE
     if path.exists():
         require_model(path, model_inputs(loaded), load_comparison(path).inputs)
@@ -198,7 +202,8 @@ def _measure(
     path: Path,
     reporter: Reporter,
 ) -> tuple[dict[str, Row], dict[str, Refusal]]:
-    """Rows and refusals, by name. A plan that cannot be measured is left out, and the others are taken up again."""
+    """Rows and refusals, by name. A plan that cannot be measured is left out, and the others are taken up
+    again."""
     remaining, refusals = dict(plans), dict[str, Refusal]()
     while True:
         try:
@@ -263,8 +268,8 @@ def _times(more: float, less: float) -> str:
 
 
 def verdict(comparison: Comparison) -> Verdict | None:
-    """Of the recipes' plans that take no more bytes than KIVI-2, or of all where none does, the one of least KL, next
-    to the baseline that is nearest in bytes. None where no recipe was measured."""
+    """Of the recipes' plans that take no more bytes than KIVI-2, or of all where none does, the one of least
+    KL, next to the baseline that is nearest in bytes. None where no recipe was measured."""
     rivals = [(entry, row) for entry, row in comparison.measured if entry.is_baseline and entry.name != BASELINES[0]]
     plans = [(entry, row) for entry, row in comparison.measured if not entry.is_baseline]
     if not rivals or not plans:

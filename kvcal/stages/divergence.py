@@ -1,16 +1,16 @@
 """KL divergence of plans from the 16-bit cache, measured decode-faithfully: through the packed cache itself.
 
-A sequence is fed in chunks that end where the next page is written. Every token then reads exactly what it would
-read in decoding one token at a time: old tokens back from packed pages, recent ones unquantized. (A single forward
-would attend to exact keys and values, and measure nothing.)
+A sequence is fed in chunks that end where the next page is written. Every token then reads exactly what it
+would read in decoding one token at a time: old tokens back from packed pages, recent ones unquantized. (A
+single forward would attend to exact keys and values, and measure nothing.)
 
-Several caches are fed in lockstep, chunk by chunk, so that their predictions can be compared without ever holding
-the logits of more than one chunk: with a large vocabulary the logits of a sequence are larger than its cache. Plans
-that store their first layers alike, as each other or as the reference, run these layers once: a plan begins at its
-first layer that differs, with the hidden states that the other brought there (``kvcal.models.forwards``). Shapes
-are those of a whole forward, so that the logits are the same bits. Hidden states are held for one chunk, on the device.
-Of a streamed model the caches' forwards of a chunk run side by side, so that a layer is loaded once for all of them
-(``kvcal.models.forwards``).
+Several caches are fed in lockstep, chunk by chunk, so that their predictions can be compared without ever
+holding the logits of more than one chunk: with a large vocabulary the logits of a sequence are larger than
+its cache. Plans that store their first layers alike, as each other or as the reference, run these layers
+once: a plan begins at its first layer that differs, with the hidden states that the other brought there
+(``kvcal.models.forwards``). Shapes are those of a whole forward, so that the logits are the same bits. Hidden
+states are held for one chunk, on the device. Of a streamed model the caches' forwards of a chunk run side by
+side, so that a layer is loaded once for all of them (``kvcal.models.forwards``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from kvcal.stages.checkpoint import require_smaller
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
-# Plans compared at once, counted by the layers that they run: so many caches are held, and one more for the reference.
+# Plans compared at once, counted by the layers that they run: so many caches are held, and one more for the
+# reference.
 LOCKSTEP = 12
 # Texts fed at once: 1.5 times faster than one by one on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
@@ -72,19 +73,20 @@ def one_side_plan(reference: Plan, index: int, side: Side, fmt: Format) -> Plan:
 
 
 def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(start, logits [B, t, V] of tokens [start, start + t)) chunk by chunk, in the model's dtype. See lockstep."""
+    """(start, logits [B, t, V] of tokens [start, start + t)) chunk by chunk, in the model's dtype. See
+    lockstep."""
     return ((start, logits_BTV) for _, start, logits_BTV in lockstep(model, [cache], tokens_BT))
 
 
 def lockstep(
     model: PreTrainedModel, caches: Sequence[PlanCache], tokens_BT: Tensor, first_B: Tensor | None = None
 ) -> Generator[tuple[int, int, Tensor]]:
-    """Feed the same tokens to each of ``caches`` (empty ones): (number of the cache, start, logits [B, t, V]), for
-    every chunk, for every cache in order. No gradients. ``first_B``: the position of each sequence's first token,
-    int64; without it, 0.
+    """Feed the same tokens to each of ``caches`` (empty ones): (number of the cache, start, logits [B, t,
+    V]), for every chunk, for every cache in order. No gradients. ``first_B``: the position of each sequence's
+    first token, int64; without it, 0.
 
-    Sequences of different lengths may be padded on the right: a page that holds padding is written after the last
-    real token, so that real tokens see and group real tokens only.
+    Sequences of different lengths may be padded on the right: a page that holds padding is written after the
+    last real token, so that real tokens see and group real tokens only.
     """
     tokens_BT = tokens_BT.to(model.device)
     begins = _begins([cache.plan for cache in caches])
@@ -122,7 +124,8 @@ def _fed(
 
 
 class Begin(NamedTuple):
-    """The layer at which a cache's forward begins, and the number of the cache whose hidden states it takes."""
+    """The layer at which a cache's forward begins, and the number of the cache whose hidden states it
+    takes."""
 
     layer: int
     parent: int
@@ -142,8 +145,8 @@ def _begins(plans: Sequence[Plan]) -> list[Begin]:
 
 
 def first_difference(one: Plan, other: Plan) -> int:
-    """The cache index of the first layer that ``other`` stores in another way than ``one``, or that its later layers
-    are predicted from; of the last layer where there is none."""
+    """The cache index of the first layer that ``other`` stores in another way than ``one``, or that its later
+    layers are predicted from; of the last layer where there is none."""
     if one.cache_dtype != other.cache_dtype:
         return 0
     pairs = zip(one.layers, other.layers, strict=True)
@@ -163,9 +166,9 @@ def _tensors_of(plan: Plan, layer: LayerPlan) -> dict[str, int]:
 
 
 class Deviations(NamedTuple):
-    """Of P plans at n loss tokens, on the CPU. ``kl_Pn``: KL(reference || plan) of the next-token distributions, fp64,
-    nats; ``flips_Pn``: whether the most likely token is another than at 16 bits; ``sequence_n``: which sequence of the
-    batch the token is in."""
+    """Of P plans at n loss tokens, on the CPU. ``kl_Pn``: KL(reference || plan) of the next-token
+    distributions, fp64, nats; ``flips_Pn``: whether the most likely token is another than at 16 bits;
+    ``sequence_n``: which sequence of the batch the token is in."""
 
     kl_Pn: Tensor
     flips_Pn: Tensor
@@ -179,8 +182,8 @@ class Deviations(NamedTuple):
 
 
 class Room:
-    """Plans that are fed at once: as many as hold ``most`` whole caches, not counting layers that are not run. Halved
-    for good, and ``reporter`` told, when the device runs out of memory."""
+    """Plans that are fed at once: as many as hold ``most`` whole caches, not counting layers that are not
+    run. Halved for good, and ``reporter`` told, when the device runs out of memory."""
 
     def __init__(self, most: float, reporter: Reporter = SILENT) -> None:
         self.most, self._reporter = most, reporter
@@ -254,9 +257,10 @@ def deviations(
 def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
     """KL in nats of the distributions of two logits, row by row, [n] fp64.
 
-    With p the reference's probabilities and d the centred differences of logits, KL = log(1 + E_p[exp(d) - 1]) -
-    E_p[d]. That holds to fp32's precision for nearly equal distributions, whose log-probabilities in fp32 differ by
-    less than their rounding. Rows with a term beyond fp32, as of a destroyed model, are taken in fp64.
+    With p the reference's probabilities and d the centred differences of logits, KL = log(1 + E_p[exp(d) -
+    1]) - E_p[d]. That holds to fp32's precision for nearly equal distributions, whose log-probabilities in
+    fp32 differ by less than their rounding. Rows with a term beyond fp32, as of a destroyed model, are taken
+    in fp64.
     """
     rows = max(1, MAX_COMPARED[reference_nV.device.type] // reference_nV.shape[-1])
     parts = [reference_nV.new_empty(0, dtype=torch.float64)]
@@ -277,7 +281,8 @@ def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A calibration sequence for the KL, cut; ``sample`` is its number in the data, ``kind`` its kind of text."""
+    """A calibration sequence for the KL, cut; ``sample`` is its number in the data, ``kind`` its kind of
+    text."""
 
     sample: int
     tokens_T: Tensor
@@ -286,8 +291,9 @@ class Text:
 
 
 def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: CacheSpec) -> list[Text]:
-    """The first ``num_samples`` sequences, cut at ``num_tokens``, in which some loss token is predicted from a
-    quantized page, the kinds of text in turn: any first few are of all kinds. UsageError if there is none."""
+    """The first ``num_samples`` sequences, cut at ``num_tokens``, in which some loss token is predicted from
+    a quantized page, the kinds of text in turn: any first few are of all kinds. UsageError if there is
+    none."""
     if num_samples == 0:
         return []
     first = cache.first_from_page

@@ -18,7 +18,8 @@ from kvcal.stages.formats import require_feasible
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that the model's own cache takes, of a whole device with weights and workspace, and those of the budget."""
+    """Bytes that the model's own cache takes, of a whole device with weights and workspace, and those of the
+    budget."""
 
     needed_bytes: int
     budget_bytes: int
@@ -32,7 +33,8 @@ class Need:
 
 
 def in_own_context(job: Job) -> Job:
-    """The job for texts as long as the model takes; of a model that does not say how long, as the recipe says."""
+    """The job for texts as long as the model takes; of a model that does not say how long, as the recipe
+    says."""
     spec, most = job.recipe.allocate, job.loaded.max_context
     assert spec is not None
     own = f"{most}, the model's own maximum" if most else f"{spec.context}, the recipe's: the model states none"

@@ -1,5 +1,5 @@
-"""The stages that choose a folder's formats: profile, then tune, allocate, or formats that a recipe fixes or assigns by
-importance.
+"""The stages that choose a folder's formats: profile, then tune, allocate, or formats that a recipe fixes or
+assigns by importance.
 
 Each leaves one artifact, and reuses it as long as it was made from the same inputs (``folder.current_or``).
 """
@@ -54,8 +54,9 @@ from kvcal.strict import dump, flat, flat_records
 
 
 def require_feasible(job: Job) -> None:
-    """Raises what the allocate stage of a recipe will raise, whatever its profile measures (one of zeros stands in for
-    it); before it, the reason why the model has no profile. Schedules of pages that shrink are left out."""
+    """Raises what the allocate stage of a recipe will raise, whatever its profile measures (one of zeros
+    stands in for it); before it, the reason why the model has no profile. Schedules of pages that shrink are
+    left out."""
     recipe, loaded = job.recipe, job.loaded
     attention_modules(loaded.model)
     assert recipe.allocate is not None
@@ -78,8 +79,8 @@ def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: 
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:
-    """The profile stage: the sensitivity of every layer to the candidates of the recipe's [profile], on its [data]; in
-    the basis of its [basis], which is fitted first.
+    """The profile stage: the sensitivity of every layer to the candidates of the recipe's [profile], on its
+    [data]; in the basis of its [basis], which is fitted first.
 
     Raises:
         UsageError: data that cannot be read, or are too few.
@@ -159,8 +160,8 @@ def allocate_recipe(job: Job) -> Allocation:
 
 
 def fix_folder(job: Job) -> Allocation:
-    """The recipe's own formats, or those that KVmix's importance assigns from the folder's profile; progressive if
-    asked for."""
+    """The recipe's own formats, or those that KVmix's importance assigns from the folder's profile;
+    progressive if asked for."""
     recipe, loaded, folder, workload = job.recipe, job.loaded, job.folder, job.workload
     inputs = {
         **model_inputs(loaded),
@@ -192,8 +193,8 @@ def fix_folder(job: Job) -> Allocation:
 
 
 def tune_folder(job: Job) -> Allocation:
-    """The recipe's own formats with the thresholds, and the tiers' capacities, that its [tune] finds; goes on with the
-    folder's study."""
+    """The recipe's own formats with the thresholds, and the tiers' capacities, that its [tune] finds; goes on
+    with the folder's study."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
     plan = formats_plan(recipe, loaded, job.workload)
     data = job_sequences(job, recipe.data, "fit")
@@ -234,7 +235,8 @@ def provenance_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Reporter) -> None:
-    """Say where a budget or a context is beyond what can be meant. ``max_positions``: of the model, None if unknown."""
+    """Say where a budget or a context is beyond what can be meant. ``max_positions``: of the model, None if
+    unknown."""
     split, context = allocation.split, allocation.workload.context
     if split.kind is not None and all(fmt == RAW for layer in allocation.layers for fmt in (*layer.k, *layer.v)):
         taken, budget = format_bytes(split.cache + split.overhead), format_bytes(split.budget)
@@ -269,8 +271,8 @@ class Tuned:
 def tune_plan(
     loaded: LoadedModel, plan: Plan, recipe: Recipe, folder: Path, reporter: Reporter, max_bytes: int | None = None
 ) -> Tuned:
-    """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and ``max_bytes``
-    becomes ``folder``/plan.safetensors. The study lies next to it."""
+    """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and
+    ``max_bytes`` becomes ``folder``/plan.safetensors. The study lies next to it."""
     spec = recipe.tune or TuneSpec()
     Folder(folder).require_model(model_inputs(loaded))
     objective = TaskObjective(loaded, plan, spec, recipe.evaluate, recipe.data)

@@ -1,4 +1,5 @@
-"""One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
+"""One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library
+writes.
 
 ``pack`` keeps a prompt's cache on disk, with which ``complete`` can begin.
 """
@@ -34,8 +35,8 @@ def complete(
     loaded: LoadedModel, plan: Plan, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool,
     prefix: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Text, token counts, and the cache's bytes next to those of 16 bits. ``prefix``: a file of ``pack``, with which
-    the prompt begins."""
+    """Text, token counts, and the cache's bytes next to those of 16 bits. ``prefix``: a file of ``pack``,
+    with which the prompt begins."""
     tokens_T = prompt_tokens(loaded, prompt, chat, max_new_tokens)
     if prefix is None:
         cache, known_T = PlanCache(plan, loaded.model.config), tokens_T[:0]
@@ -61,7 +62,8 @@ def complete(
 
 @torch.inference_mode()
 def pack(loaded: LoadedModel, plan: Plan, prompt: str, path: Path) -> dict[str, int]:
-    """Take a prompt in and write its packed cache to ``path``: token count, bytes of the file, and at 16 bits."""
+    """Take a prompt in and write its packed cache to ``path``: token count, bytes of the file, and at 16
+    bits."""
     tokens_T = prompt_tokens(loaded, prompt, False, 0)
     cache = PlanCache(plan, loaded.model.config)
     new_tokens(loaded, cache, tokens_T, 1, 0.0, 0)
@@ -71,8 +73,8 @@ def pack(loaded: LoadedModel, plan: Plan, prompt: str, path: Path) -> dict[str, 
 
 
 def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int) -> Tensor:
-    """Token ids int64 [T]; plain prompts start with what the model's sequences start with. UsageError as ``complete``
-    has it."""
+    """Token ids int64 [T]; plain prompts start with what the model's sequences start with. UsageError as
+    ``complete`` has it."""
     tokenizer = tokenizer_of(loaded)
     if chat:
         if not tokenizer.chat_template:

@@ -1,18 +1,19 @@
-"""Sums of what attention makes of errors in keys and values: products of queries and of output projections (error
-feedback), queries and keys weighted by that, and moments of keys and values (kvcal.pages.basis).
+"""Sums of what attention makes of errors in keys and values: products of queries and of output projections
+(error feedback), queries and keys weighted by that, and moments of keys and values (kvcal.pages.basis).
 
-An error e of key s changes the logits of the queries t that read it by q_t . e, and the attention block's output, to
-first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o outputs. So query t counts with
+An error e of key s changes the logits of the queries t that read it by q_t . e, and the attention block's
+output, to first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o outputs. So query t
+counts with
 
     w_t = sum of p_ts^2 |v_s - o_t|^2 over the tokens s that are packed
 
-in the metric of the output projection. A mean of q q' without weights underrates the few sharp queries that retrieve.
-The same terms summed over t say how much key s counts, since attention reads tokens that are unlike the rest; its root
-weighs the key, so that a few keys are not most of a sum.
+in the metric of the output projection. A mean of q q' without weights underrates the few sharp queries that
+retrieve. The same terms summed over t say how much key s counts, since attention reads tokens that are unlike
+the rest; its root weighs the key, so that a few keys are not most of a sum.
 
-RoPE turns keys and queries alike wherever a text lies. So sums over a short text tell those of the same text at any
-place of a long context (``over_context``): a basis that has seen the first positions alone fails after them.
-Sums are fp64, so that those of two sets of texts merge. Left out: soft caps, which only shrink logits.
+RoPE turns keys and queries alike wherever a text lies. So sums over a short text tell those of the same text
+at any place of a long context (``over_context``): a basis that has seen the first positions alone fails after
+them. Sums are fp64, so that those of two sets of texts merge. Left out: soft caps, which only shrink logits.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAX_PLACES = 128  # of a text in the context
 def key_costs(
     q_post_HTD: Tensor, k_post_NTD: Tensor, v_NTD: Tensor, cost_HDD: Tensor, scale: float, sinks: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Costs of errors of keys: the sum of w q q' over the queries of a sequence and of each KV head's group, fp64
-    [N, D, D]; and the weight of each key, with a mean of 1 over the sequence, fp64 [N, T].
+    """Costs of errors of keys: the sum of w q q' over the queries of a sequence and of each KV head's group,
+    fp64 [N, D, D]; and the weight of each key, with a mean of 1 over the sequence, fp64 [N, T].
 
-    ``cost_HDD`` is W_o' W_o of each query head. Tokens are packed from ``sinks`` on, once ``window`` tokens have come
-    since."""
+    ``cost_HDD`` is W_o' W_o of each query head. Tokens are packed from ``sinks`` on, once ``window`` tokens
+    have come since."""
     num_heads, tokens = q_post_HTD.shape[:2]
     group = num_heads // len(k_post_NTD)
     at = torch.arange(tokens, device=q_post_HTD.device)
@@ -68,7 +69,8 @@ def moments(x_NTD: Tensor, weight_NT: Tensor | None = None) -> Tensor:
 
 
 def mean_and_covariance(sums_NEE: Tensor, is_centered: bool) -> tuple[Tensor, Tensor]:
-    """The mean [N, D] and the covariance [N, D, D] of ``moments``, fp64; without centering, 0 and the mean of x x'."""
+    """The mean [N, D] and the covariance [N, D, D] of ``moments``, fp64; without centering, 0 and the mean of
+    x x'."""
     count = sums_NEE[:, -1, -1].clamp_min(1.0)
     mean, second = sums_NEE[:, :-1, -1] / count[:, None], sums_NEE[:, :-1, :-1] / count[:, None, None]
     if not is_centered:
@@ -77,12 +79,12 @@ def mean_and_covariance(sums_NEE: Tensor, is_centered: bool) -> tuple[Tensor, Te
 
 
 def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int) -> Tensor:
-    """The mean of R M R' over the places of a text of ``tokens`` in a ``context``, one after the other, where R is
-    RoPE's turn by the text's first position: of sums M fp64 [N, E, E] of products of keys, or of queries, after RoPE,
-    whose first channels are a head's.
+    """The mean of R M R' over the places of a text of ``tokens`` in a ``context``, one after the other, where
+    R is RoPE's turn by the text's first position: of sums M fp64 [N, E, E] of products of keys, or of
+    queries, after RoPE, whose first channels are a head's.
 
-    A pair of channels is one complex z, which RoPE multiplies by exp(i t f). So the means of z z* and of z z' over
-    positions t are those of the text times numbers of the frequencies f alone."""
+    A pair of channels is one complex z, which RoPE multiplies by exp(i t f). So the means of z z* and of z z'
+    over positions t are those of the text times numbers of the frequencies f alone."""
     places = min(MAX_PLACES, max(1, -(-context // tokens)))
     a, b = rotary.pairs.unbind(1)
     eye = torch.eye(sums_NEE.shape[-1], dtype=torch.complex128)
@@ -98,9 +100,9 @@ def over_context(sums_NEE: Tensor, rotary: RotaryMap, tokens: int, context: int)
 
 
 def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
-    """Sum of q q' over tokens, at ``position_T`` int64, and the query heads of each KV head, fp64 [N, D, D]. With a
-    ``rotary`` table (kvcal.pages.rescale_and_rope) queries are those that keys before RoPE meet, a mean over
-    ``DISTANCES`` keys."""
+    """Sum of q q' over tokens, at ``position_T`` int64, and the query heads of each KV head, fp64 [N, D, D].
+    With a ``rotary`` table (kvcal.pages.rescale_and_rope) queries are those that keys before RoPE meet, a
+    mean over ``DISTANCES`` keys."""
     if rotary is None:
         return _products(q_post_HTD, num_kv_heads)
     total = q_post_HTD.new_zeros((), dtype=torch.float64)
@@ -113,7 +115,8 @@ def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, ro
 
 
 def output_products(weight_CHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum of W_o' W_o over the query heads of each KV head, fp64 [N, D, D]; weight_CHD as of ``output_weights``."""
+    """Sum of W_o' W_o over the query heads of each KV head, fp64 [N, D, D]; weight_CHD as of
+    ``output_weights``."""
     return _products(weight_CHD.transpose(0, 1), num_kv_heads).cpu()
 
 

@@ -1,16 +1,18 @@
-"""Candidates for λ of one layer's keys, as in PM-KVQ: magnitudes of keys at far positions, and keys as pages hold
-them. The reparam stage chooses among the candidates.
+"""Candidates for λ of one layer's keys, as in PM-KVQ: magnitudes of keys at far positions, and keys as pages
+hold them. The reparam stage chooses among the candidates.
 
     λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries are multiplied by λ                   (Eq. 9-11)
 
-Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as positions go
-on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its geometric mean over the head. A
-common factor changes no code (scales and zeros are proportional to it), but without the division K / λ would grow or
-shrink by orders of magnitude with α, and leave the range of fp16 scales.
+Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as
+positions go on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its
+geometric mean over the head. A common factor changes no code (scales and zeros are proportional to it), but
+without the division K / λ would grow or shrink by orders of magnitude with α, and leave the range of fp16
+scales.
 
-Magnitudes are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes of
-keys far after it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys per
-channel are left alone: each channel has a scale of its own, which λ would only round differently.
+Magnitudes are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE
+makes of keys far after it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all
+others. Keys per channel are left alone: each channel has a scale of its own, which λ would only round
+differently.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.progress import Reporter
 from kvcal.strict import STRICT, Amount, Count
 
-# A channel quieter than this share of its head's loudest counts as that loud: K / λ must not blow up, in later text,
-# what is rare in calibration, and a channel that was always 0 still needs a λ.
+# A channel quieter than this share of its head's loudest counts as that loud: K / λ must not blow up, in
+# later text, what is rare in calibration, and a channel that was always 0 still needs a λ.
 QUIETEST = 2.0**-10
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class CalibrationSubject:
-    """The model and the data of a calibration at far positions; a stage adds its settings. ``position_scale``: the one
-    used, which is the settings' within the model's context; ``num_tokens``: of the data."""
+    """The model and the data of a calibration at far positions; a stage adds its settings.
+    ``position_scale``: the one used, which is the settings' within the model's context; ``num_tokens``: of
+    the data."""
 
     identity: ModelIdentity
     geometry: Geometry
@@ -57,8 +60,9 @@ class CalibrationSubject:
 def key_magnitudes(
     loaded: LoadedModel, tokens_T: Tensor, position_scale: float, num_sink_tokens: Mapping[int, int]
 ) -> dict[int, Tensor]:
-    """Of one sequence, {layer: max|K_post| over the tokens after its sinks, fp64 [N, D] on the CPU, 0 without any}, for
-    the layers that ``num_sink_tokens`` names. NonFiniteActivations: NaN or infinity, naming the layer."""
+    """Of one sequence, {layer: max|K_post| over the tokens after its sinks, fp64 [N, D] on the CPU, 0 without
+    any}, for the layers that ``num_sink_tokens`` names. NonFiniteActivations: NaN or infinity, naming the
+    layer."""
     found: dict[int, Tensor] = {}
 
     def measure(captured: Captured) -> None:
@@ -76,8 +80,9 @@ def key_magnitudes(
 
 
 def calibration_inputs(loaded: LoadedModel, tokens_BT: Tensor, position_scale: float) -> dict[str, Any]:
-    """Arguments of a forward of sequences at positions ``position_scale`` x 0, 1, 2, ..., rounded; at a scale of 1 the
-    model counts itself, since some (BART, Whisper) take no positions, and others (RoBERTa) begin at another one."""
+    """Arguments of a forward of sequences at positions ``position_scale`` x 0, 1, 2, ..., rounded; at a scale
+    of 1 the model counts itself, since some (BART, Whisper) take no positions, and others (RoBERTa) begin at
+    another one."""
     others = {"use_cache": False, **few_logits(loaded.model)}
     if position_scale == 1:
         tokens_BT = tokens_BT.to(loaded.model.device)
@@ -87,7 +92,8 @@ def calibration_inputs(loaded: LoadedModel, tokens_BT: Tensor, position_scale: f
 
 
 def few_logits(model: PreTrainedModel) -> dict[str, int]:
-    """The last token's logits alone, where a model can: those of a long sequence can be larger than all its keys."""
+    """The last token's logits alone, where a model can: those of a long sequence can be larger than all its
+    keys."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
@@ -99,8 +105,8 @@ def calibration_positions(num_tokens: int, position_scale: float) -> Tensor:
 def fitting_scale(
     loaded: LoadedModel, sequences: Sequence[Tensor], wanted: float, reporter: Reporter, stage: str = "reparam"
 ) -> float:
-    """``wanted``, or as much of it as takes the longest sequence to the end of the model's context: what lies beyond is
-    never cached. UsageError for a sequence longer than the context."""
+    """``wanted``, or as much of it as takes the longest sequence to the end of the model's context: what lies
+    beyond is never cached. UsageError for a sequence longer than the context."""
     context, longest = loaded.max_context, max(map(len, sequences))
     if context is None or round((longest - 1) * wanted) < context:
         return wanted
@@ -123,8 +129,8 @@ def takes_rescale(layer: LayerPlan) -> bool:
 
 
 def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float) -> Tensor:
-    """λ fp32 [N, D], positive, with geometric mean 1 in each head; 1 everywhere at α = 0. ``magnitude_ND``: fp64
-    max|K_post|; ``pairs`` int64 [P, 2]."""
+    """λ fp32 [N, D], positive, with geometric mean 1 in each head; 1 everywhere at α = 0. ``magnitude_ND``:
+    fp64 max|K_post|; ``pairs`` int64 [P, 2]."""
     a, b = pairs.unbind(1)
     largest = magnitude_ND.clone()
     largest[:, a] = largest[:, b] = torch.maximum(magnitude_ND[:, a], magnitude_ND[:, b])
@@ -135,8 +141,8 @@ def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float) -> Tensor:
 
 
 def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
-    """The queries of a sequence, cut where pages are written. A token reads, as in decoding, the pages that the tokens
-    before it filled; sinks and recent tokens, its own included, it reads exactly."""
+    """The queries of a sequence, cut where pages are written. A token reads, as in decoding, the pages that
+    the tokens before it filled; sinks and recent tokens, its own included, it reads exactly."""
     fmt, heads, segments = layer.format("k"), layer.attention.num_kv_heads, []
     tokens = torch.arange(num_tokens)
     for pages, queries in groupby(range(num_tokens), key=fmt.pages_read):
@@ -147,8 +153,9 @@ def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
 
 
 def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor], k_post_BNTD: Tensor) -> Tensor:
-    """Keys [1, N, T, D] as a cache would read them back from the pages of T - 1 tokens (at their final bits), in
-    k_post's dtype; what is in no page is as it was. Raises NonFiniteActivations: NaN or infinity in a page."""
+    """Keys [1, N, T, D] as a cache would read them back from the pages of T - 1 tokens (at their final bits),
+    in k_post's dtype; what is in no page is as it was. Raises NonFiniteActivations: NaN or infinity in a
+    page."""
     found, fmt = k_post_BNTD.clone(), layer.format("k")
     num_pages = fmt.pages_read(k_post_BNTD.shape[2] - 1)
     if fmt.num_bits != RAW_BITS and num_pages:

@@ -1,10 +1,10 @@
-"""The bytes of a cache, and how far a memory goes with them: at the same bits in every layer, before anything is
-measured, and for a finished plan.
+"""The bytes of a cache, and how far a memory goes with them: at the same bits in every layer, before anything
+is measured, and for a finished plan.
 
-Rows of equal bits are recipes with [formats] alone. A memory holds the cache (``Plan.nbytes``), weights, logits and the
-workspace of a decode step; activations of a long prompt are left out. The largest batch and context are found by
-bisection. With tensor parallelism, each device holds its share of the KV heads, and copies where there are fewer heads
-than devices; weights and states are divided evenly.
+Rows of equal bits are recipes with [formats] alone. A memory holds the cache (``Plan.nbytes``), weights,
+logits and the workspace of a decode step; activations of a long prompt are left out. The largest batch and
+context are found by bisection. With tensor parallelism, each device holds its share of the KV heads, and
+copies where there are fewer heads than devices; weights and states are divided evenly.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
 
 @dataclass(frozen=True)
 class Fit:
-    """One plan in a memory: bytes of ``total`` at the workload; the largest batch at its context and the largest
-    context at its batch, 0 where not even one fits."""
+    """One plan in a memory: bytes of ``total`` at the workload; the largest batch at its context and the
+    largest context at its batch, 0 where not even one fits."""
 
     total: int
     max_batch: int
@@ -55,8 +55,8 @@ class SizeRow:
 
 
 def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, devices: int = 1) -> Iterator[SizeRow]:
-    """A row for each of ``RECIPES``, on each of ``devices`` alike. ``memory``: bytes of one device, which needs
-    ``sizes.weight_bytes``."""
+    """A row for each of ``RECIPES``, on each of ``devices`` alike. ``memory``: bytes of one device, which
+    needs ``sizes.weight_bytes``."""
     if memory is not None and sizes.weight_bytes is None:
         raise UsageError(
             f"{sizes.id}: its weights are not here, neither their safetensors files nor an index",
@@ -75,7 +75,8 @@ def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, dev
 
 
 def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit:
-    """The reach of ``memory`` bytes. ``weights``: their bytes, None where the memory is for the cache alone."""
+    """The reach of ``memory`` bytes. ``weights``: their bytes, None where the memory is for the cache
+    alone."""
     tensors = tensors_nbytes(plan.tensors)
     alike = Counter(  # layers that take the same bytes
         replace(layer, geometry=replace(layer.geometry, index=0), k_predictor=None, v_predictor=None)
@@ -122,8 +123,8 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
 
 
 def least_bits(geometry: Geometry, workload: Workload) -> float | None:
-    """All-in bits of the smallest plan of `kvcal plan`; None where its recipe does not choose: without layers that grow
-    with tokens, and for latents."""
+    """All-in bits of the smallest plan of `kvcal plan`; None where its recipe does not choose: without layers
+    that grow with tokens, and for latents."""
     recipe, paged = load_recipe("default"), [layer for layer in bare_layers(geometry) if layer.takes_transforms]
     if not paged or geometry.has_latents:
         return None
@@ -150,8 +151,8 @@ def budget_bits(nbytes: int, num_values: int) -> float:
 
 
 def pays_from(plan: Plan) -> int | None:
-    """The number of tokens from which on one sequence takes fewer bytes with the plan than with the model's own cache;
-    None where pages shrink on a schedule, or where it never does."""
+    """The number of tokens from which on one sequence takes fewer bytes with the plan than with the model's
+    own cache; None where pages shrink on a schedule, or where it never does."""
 
     def pays(num_tokens: int) -> bool:
         return plan.nbytes((num_tokens,)) < plan.raw_nbytes((num_tokens,))
@@ -166,8 +167,9 @@ def pays_from(plan: Plan) -> int | None:
 
 @dataclass(frozen=True)
 class Gain:
-    """Bytes of the cache at the plan's workload, in the plan and in the model's own; ``budget`` in bytes, and how far
-    it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload alone."""
+    """Bytes of the cache at the plan's workload, in the plan and in the model's own; ``budget`` in bytes, and
+    how far it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload
+    alone."""
 
     cache_bytes: int
     raw_bytes: int

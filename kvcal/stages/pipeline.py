@@ -1,12 +1,14 @@
-"""The pipeline: basis -> profile -> choice of formats -> reparam -> predictors -> feedback -> compile -> evaluate.
+"""The pipeline: basis -> profile -> choice of formats -> reparam -> predictors -> feedback -> compile ->
+evaluate.
 
-Each stage works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact was made
-from the same inputs is skipped; when they differ, the first differing field is named and the stage runs again. A folder
-made from another model is left alone.
+Each stage works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact
+was made from the same inputs is skipped; when they differ, the first differing field is named and the stage
+runs again. A folder made from another model is left alone.
 
-A search takes the recipes of systems through the same stages, each in the folder ``systems/NAME``. One with [allocate]
-is solved at the search's budget; one with [formats] or [importance] has the bytes that it has, and is left out where
-these are beyond the budget. The search's [data] says which text all of them read, and how much at most.
+A search takes the recipes of systems through the same stages, each in the folder ``systems/NAME``. One with
+[allocate] is solved at the search's budget; one with [formats] or [importance] has the bytes that it has, and
+is left out where these are beyond the budget. The search's [data] says which text all of them read, and how
+much at most.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class Result:
 def run(
     loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload | None = None, reporter: Reporter = SILENT
 ) -> Result:
-    """All stages, as in ``build_plan`` and ``evaluate_plan``. Raises what the stages raise; whatever was finished stays
-    and is reused by the next run."""
+    """All stages, as in ``build_plan`` and ``evaluate_plan``. Raises what the stages raise; whatever was
+    finished stays and is reused by the next run."""
     plan = build_plan(loaded, folder, recipe, workload, reporter)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
     return Result(allocation_record.load(folder.allocation)[0], plan, evaluation)
@@ -96,8 +98,9 @@ def run_stages(job: Job) -> None:
 
 
 def compiled(folder: Folder, reporter: Reporter = SILENT, recipe: Recipe | None = None) -> Plan:
-    """The plan of a folder's allocation, with the transforms of the recipe's stages (without a recipe: with those that
-    the folder holds for it), and always with the tensors of a search. Raises as ``compile_folder``."""
+    """The plan of a folder's allocation, with the transforms of the recipe's stages (without a recipe: with
+    those that the folder holds for it), and always with the tensors of a search. Raises as
+    ``compile_folder``."""
     allocation, made_from = allocation_record.load(folder.allocation)
     if "search.sha256" in made_from:
         searched = search_record.load(folder.search)
@@ -124,8 +127,8 @@ def compiled(folder: Folder, reporter: Reporter = SILENT, recipe: Recipe | None 
 def compile_folder(
     folder: Folder, path: Path | None = None, reporter: Reporter = SILENT, recipe: Recipe | None = None
 ) -> Plan:
-    """The compile stage: writes the plan of ``compiled`` to ``path`` (default: into the folder) unless the same one
-    lies there.
+    """The compile stage: writes the plan of ``compiled`` to ``path`` (default: into the folder) unless the
+    same one lies there.
 
     Raises:
         InfeasibleBudget: with its transforms, it takes more than its allocation's budget.
@@ -160,8 +163,8 @@ def evaluate_plan(
 
 
 def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload, folder: Folder | None = None) -> Plan:
-    """The plan of a recipe that is [formats] alone, or in the basis that ``folder`` has. UsageError for one that needs
-    stages."""
+    """The plan of a recipe that is [formats] alone, or in the basis that ``folder`` has. UsageError for one
+    that needs stages."""
     if recipe.basis is not None and folder is not None and folder.basis.exists():
         plan = basis_stage.load(folder.basis).changed(formats.formats_plan(recipe, loaded, workload))
         fitted_on = calibration("basis", read_inputs(folder.basis))
@@ -178,8 +181,8 @@ PURPOSES: tuple[Purpose, ...] = ("select", "validate")
 
 
 def system_recipes(recipe: Recipe) -> dict[str, Recipe]:
-    """The recipes of [search] systems by name, at the search's budget, on its text: of no more sequences and tokens
-    than its [data] has."""
+    """The recipes of [search] systems by name, at the search's budget, on its text: of no more sequences and
+    tokens than its [data] has."""
     assert recipe.search is not None and recipe.allocate is not None
     budget = {name: getattr(recipe.allocate, name) for name in (*BUDGET_KINDS, "batch", "context", "workspace")}
     systems = {}
@@ -198,8 +201,8 @@ def system_recipes(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def search_folder(job: Job) -> Allocation:
-    """Build and measure the plans of all systems, and keep the best one: its allocation has transforms, whose tensors
-    are in the search's own artifact."""
+    """Build and measure the plans of all systems, and keep the best one: its allocation has transforms, whose
+    tensors are in the search's own artifact."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
     assert recipe.allocate is not None and recipe.search is not None
     job = replace(job, workload=Workload(recipe.allocate.batch, recipe.allocate.context))
@@ -271,8 +274,8 @@ def _plans(job: Job, systems: dict[str, Recipe]) -> tuple[dict[str, Plan], dict[
 
 
 def _known_layers(recipe: Recipe, geometry: Geometry) -> tuple[LayerPlan, ...] | None:
-    """Layers that take no more bytes, and are no slower, than those of the recipe's plan, known before any of its
-    stages; None where a solver chooses them."""
+    """Layers that take no more bytes, and are no slower, than those of the recipe's plan, known before any of
+    its stages; None where a solver chooses them."""
     if recipe.formats is not None:
         return fixed_layers(recipe.formats, bare_layers(geometry))
     if recipe.importance is not None:
@@ -283,8 +286,8 @@ def _known_layers(recipe: Recipe, geometry: Geometry) -> tuple[LayerPlan, ...] |
 
 
 def _refused(job: Job, layers: tuple[LayerPlan, ...], tensor_bytes: int, smallest: list[int]) -> str | None:
-    """Why the search does not take a plan of these layers: it is beyond the budget (``smallest`` then gets the bytes
-    that would do), or, for decoding, slower than 16 bits."""
+    """Why the search does not take a plan of these layers: it is beyond the budget (``smallest`` then gets
+    the bytes that would do), or, for decoding, slower than 16 bits."""
     recipe = job.recipe
     assert recipe.search is not None
     allocation = _budgeted(job, layers)
@@ -307,8 +310,8 @@ def _budgeted(job: Job, layers: tuple[LayerPlan, ...]) -> Allocation:
     return Allocation(loaded.identity, cache_dtype, layers, job.workload, {}, split)
 
 
-# The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
-# takes every system through its own stages.
+# The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the
+# allocation; a search takes every system through its own stages.
 STAGES = (
     Stage(
         "profile",

@@ -1,20 +1,22 @@
 """The reparam stage: λ for the keys of every layer, calibrated on short text at far positions.
 
-PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). A channel's
-outliers depend on how far RoPE turns it, and slow channels turn once in tens of thousands of tokens; so positions are
-multiplied by ``position_scale`` (Eq. 12): 2,048 tokens stand for 8,192, at the cost of 2,048. Never beyond the model's
-context, though: what lies there is never cached.
+PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). A
+channel's outliers depend on how far RoPE turns it, and slow channels turn once in tens of thousands of
+tokens; so positions are multiplied by ``position_scale`` (Eq. 12): 2,048 tokens stand for 8,192, at the cost
+of 2,048. Never beyond the model's context, though: what lies there is never cached.
 
 Two passes over the data, one sequence at a time, of which an interrupted run continues the second:
 
 1. magnitudes: max|K_post| per channel, without the sinks, which are never quantized;
-2. search: for every α of the grid, the keys are written to the plan's pages and read back, and the attention block runs
-   again with them (``rereading``), as decoding would read them. The smallest squared error of the block's output wins;
-   values stay exact, since no choice here changes theirs.
+2. search: for every α of the grid, the keys are written to the plan's pages and read back, and the attention
+   block runs again with them (``rereading``), as decoding would read them. The smallest squared error of the
+   block's output wins; values stay exact, since no choice here changes theirs.
 
-The record holds the whole error curve of each layer's search, so that it can be seen how much λ brings, and where.
+The record holds the whole error curve of each layer's search, so that it can be seen how much λ brings, and
+where.
 
-Layers whose keys are per channel, before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
+Layers whose keys are per channel, before RoPE, 16 bits or in a sliding window stay as they are, and so do
+latents.
 """
 
 from __future__ import annotations
@@ -62,8 +64,9 @@ SEARCH = "search samples"
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class LayerReparam:
-    """One searched layer. Errors are squared, summed over tokens and channels of the attention block's output, as a
-    mean over samples; ``energy`` is the same sum of the exact output. ``errors[a]``: at the a-th α of the grid."""
+    """One searched layer. Errors are squared, summed over tokens and channels of the attention block's
+    output, as a mean over samples; ``energy`` is the same sum of the exact output. ``errors[a]``: at the a-th
+    α of the grid."""
 
     index: Index
     alpha: Share
@@ -87,8 +90,8 @@ class _Body:
 
 @dataclass(frozen=True, eq=False)
 class Reparam:
-    """``lambdas``: {layer: fp32 [N, D]} of every searched layer, 1 where the search chose none; for keys after RoPE,
-    equal on each rotary pair."""
+    """``lambdas``: {layer: fp32 [N, D]} of every searched layer, 1 where the search chose none; for keys
+    after RoPE, equal on each rotary pair."""
 
     subject: Subject
     layers: tuple[LayerReparam, ...]
@@ -123,8 +126,8 @@ def run_reparam(
     path: Path,
     reporter: Reporter,
 ) -> Reparam:
-    """Calibrate λ for the formats of ``layers`` and write the record to ``path``; an earlier run of the same ``inputs``
-    that was interrupted is continued."""
+    """Calibrate λ for the formats of ``layers`` and write the record to ``path``; an earlier run of the same
+    ``inputs`` that was interrupted is continued."""
     searched = {layer.geometry.index: layer for layer in layers if takes_rescale(layer)}
     check_taps(loaded.model, loaded.geometry)
     pairs = rotary_pairs(loaded.model, loaded.geometry, searched)
@@ -157,7 +160,8 @@ def run_reparam(
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """One run of the stage. ``layers``: the searched ones, by index; ``tensors``: the plan's, on the model's device."""
+    """One run of the stage. ``layers``: the searched ones, by index; ``tensors``: the plan's, on the model's
+    device."""
 
     loaded: LoadedModel
     layers: Mapping[int, LayerPlan]

@@ -1,9 +1,9 @@
 """Choose one of several plans by their KL to the 16-bit cache, out of sample, with errors.
 
-All plans are measured on the texts of the pool *select*, the best three on *validate*, where nothing was chosen yet.
-There the plan of least KL wins, unless a simpler one is within one standard error of the paired difference over texts:
-then the simplest of these (fewest ways to store keys or values, then fewest bytes). The artifact, which the plan is
-compiled from, holds the chosen layers, their tensors, and a report.
+All plans are measured on the texts of the pool *select*, the best three on *validate*, where nothing was
+chosen yet. There the plan of least KL wins, unless a simpler one is within one standard error of the paired
+difference over texts: then the simplest of these (fewest ways to store keys or values, then fewest bytes).
+The artifact, which the plan is compiled from, holds the chosen layers, their tensors, and a report.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ FINALISTS = 3
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class SystemResult:
-    """The plan of one system. KL to the 16-bit cache in nats per loss token: means over the texts of a pool, with their
-    standard errors.
+    """The plan of one system. KL to the 16-bit cache in nats per loss token: means over the texts of a pool,
+    with their standard errors.
 
-    ``bits``: all-in, per cached value. ``validate``: of the finalists alone. ``difference``: of its KL on *validate*
-    from that of the plan that ships, with the paired error. ``left_out``: why there is no plan, and no figures."""
+    ``bits``: all-in, per cached value. ``validate``: of the finalists alone. ``difference``: of its KL on
+    *validate* from that of the plan that ships, with the paired error. ``left_out``: why there is no plan,
+    and no figures."""
 
     name: str
     bits: Amount | None = None
@@ -91,7 +92,8 @@ def choose_plan(
     serve: str,
     reporter: Reporter,
 ) -> SearchReport:
-    """Measure ``plans`` by name, and choose one. ``left_out``: why other systems have no plan here, by name."""
+    """Measure ``plans`` by name, and choose one. ``left_out``: why other systems have no plan here, by
+    name."""
     of_select = measured(loaded, plans, select, reporter, "search: select")
     ranked = sorted(plans, key=lambda name: float(of_select[name].mean()))
     finalists = {name: plans[name] for name in ranked[:FINALISTS]}
@@ -114,7 +116,8 @@ def choose_plan(
 def measured(
     loaded: LoadedModel, plans: Mapping[str, Plan], texts: Sequence[Text], reporter: Reporter, label: str
 ) -> dict[str, Tensor]:
-    """KL(16 bits || plan) of every plan, fp64 [N]: the mean over a text's loss tokens, in nats, for each of N texts."""
+    """KL(16 bits || plan) of every plan, fp64 [N]: the mean over a text's loss tokens, in nats, for each of N
+    texts."""
     reference, room = unquantized_plan(loaded.identity, loaded.geometry), Room(LOCKSTEP, reporter)
     batch = KL_BATCH.get(loaded.model.device.type, 4)
     starts = range(0, len(texts), batch)
@@ -138,8 +141,8 @@ def mean_and_error(values_N: Tensor) -> tuple[float, float]:
 
 
 def chosen(kls: Mapping[str, Tensor], costs: Mapping[str, tuple[int, int]]) -> str:
-    """The name of the plan to ship. ``kls``: KL of each plan on the same texts [N]; ``costs``: ascending by what is
-    preferred among plans that cannot be told apart."""
+    """The name of the plan to ship. ``kls``: KL of each plan on the same texts [N]; ``costs``: ascending by
+    what is preferred among plans that cannot be told apart."""
     least = min(kls, key=lambda name: float(kls[name].mean()))
     differences = {name: mean_and_error(kl_N - kls[least]) for name, kl_N in kls.items()}
     equal = [name for name, (mean, error) in differences.items() if mean <= error]
@@ -158,8 +161,8 @@ def num_ways(layers: Iterable[LayerPlan]) -> int:
 
 
 def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> str | None:
-    """Why decoding may be slower than at 16 bits: pages that kernels do not read as they are stored, or only with a
-    slower kernel than 16 bits, or more bytes. None where it is not."""
+    """Why decoding may be slower than at 16 bits: pages that kernels do not read as they are stored, or only
+    with a slower kernel than 16 bits, or more bytes. None where it is not."""
     taken = raw_taken = 0
     for layer in layers:
         if layer.is_paged:

@@ -1,14 +1,16 @@
-"""Scores of calibration pages, and the capacity that the tiers of boosted keys need there at given thresholds.
+"""Scores of calibration pages, and the capacity that the tiers of boosted keys need there at given
+thresholds.
 
-A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the queries since
-the page before it. Scores hardly depend on the plan: they are measured once, on the model at 16 bits, and each setting
-of the thresholds then only counts channels.
+A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the
+queries since the page before it. Scores hardly depend on the plan: they are measured once, on the model at 16
+bits, and each setting of the thresholds then only counts channels.
 
-A tier's capacity is what a given share of a layer's calibration pages need, one KV head's page at a time; a tier that
-needs none is left out. A page that needs more keeps the best channels there, and the rest fall to the next tier. Unused
-capacity still takes bytes, and few pages need much: on the embedded model, capacity for 95 % of the pages instead of
-all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65 code bits instead of 2.67). With
-capacities from the recipe's shares all trials cost the same, and the search is for accuracy alone.
+A tier's capacity is what a given share of a layer's calibration pages need, one KV head's page at a time; a
+tier that needs none is left out. A page that needs more keeps the best channels there, and the rest fall to
+the next tier. Unused capacity still takes bytes, and few pages need much: on the embedded model, capacity for
+95 % of the pages instead of all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65
+code bits instead of 2.67). With capacities from the recipe's shares all trials cost the same, and the search
+is for accuracy alone.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ Scores = Mapping[int, Tensor]
 
 @torch.no_grad()
 def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter: Reporter) -> Scores:
-    """{layer index: [pages, N, D] fp64 on the CPU} for every layer of ``plan`` whose keys are boosted, over all
-    sequences of ``data``."""
+    """{layer index: [pages, N, D] fp64 on the CPU} for every layer of ``plan`` whose keys are boosted, over
+    all sequences of ``data``."""
     boosted = {layer.geometry.index: layer for layer in plan.layers if layer.is_paged and layer.k[0].boost is not None}
     pages: dict[int, list[Tensor]] = {index: [] for index in boosted}
 
@@ -105,8 +107,8 @@ def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> B
 def with_thresholds(
     plan: Plan, thresholds: Mapping[int, float], scores: Scores | None = None, page_share: float = 1.0
 ) -> Plan:
-    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: capacities are
-    fitted to ``page_share`` of these pages; else they stay as they are."""
+    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: capacities
+    are fitted to ``page_share`` of these pages; else they stay as they are."""
     layers = list(plan.layers)
     for position, layer in enumerate(layers):
         if layer.is_paged and (old := layer.k[0].boost) is not None:
@@ -118,14 +120,15 @@ def with_thresholds(
 
 
 def score_quantile(scores: Scores, share: float) -> float:
-    """The score that ``share`` of all channels of calibration pages are at or below; exact, for any number of them."""
+    """The score that ``share`` of all channels of calibration pages are at or below; exact, for any number of
+    them."""
     every = torch.cat([values.flatten() for values in scores.values()]).sort().values
     return float(every[min(int(share * len(every)), len(every) - 1)])
 
 
 def key_code_bits(plan: Plan, scores: Scores) -> float:
-    """Mean bits of a key's code over all calibration pages and boosted layers of ``plan``, parameters and index not
-    counted: the figure that MixKVQ calls effective bits (Eq. 17)."""
+    """Mean bits of a key's code over all calibration pages and boosted layers of ``plan``, parameters and
+    index not counted: the figure that MixKVQ calls effective bits (Eq. 17)."""
     total, channels = 0.0, 0
     for layer in plan.layers:
         index = layer.geometry.index

@@ -1,7 +1,7 @@
 """The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback, bases.
 
-Each stage works on the layers as the ones before left them, and its artifact names these layers by their sha256: λ and
-predictors of another allocation are never mixed into a plan.
+Each stage works on the layers as the ones before left them, and its artifact names these layers by their
+sha256: λ and predictors of another allocation are never mixed into a plan.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ Record = Reparam | Centring | PredictorRecord | BasisRecord
 
 @dataclass(frozen=True)
 class Transforms:
-    """Records of a folder's transforms by stage, in the order in which they were made, and of the data they were fitted
-    on."""
+    """Records of a folder's transforms by stage, in the order in which they were made, and of the data they
+    were fitted on."""
 
     records: tuple[Record, ...] = ()
     calibration: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Folder, recipe: Recipe, before: str | None = None) -> Transforms:
-        """Those of the recipe's stages, of the ones before a stage alone. ArtifactError where one is missing or
-        corrupt."""
+        """Those of the recipe's stages, of the ones before a stage alone. ArtifactError where one is missing
+        or corrupt."""
         found = cls()
         has = {
             "reparam": recipe.reparam is not None,
@@ -80,7 +80,8 @@ class Transforms:
 
     @classmethod
     def made_for(cls, folder: Folder, layers: Layers, reporter: Reporter) -> Transforms:
-        """Those that the folder holds for an allocation's ``layers``; those of other formats are named and left out."""
+        """Those that the folder holds for an allocation's ``layers``; those of other formats are named and
+        left out."""
         found = cls()
         for stage, load in LOADS.items():
             path = getattr(folder, stage)
@@ -133,8 +134,8 @@ def reparam_folder(job: Job) -> Reparam:
 
 
 def centre_folder(job: Job) -> Centring | None:
-    """The centre stage, on the layers as the reparam stage left them; nothing where no keys are scaled by token.
-    Reads the recipe's text where another stage does."""
+    """The centre stage, on the layers as the reparam stage left them; nothing where no keys are scaled by
+    token. Reads the recipe's text where another stage does."""
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
     allocation = allocation_record.load(folder.allocation)[0]
     layers, _ = Transforms.of(folder, recipe, before="centre").apply(allocation.layers)
@@ -172,8 +173,8 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
 
 
 def basis_folder(job: Job) -> BasisRecord:
-    """The stage of [basis] or [feedback], on the layers as the stages before left them; a basis comes before the
-    profile, if there is one, for layers whose bits are not chosen yet."""
+    """The stage of [basis] or [feedback], on the layers as the stages before left them; a basis comes before
+    the profile, if there is one, for layers whose bits are not chosen yet."""
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
     spec = calibration_spec(recipe, loaded)
     if recipe.chooses_in_a_basis:
@@ -194,7 +195,8 @@ def basis_folder(job: Job) -> BasisRecord:
 def _tell_beyond_budget(
     stage: str, allocation: Allocation, layers: Layers, tensors: dict[str, Tensor], reporter: Reporter
 ) -> None:
-    """Say what to do where the layers, with their transforms and these tensors, are beyond the allocation's budget."""
+    """Say what to do where the layers, with their transforms and these tensors, are beyond the allocation's
+    budget."""
     nbytes = tensors_nbytes(tensors)
     left = bytes_left(allocation, layers, nbytes)
     if left is not None and left < 0:

@@ -1,13 +1,14 @@
-"""The search of a plan's score thresholds by Optuna's TPE sampler (Bergstra et al., 2011): accuracy on real tasks,
-through the plan's packed cache, up, and all-in bits down (MixKVQ, App. D).
+"""The search of a plan's score thresholds by Optuna's TPE sampler (Bergstra et al., 2011): accuracy on real
+tasks, through the plan's packed cache, up, and all-in bits down (MixKVQ, App. D).
 
-A trial is one setting of the thresholds in the key tiers, with its accuracy and its cost, everything counted at the
-plan's workload; the paper's bits count key codes alone, and are kept as a fact. Trials are kept in study.log, a journal
-of Optuna's (lines of JSON), as soon as they end. An interrupted study goes on after them. The same command, started
-several times on one folder, shares the study: each process draws and measures trials of its own. Each trial's sampler
-is seeded by the study's seed and the trial's number, so that processes draw different trials, and one process draws
-the same ones again. The choice is the best accuracy among the trials that fit, of equal ones the one with fewer bits.
-The paper chooses from the Pareto front: under a cap on bits that is the same trial.
+A trial is one setting of the thresholds in the key tiers, with its accuracy and its cost, everything counted
+at the plan's workload; the paper's bits count key codes alone, and are kept as a fact. Trials are kept in
+study.log, a journal of Optuna's (lines of JSON), as soon as they end. An interrupted study goes on after
+them. The same command, started several times on one folder, shares the study: each process draws and measures
+trials of its own. Each trial's sampler is seeded by the study's seed and the trial's number, so that
+processes draw different trials, and one process draws the same ones again. The choice is the best accuracy
+among the trials that fit, of equal ones the one with fewer bits. The paper chooses from the Pareto front:
+under a cap on bits that is the same trial.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ DIRECTIONS: tuple[Literal["maximize"], Literal["minimize"]] = ("maximize", "mini
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Outcome:
-    """The worth of one setting. ``bits_per_value`` and ``total_bytes`` count everything, at the workload of the search.
-    ``facts``: further figures, such as the mean bits of a key's code."""
+    """The worth of one setting. ``bits_per_value`` and ``total_bytes`` count everything, at the workload of
+    the search. ``facts``: further figures, such as the mean bits of a key's code."""
 
     accuracy: Share
     accuracy_se: Amount | None
@@ -72,7 +73,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A study so far. ``inputs``: what it was made with, flat; ``front``: numbers of the trials on it, by bits."""
+    """A study so far. ``inputs``: what it was made with, flat; ``front``: numbers of the trials on it, by
+    bits."""
 
     inputs: dict[str, Any]
     trials: tuple[Trial, ...]
@@ -87,9 +89,9 @@ def tune(
     folder: Path,
     reporter: Reporter,
 ) -> Tuning:
-    """Run, or go on with, the study in ``folder`` until it has ``spec.num_trials`` finished trials. ``ranges``: [low,
-    high] of each threshold, by name. ``inputs`` (flat JSON) must name everything else that outcomes depend on: model,
-    recipe, task."""
+    """Run, or go on with, the study in ``folder`` until it has ``spec.num_trials`` finished trials.
+    ``ranges``: [low, high] of each threshold, by name. ``inputs`` (flat JSON) must name everything else that
+    outcomes depend on: model, recipe, task."""
     import optuna
 
     searched = {name: list(limits) for name, limits in ranges.items()}
@@ -178,7 +180,8 @@ def _open(path: Path, is_new: bool) -> Study:
         if not is_new and not path.exists():
             raise ArtifactError(f"{path} is missing", hint="`kvcal tune` writes it")
         backend = JournalFileBackend(str(path))
-        # A line that a full disk has cut: Optuna would append to it. An empty file is another process's, just begun.
+        # A line that a full disk has cut: Optuna would append to it. An empty file is another process's, just
+        # begun.
         if (content := path.read_bytes()) and not content.endswith(b"\n"):
             lock = JournalFileSymlinkLock(str(path))
             lock.acquire()  # while no other process writes
@@ -213,8 +216,8 @@ def _finished(study: Study) -> list[FrozenTrial]:
 
 
 def tuned_bits(plan: Plan) -> tuple[int, ...]:
-    """Bits of the key tiers that have a threshold, from most to fewest. UsageError where there is none, or where pages
-    hold other keys than the model's."""
+    """Bits of the key tiers that have a threshold, from most to fewest. UsageError where there is none, or
+    where pages hold other keys than the model's."""
     paged = [layer for layer in plan.layers if layer.is_paged]
     if moved := [x.geometry.index for x in paged if x.k_pages == "pre" or x.k_rescale or x.k_offset]:
         raise UsageError(
@@ -233,8 +236,9 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class TaskObjective:
-    """Callable as ``evaluate`` of the study. ``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the
-    calibration pages. UsageError where lm-eval is asked for and not installed, or as ``tuned_bits``."""
+    """Callable as ``evaluate`` of the study. ``evaluate`` bounds the tasks' lengths and sets the batch;
+    ``data``: the calibration pages. UsageError where lm-eval is asked for and not installed, or as
+    ``tuned_bits``."""
 
     loaded: LoadedModel
     plan: Plan

@@ -1,4 +1,5 @@
-"""Verification: a plan is this model's, and its cache allocates the bytes that it predicts, on real decoding."""
+"""Verification: a plan is this model's, and its cache allocates the bytes that it predicts, on real
+decoding."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Check:
 
 
 def require_same_config(plan: Plan, source: str) -> None:
-    """ArtifactError when the plan was compiled for a model with another config.json than that of ``source``, whose
-    weights are not read."""
+    """ArtifactError when the plan was compiled for a model with another config.json than that of ``source``,
+    whose weights are not read."""
     location = locate(source)
     if location.gguf is None and config_sha256(location.folder, location.id) != plan.model.config_sha256:
         content = read_json(location.folder / "config.json", location.id)
@@ -98,8 +99,8 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
 
 
 def require_predicted_bytes(cache: PlanCache, lengths: Sequence[int] | None = None) -> None:
-    """ArtifactError unless the cache's measured bytes are those that its plan predicts for sequences of these lengths
-    (default: as the cache counts them)."""
+    """ArtifactError unless the cache's measured bytes are those that its plan predicts for sequences of these
+    lengths (default: as the cache counts them)."""
     lengths = cache.lengths if lengths is None else lengths
     predicted = cache.plan.nbytes(lengths, cache.get_seq_length())
     if cache.nbytes != predicted:

@@ -1,9 +1,11 @@
-"""The memory of one full-attention layer: the parts that hold its keys and values, and its steps by the kernels.
+"""The memory of one full-attention layer: the parts that hold its keys and values, and its steps by the
+kernels.
 
-A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts. One
-token for every sequence of a static cache, or a few where drafts are verified, is a step (``attend``): it stores them
-and attends to all tokens, by two operators (``LayerStep``). A step waits for nothing and knows no lengths on the host,
-so that it may be captured in a CUDA graph. Nothing here knows of transformers or of who owns the memory.
+A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with
+prompts. One token for every sequence of a static cache, or a few where drafts are verified, is a step
+(``attend``): it stores them and attends to all tokens, by two operators (``LayerStep``). A step waits for
+nothing and knows no lengths on the host, so that it may be captured in a CUDA graph. Nothing here knows of
+transformers or of who owns the memory.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class NewTokens(NamedTuple):
 
 
 class LayerStore:
-    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache, whose steps are
-    ``step``, at ``place``."""
+    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache, whose steps
+    are ``step``, at ``place``."""
 
     def __init__(
         self, plan: LayerPlan, state: PlanState, static: StepState | None, batch: int, device: torch.device
@@ -85,7 +87,8 @@ class LayerStore:
             part.pool.resize([num_pages(length) for length in lengths])
 
     def read(self, side: Side, rows: Rows, columns: int, new: int, dtype: torch.dtype) -> Tensor:
-        """[B, N, S + new, D]: the past at its S columns, zero at padding; the last columns are left to the caller."""
+        """[B, N, S + new, D]: the past at its S columns, zero at padding; the last columns are left to the
+        caller."""
         padded = any(block.start or block.stop < rows.width for block in rows.blocks)
         allocate = torch.zeros if padded else torch.empty
         shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
@@ -99,8 +102,8 @@ class LayerStore:
         return out
 
     def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
-        """Store new tokens after what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their |q|, where
-        channels are chosen by queries. Keys first: values may be predicted from them."""
+        """Store new tokens after what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their
+        |q|, where channels are chosen by queries. Keys first: values may be predicted from them."""
         if self.sides["k"].format.needs_queries:
             assert query_sum is not None
             self.sides["k"].observe(query_sum)
@@ -139,8 +142,8 @@ class LayerStore:
     def attend(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
-        Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
+        """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's
+        dtype. Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
         self.step.append(q, k_new, v_new, self.place)
         return self.step.attend(q, self.place, scale, softcap, s_aux)
 
@@ -153,8 +156,8 @@ class LayerStore:
         return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.num_bits)))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
-        """The kernels that pack prompts of a static cache; on a GPU those of a dynamic cache with error feedback, too,
-        which torch chooses channel by channel."""
+        """The kernels that pack prompts of a static cache; on a GPU those of a dynamic cache with error
+        feedback, too, which torch chooses channel by channel."""
         if self.static is None:
             if codec.feedback is None or not codec.feedback.is_cuda or any(refusals(self.plan, self.cache_dtype)):
                 return None
@@ -193,7 +196,8 @@ class LayerStore:
 
 
 def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:
-    """Write the past of one block's rows to its columns of out [B, N, columns or more, D]; ``decoded``: their pages."""
+    """Write the past of one block's rows to its columns of out [B, N, columns or more, D]; ``decoded``: their
+    pages."""
     view = out[block.rows]
     intervals = rows.intervals(block, 0, columns)
     if len(intervals) == 1:
@@ -209,12 +213,13 @@ def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decod
 class DecodedCopy:
     """A dense copy of what a layer would read back (``PlanCache(keep_decoded=True)``), in the model's dtype.
 
-    A dynamic cache reads all of its pages at every step; with a small model on a CPU that is most of the time. Pages
-    never change once they are packed, so the copy decodes every page once. What the model attends to is the same bit
-    for bit (``PlanCache.verify_decoded`` compares). It saves time and not memory, so it serves evaluation.
+    A dynamic cache reads all of its pages at every step; with a small model on a CPU that is most of the
+    time. Pages never change once they are packed, so the copy decodes every page once. What the model attends
+    to is the same bit for bit (``PlanCache.verify_decoded`` compares). It saves time and not memory, so it
+    serves evaluation.
 
-    ``dense`` [B, N, >= columns, D] of a side; ``pages``: of every sequence that are in it, of a side, and at how many
-    bits."""
+    ``dense`` [B, N, >= columns, D] of a side; ``pages``: of every sequence that are in it, of a side, and at
+    how many bits."""
 
     def __init__(self) -> None:
         self.dense: dict[Side, Tensor] = {}
@@ -232,8 +237,8 @@ class DecodedCopy:
         return dense[:, :, :stop]
 
     def _grow(self, side: Side, states: Tensor, columns: int, held: int) -> bool:
-        """Room for ``columns``, of which ``held`` are kept; new ones are zero, as padding must be. Whether there was
-        no copy before."""
+        """Room for ``columns``, of which ``held`` are kept; new ones are zero, as padding must be. Whether
+        there was no copy before."""
         old = self.dense.get(side)
         if old is None or old.shape[2] < columns:
             grown = states.new_zeros(*states.shape[:2], -(-columns // GROWTH) * GROWTH, states.shape[3])
@@ -243,8 +248,8 @@ class DecodedCopy:
         return old is None
 
     def _refresh(self, part: PagedTensor, side: Side, rows: Rows, columns: int, dense: Tensor, is_new: bool) -> None:
-        """Take in the pages that have come to be read since; all, and what is not in pages, where the copy is new or
-        pages have other bits."""
+        """Take in the pages that have come to be read since; all, and what is not in pages, where the copy is
+        new or pages have other bits."""
         counts = [part.format.pages_read(length) for length in rows.lengths(columns)]
         before, bits = self.pages.get(side, ([0] * rows.batch, part.num_bits))
         self.pages[side] = counts, part.num_bits
@@ -258,7 +263,7 @@ class DecodedCopy:
             _read_block(part, block, rows, columns, decoded, dense)
 
     def difference(self, part: PagedTensor, side: Side, rows: Rows, fresh: Tensor) -> float:
-        """Largest difference between the copy and a fresh read [B, N, S, D] of the packed cache; NaN where one has
-        NaN."""
+        """Largest difference between the copy and a fresh read [B, N, S, D] of the packed cache; NaN where
+        one has NaN."""
         dense = self.whole(part, side, fresh[:, :, :0], rows, fresh.shape[2])
         return float((dense - fresh).abs().max()) if fresh.numel() else 0.0

@@ -1,8 +1,8 @@
 """The columns of a padded batch that hold tokens.
 
-A cache is handed whole columns [B, ..., T, ...]; of a ragged batch some of them are padding, which must enter no
-group, no page and no byte count. The prompt's attention mask says which: each row is one contiguous run of tokens
-(left or right padding, or both); every column after the prompt holds a token.
+A cache is handed whole columns [B, ..., T, ...]; of a ragged batch some of them are padding, which must enter
+no group, no page and no byte count. The prompt's attention mask says which: each row is one contiguous run of
+tokens (left or right padding, or both); every column after the prompt holds a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows with the same padding, treated as one: tokens of the prompt fill columns [start, stop)."""
+    """Consecutive rows with the same padding, treated as one: tokens of the prompt fill columns [start,
+    stop)."""
 
     rows: slice
     start: int
@@ -30,7 +31,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """Padding of a batch. ``runs`` holds [start, stop) of the tokens in the prompt's ``width`` columns, one a row."""
+    """Padding of a batch. ``runs`` holds [start, stop) of the tokens in the prompt's ``width`` columns, one a
+    row."""
 
     runs: tuple[Interval, ...]
     width: int
@@ -100,15 +102,16 @@ class Rows:
 
 
 class Padding:
-    """The batch's rows, shared by all layers; known once the first layer sees the batch. Of the mask only the runs are
-    kept, a pair of numbers a row (``prompt``)."""
+    """The batch's rows, shared by all layers; known once the first layer sees the batch. Of the mask only the
+    runs are kept, a pair of numbers a row (``prompt``)."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.prompt = None if attention_mask is None else Rows.from_mask(attention_mask)
         self.rows: Rows | None = None
 
     def resolve(self, batch: int) -> Rows:
-        """Rows for ``batch``; a mask of fewer rows is repeated as ``generate`` repeats its inputs for beams."""
+        """Rows for ``batch``; a mask of fewer rows is repeated as ``generate`` repeats its inputs for
+        beams."""
         if self.rows is None:
             rows = self.prompt or Rows.dense(batch)
             if batch % rows.batch:

@@ -30,8 +30,8 @@ def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
 
 
 class GrowingPool:
-    """See the module's docstring. ``counts``: pages of every sequence; ``records`` uint8 [slots, r, record_bytes]: a
-    record for each head, or one for all of them."""
+    """See the module's docstring. ``counts``: pages of every sequence; ``records`` uint8 [slots, r,
+    record_bytes]: a record for each head, or one for all of them."""
 
     def __init__(self, batch: int, record: tuple[int, int], device: torch.device) -> None:
         self.records = torch.empty(0, *record, dtype=torch.uint8, device=device)
@@ -67,7 +67,8 @@ class GrowingPool:
 
 
 class TablePool:
-    """See the module's docstring. ``table`` int32 [B, pages]: the slot of every page, the same for all parts."""
+    """See the module's docstring. ``table`` int32 [B, pages]: the slot of every page, the same for all
+    parts."""
 
     def __init__(self, table: Tensor, record: tuple[int, int]) -> None:
         self.table = table

@@ -2,10 +2,10 @@
 
     K = f_key(K of the source layer) + residual,   V = f_value([V of the source layer; K of this layer]) + residual
 
-all of them as read back from pages, keys before RoPE, KV heads in a row. A dynamic cache decodes a layer after its
-source, at every read: reconstructions are handed from layer to layer and dropped as soon as the next layer has used
-them, so that at any time two layers' are held. Where none was left (a crop, a layer read alone), the source is decoded
-again.
+all of them as read back from pages, keys before RoPE, KV heads in a row. A dynamic cache decodes a layer
+after its source, at every read: reconstructions are handed from layer to layer and dropped as soon as the
+next layer has used them, so that at any time two layers' are held. Where none was left (a crop, a layer read
+alone), the source is decoded again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvcal.store.state import PlanState
 
 
 def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.device) -> LinearPredictor:
-    """The predictor of a layer that has one, from the plan's tensors on ``device``, which the plan has checked."""
+    """The predictor of a layer that has one, from the plan's tensors on ``device``, which the plan has
+    checked."""
     predictor = layer.predictor(side)
     assert predictor is not None
     (source,) = [other for other in state.plan.layers if other.geometry.index == predictor.source]
@@ -36,8 +37,8 @@ def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.d
 
 
 def predicted(predictor: LinearPredictor, inputs: Sequence[Tensor], num_heads: int) -> Tensor:
-    """[M, N, 128, D] fp32: what it says about M pages, from pages [M, .., 128, ..] fp32 as predictors read them: the
-    source's; for values, this layer's keys after them."""
+    """[M, N, 128, D] fp32: what it says about M pages, from pages [M, .., 128, ..] fp32 as predictors read
+    them: the source's; for values, this layer's keys after them."""
     x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
     return predictor.apply(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
@@ -73,12 +74,14 @@ class Prediction:
         return self.kept[key]
 
     def written(self, side: Side, spans: Sequence[Span]) -> None:
-        """New pages: decode them at once where they are predicted from, before the next layer writes its own."""
+        """New pages: decode them at once where they are predicted from, before the next layer writes its
+        own."""
         if spans and side in self.read_sides:
             self.before_rope(side, spans)
 
     def release(self) -> None:
-        """After an update: nobody needs the source's reconstructions any more, nor its own without readers."""
+        """After an update: nobody needs the source's reconstructions any more, nor its own without
+        readers."""
         sources = {predictor.source for side in SIDES if (predictor := self.plan.predictor(side)) is not None}
         for source in sources:
             self.state.predictions[source].forget()

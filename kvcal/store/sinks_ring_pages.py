@@ -1,15 +1,17 @@
-"""A *part* (``PagedTensor``): one layer's keys, or values, as sinks, a ring of recent tokens, and packed pages.
+"""A *part* (``PagedTensor``): one layer's keys, or values, as sinks, a ring of recent tokens, and packed
+pages.
 
-Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it. Besides the
-pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read prefers them. No other
-full-precision copy of a packed token exists once ``write`` returns. Page 0 holds the sinks, too, but they do not
-stretch its ranges: they are packed as copies of the first token after them.
+Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it.
+Besides the pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read
+prefers them. No other full-precision copy of a packed token exists once ``write`` returns. Page 0 holds the
+sinks, too, but they do not stretch its ranges: they are packed as copies of the first token after them.
 
-How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
-Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded.
-A cropped ring holds fewer tokens than it has room for: those that it lost to removed ones do not come back with a crop.
-Sinks, ring and pages hold tokens in the codec's basis, where it has one; what is written and read is not in it.
-Where the plan has pages shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
+How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay
+exact. Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from
+pages, as decoded. A cropped ring holds fewer tokens than it has room for: those that it lost to removed ones
+do not come back with a crop. Sinks, ring and pages hold tokens in the codec's basis, where it has one; what
+is written and read is not in it. Where the plan has pages shrink, all of them are converted at once
+(``set_bits``), down as tokens come, up after a crop.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ LAUNCHED_PAGES = 2**15
 class PagedTensor:
     """See the module's docstring. ``codec`` says how its n KV heads are held.
 
-    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens + lookahead, D] in the cache's dtype; for
-    query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since
-    (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor says about pages, [M, n,
-    128, D] fp32; None without one. ``keep`` gets every page that is decoded, before its transforms are undone.
-    ``oldest``: of every row, the first token that the ring had after the last crop (tokens to come replace it in turn).
-    ``group_heads``: query heads of a KV head, over which |q| is summed. ``lookahead``: draft tokens that the ring has
-    room for, so that no crop by as many needs a page.
+    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens + lookahead, D] in the cache's
+    dtype; for query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since
+    it had query_since (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor
+    says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is decoded, before
+    its transforms are undone. ``oldest``: of every row, the first token that the ring had after the last crop
+    (tokens to come replace it in turn). ``group_heads``: query heads of a KV head, over which |q| is summed.
+    ``lookahead``: draft tokens that the ring has room for, so that no crop by as many needs a page.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class PagedTensor:
 
     @property
     def overwritten(self) -> list[Tensor]:
-        """Tensors that later tokens overwrite, part of the plan's bytes: all but pages, which stay as they are."""
+        """Tensors that later tokens overwrite, part of the plan's bytes: all but pages, which stay as they
+        are."""
         return [self.sinks, self.ring, self.query_sum]
 
     @property
@@ -87,8 +90,8 @@ class PagedTensor:
         return [*self.overwritten, *self.pool.held]
 
     def decode(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
-        """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which bounds the
-        scratch, where no predictor wants them whole."""
+        """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which
+        bounds the scratch, where no predictor wants them whole."""
         codec, device = self.codec, self.ring.device
         ordinals = ordinals_of(spans, device)
         if self.keep is not None or self.predict is not None:
@@ -117,15 +120,16 @@ class PagedTensor:
         return self.codec.decode(self.pool.records[slots], self.num_bits, prediction)
 
     def set_bits(self, num_bits: int) -> None:
-        """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as many."""
+        """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as
+        many."""
         if num_bits != self.num_bits:
             assert isinstance(self.pool, GrowingPool)
             self.pool.records = self.codec.convert(self.pool.records, self.num_bits, num_bits)
             self.num_bits = num_bits
 
     def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
-        """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
-        pool has room; returns the pages packed."""
+        """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose
+        pages the pool has room; returns the pages packed."""
         total = num_tokens + x.shape[2]
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
         self.sinks[rows, :, num_tokens : num_tokens + sinks] = self._entered(x[:, :, :sinks])
@@ -141,8 +145,9 @@ class PagedTensor:
         return spans
 
     def write_step(self, num_tokens: list[int], x: Tensor) -> bool:
-        """Store one token x [B, n, 1, D] of every row, as :meth:`write` would, if it is no sink and completes no page;
-        else do nothing and return False. One indexed write instead of a loop over the rows of a ragged batch."""
+        """Store one token x [B, n, 1, D] of every row, as :meth:`write` would, if it is no sink and completes
+        no page; else do nothing and return False. One indexed write instead of a loop over the rows of a
+        ragged batch."""
         is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
         if any(is_special):
             return False
@@ -156,8 +161,8 @@ class PagedTensor:
         return [(row, 0, self.format.pages_read(num_tokens)) for row in range(rows.start, rows.stop)]
 
     def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
-        """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D]; ``decoded``
-        [.., n, 128, D] is :meth:`decode` of their ``read_spans``."""
+        """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
+        ``decoded`` [.., n, 128, D] is :meth:`decode` of their ``read_spans``."""
         paged = PAGE_TOKENS * self.format.pages_read(num_tokens)
         if paged:
             of_rows = decoded.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
@@ -176,9 +181,9 @@ class PagedTensor:
         return _by_parts(lambda part: basis.leave(basis.enter(part).to(dtype)), x, torch.empty_like(x, dtype=dtype))
 
     def _entered(self, x: Tensor) -> Tensor:
-        """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number that
-        float16 cannot hold there. (The other dtypes reach beyond any model's numbers. A bound of T would not do: what a
-        model makes has none.)"""
+        """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number
+        that float16 cannot hold there. (The other dtypes reach beyond any model's numbers. A bound of T would
+        not do: what a model makes has none.)"""
         basis = self.codec.basis
         if basis is None or not x.numel():
             return x
@@ -188,8 +193,8 @@ class PagedTensor:
         return entered
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
-        """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring
-        has lost of those that it should hold then comes from pages, which the caller drops."""
+        """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What
+        the ring has lost of those that it should hold then comes from pages, which the caller drops."""
         first = PAGE_TOKENS * self.format.pages_read(kept_tokens)
         oldest = max(self.oldest[rows.start], num_tokens - self.ring.shape[2])
         self.refill(rows, first, min(kept_tokens, oldest))
@@ -198,7 +203,8 @@ class PagedTensor:
             self.query_since[rows] -= num_tokens - kept_tokens
 
     def refill(self, rows: slice, first: int, stop: int) -> None:
-        """Bring the tokens ``first`` ... ``stop`` - 1 of each of ``rows`` back into the ring, as decoded from pages."""
+        """Bring the tokens ``first`` ... ``stop`` - 1 of each of ``rows`` back into the ring, as decoded from
+        pages."""
         if first >= stop:
             return
         pages = range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
@@ -221,7 +227,8 @@ class PagedTensor:
         self.pool.select(indices)
 
     def observe(self, query_sum: Tensor) -> None:
-        """Add to the query statistic: query_sum [B, n, D] is the sum of |q| over the new tokens of every row."""
+        """Add to the query statistic: query_sum [B, n, D] is the sum of |q| over the new tokens of every
+        row."""
         self.query_sum += query_sum
 
     def reset(self) -> None:
@@ -235,8 +242,8 @@ class PagedTensor:
         return torch.arange(first, stop, device=self.ring.device) % self.ring.shape[2]
 
     def _pack(self, spans: list[Span], num_tokens: int, new: Tensor) -> None:
-        """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] after them; one
-        span a row, a part at a time, which bounds the scratch."""
+        """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] after
+        them; one span a row, a part at a time, which bounds the scratch."""
         rows = slice(spans[0][0], spans[-1][0] + 1)
         _, first, stop = spans[0]
         begin = PAGE_TOKENS * first
@@ -272,8 +279,9 @@ class PagedTensor:
 
 @torch.no_grad()
 def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values_at_once: int | None = None) -> Tensor:
-    """out, which gets ``change`` of tokens x [b, n, T, D], handed over as [b, T, n, D]; of some at a time, which bounds
-    the scratch: as many as are encoded, unless told. Without gradients, as packed tokens have none."""
+    """out, which gets ``change`` of tokens x [b, n, T, D], handed over as [b, T, n, D]; of some at a time,
+    which bounds the scratch: as many as are encoded, unless told. Without gradients, as packed tokens have
+    none."""
     batch, heads, _, dim = x.shape
     at_once = PAGE_TOKENS * max(1, ENCODE_PAGES // batch)
     if values_at_once is not None:

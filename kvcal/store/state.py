@@ -1,11 +1,11 @@
-"""State that the layers of one cache share: the plan and its tensors on the device, padding, predictions; and, of a
-static cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
+"""State that the layers of one cache share: the plan and its tensors on the device, padding, predictions;
+and, of a static cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
 
-The latter is control state, not stored keys and values: a few numbers a sequence, tables, and workspace. It is counted
-apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed addresses, so that a
-captured graph, replayed, goes on where it stands. The host keeps two things of its own, neither of them needed by a
-replay: whether the prompt's padding is past (``in_prompt``), and a lower bound of the longest sequence, which lets an
-eager step beyond ``max_tokens`` fail before it is computed.
+The latter is control state, not stored keys and values: a few numbers a sequence, tables, and workspace. It
+is counted apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed
+addresses, so that a captured graph, replayed, goes on where it stands. The host keeps two things of its own,
+neither of them needed by a replay: whether the prompt's padding is past (``in_prompt``), and a lower bound of
+the longest sequence, which lets an eager step beyond ``max_tokens`` fail before it is computed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Source(Protocol):
 
 
 class PlanState:
-    """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers that a
-    later one is predicted from; ``predictions``: every layer's, by its index; ``lookahead``: draft tokens that rings
-    have room for."""
+    """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers
+    that a later one is predicted from; ``predictions``: every layer's, by its index; ``lookahead``: draft
+    tokens that rings have room for."""
 
     def __init__(self, plan: Plan, attention_mask: Tensor | None, lookahead: int = 0) -> None:
         self.plan, self.lookahead = plan, lookahead
@@ -87,9 +87,9 @@ class Serving:
 
 
 class StepState:
-    """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
-    included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps. ``shared`` is the plan's state;
-    ``in_prompt``: a prompt with padding is to come, or has not ended."""
+    """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed,
+    padding included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps. ``shared`` is
+    the plan's state; ``in_prompt``: a prompt with padding is to come, or has not ended."""
 
     def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
         self.shared = shared
@@ -108,7 +108,8 @@ class StepState:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """UsageError: pickle would give every layer scratch of its own, and kernels have their numbers in a process."""
+        """UsageError: pickle would give every layer scratch of its own, and kernels have their numbers in a
+        process."""
         raise UsageError(
             "a static cache cannot be pickled: its layers share memory",
             hint="copy.deepcopy keeps it together; PlanCache.save stores a prompt of a dynamic cache",
@@ -159,8 +160,8 @@ class StepState:
         return Place(self.lengths, self.table, scratch.read_at(k), scratch.read_at(v), scratch.none)
 
     def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops). Scratch of
-        one layer at a time."""
+        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops).
+        Scratch of one layer at a time."""
         shape = (num_kv_heads, head_dim)
         if (side, *shape) not in self._evicted:
             tokens = torch.zeros(self.batch, num_kv_heads, 1, head_dim, dtype=dtype, device=self.lengths.device)
@@ -174,7 +175,8 @@ class StepState:
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def is_step(self, tokens: int) -> bool:
-        """Whether an update of so many columns is a step of the kernels: one token for every row, and drafts."""
+        """Whether an update of so many columns is a step of the kernels: one token for every row, and
+        drafts."""
         return tokens <= 1 + self.shared.lookahead and not self.in_prompt
 
     def require_served(self) -> None:

@@ -1,8 +1,9 @@
-"""A step of one layer by the kernels: the new token of every sequence, and drafts after it, are stored and attend.
+"""A step of one layer by the kernels: the new token of every sequence, and drafts after it, are stored and
+attend.
 
-Static caches and engines take the same steps, each in memory of its own. ``LayerStep`` is of a layer with pages,
-``WindowedStep`` of one with a sliding window. A step waits for nothing and knows no lengths on the host, so that it may
-be captured in a CUDA graph. ``StepScratch`` is what the steps of all layers share.
+Static caches and engines take the same steps, each in memory of its own. ``LayerStep`` is of a layer with
+pages, ``WindowedStep`` of one with a sliding window. A step waits for nothing and knows no lengths on the
+host, so that it may be captured in a CUDA graph. ``StepScratch`` is what the steps of all layers share.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from kvcal.store.pool import fixed
 
 
 class StepScratch:
-    """Scratch that all layers share, of at most ``max_rows`` sequences of at most ``max_tokens`` tokens; counted by no
-    plan. ``error`` int32 [1]: bits that are set when a token or a page cannot be stored (kvcal.kernels.ops);
-    ``nothing`` and ``none``: absent operands, fp32 and int32; ``no_statistic``: that of no query scores."""
+    """Scratch that all layers share, of at most ``max_rows`` sequences of at most ``max_tokens`` tokens;
+    counted by no plan. ``error`` int32 [1]: bits that are set when a token or a page cannot be stored
+    (kvcal.kernels.ops); ``nothing`` and ``none``: absent operands, fp32 and int32; ``no_statistic``: that of
+    no query scores."""
 
     def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
         self.max_rows, self.max_tokens, self.device = max_rows, max_tokens, device
@@ -39,8 +41,8 @@ class StepScratch:
         self._read_at: dict[Format, Tensor] = {}
 
     def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
-        """uint8: scratch of ``decode`` for heads of this shape; the reference needs none. It ends with counters that
-        every launch leaves at zero, as many as there are heads, so each shape has its own."""
+        """uint8: scratch of ``decode`` for heads of this shape; the reference needs none. It ends with
+        counters that every launch leaves at zero, as many as there are heads, so each shape has its own."""
         shape = (num_kv_heads, group_heads, head_dim)
         if shape not in self._workspaces:
             needed = workspace_bytes(self.max_rows, *shape, self.device) if self.device.type == "cuda" else 0
@@ -48,7 +50,8 @@ class StepScratch:
         return self._workspaces[shape]
 
     def read_at(self, fmt: Format) -> Tensor:
-        """int32: tokens from which page i of a sequence is read, and one beyond all; empty without a window rule."""
+        """int32: tokens from which page i of a sequence is read, and one beyond all; empty without a window
+        rule."""
         if fmt not in self._read_at:
             starts = torch.tensor(fmt.read_at(self.max_tokens), dtype=torch.int32, device=self.device)
             self._read_at[fmt] = fixed(starts)
@@ -60,7 +63,8 @@ class StepScratch:
 
 
 def require_no_error(error: Tensor) -> None:
-    """Wait for the device. NonFiniteActivations, and no error any more: a page, or a token, could not be stored."""
+    """Wait for the device. NonFiniteActivations, and no error any more: a page, or a token, could not be
+    stored."""
     if int(error) & NON_FINITE:
         error.zero_()
         raise NonFiniteActivations(
@@ -72,8 +76,8 @@ def require_no_error(error: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KernelCodec:
-    """The kernels that pack and unpack the pages of one side in place of torch. ``transform``: the layer's. NaN and
-    infinity set a bit of ``error``, or where it ``is_awaited``, raise NonFiniteActivations."""
+    """The kernels that pack and unpack the pages of one side in place of torch. ``transform``: the layer's.
+    NaN and infinity set a bit of ``error``, or where it ``is_awaited``, raise NonFiniteActivations."""
 
     side: Side
     transform: PageTransform
@@ -99,8 +103,8 @@ class KernelCodec:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """A layer's calls of the operators on its memory. ``variants``: numbers of those that take 1, 2, ... tokens of a
-    sequence in one call. ``bases`` of keys and values, None where a side has none."""
+    """A layer's calls of the operators on its memory. ``variants``: numbers of those that take 1, 2, ...
+    tokens of a sequence in one call. ``bases`` of keys and values, None where a side has none."""
 
     scratch: StepScratch
     k: Memory
@@ -119,8 +123,8 @@ class LayerStep:
         return self.statistic.sum.numel() > 0
 
     def entered(self, k_new: Tensor, v_new: Tensor) -> list[Tensor]:
-        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends. Numbers that float16
-        cannot hold there set a bit of ``error``: nothing waits for the device."""
+        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends. Numbers that
+        float16 cannot hold there set a bit of ``error``: nothing waits for the device."""
         found = []
         for x, basis in zip((k_new, v_new), self.bases, strict=True):
             if basis is not None:
@@ -142,7 +146,8 @@ class LayerStep:
 
     def attend(self, q: Tensor, place: Place, scale: float, softcap: float, s_aux: Tensor | None) -> Tensor:
         """Attention, shaped like q [B, N G, D] and in its dtype, to all tokens of each sequence; of S tokens
-        [B, S, N G, D], each up to its own. ``softcap`` 0 for none; ``s_aux`` [N G]: logits of sinks without a key."""
+        [B, S, N G, D], each up to its own. ``softcap`` 0 for none; ``s_aux`` [N G]: logits of sinks without a
+        key."""
         k_basis, v_basis = self.bases
         sinks = self.scratch.nothing if s_aux is None else s_aux
         parts = [
@@ -156,8 +161,8 @@ class LayerStep:
         return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
 
     def _calls(self, place: Place, *new: Tensor) -> list[tuple[Place, int, tuple[Tensor, ...]]]:
-        """Calls of an operator for new tokens [B, n, D], or [B, S, n, D]: one, or where no variant takes so many, one
-        for each."""
+        """Calls of an operator for new tokens [B, n, D], or [B, S, n, D]: one, or where no variant takes so
+        many, one for each."""
         tokens = 1 if new[0].dim() == 3 else new[0].shape[1]
         if new[0].dim() == 3 or 1 < tokens <= len(self.variants):
             return [(place, self.variants[tokens - 1], new)]
@@ -168,8 +173,8 @@ class LayerStep:
 
 
 class WindowedStep(LayerStep):
-    """Of a layer with a sliding window of W tokens: of each side, a ring of the last W - 1 of the past, and the token
-    before them, scratch of one step (``append_window``), as the one sink."""
+    """Of a layer with a sliding window of W tokens: of each side, a ring of the last W - 1 of the past, and
+    the token before them, scratch of one step (``append_window``), as the one sink."""
 
     @classmethod
     def of(

@@ -1,22 +1,22 @@
-"""Memory that a decode step of a plan takes besides its cache: its bytes, which whole-device budgets and the bench
-count.
+"""Memory that a decode step of a plan takes besides its cache: its bytes, which whole-device budgets and the
+bench count.
 
     kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last
-               reader has used them. A layer that is predicted from the one before makes two exist at a time; a layer
-               that many are predicted from stays until the last of them
+               reader has used them. A layer that is predicted from the one before makes two exist at a time;
+               a layer that many are predicted from stays until the last of them
     unpacked   keys and values of one layer as attention reads them, one side's pages on their way there; of latent
                attention, the latents and the heads that they are expanded to
     reading    scratch of the pages that are decoded at once
     packing    what storing takes for a moment (``transient_bytes``)
 
-All of it is a dynamic cache's; steps of a static one unpack nothing. Of reading and storing, which follow each other,
-the larger counts. Sizes depend on the plan, the batch and ``max_tokens`` alone. Nothing here is part of the plan's
-bytes, and nothing outlives a forward pass.
+All of it is a dynamic cache's; steps of a static one unpack nothing. Of reading and storing, which follow
+each other, the larger counts. Sizes depend on the plan, the batch and ``max_tokens`` alone. Nothing here is
+part of the plan's bytes, and nothing outlives a forward pass.
 
-The pages of one part (the keys or the values of one layer) lie in one tensor, which is allocated anew when pages are
-added or change their bits. So the old and the new pages of one part exist at a time; of all other parts, either those
-before the update or those after it. New pages are encoded, and old ones converted, a few at a time, which bounds the
-scratch. Tokens enter a basis a few at a time, too, in fp64.
+The pages of one part (the keys or the values of one layer) lie in one tensor, which is allocated anew when
+pages are added or change their bits. So the old and the new pages of one part exist at a time; of all other
+parts, either those before the update or those after it. New pages are encoded, and old ones converted, a few
+at a time, which bounds the scratch. Tokens enter a basis a few at a time, too, in fp64.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side, num_pages
 from kvcal.stored_tensor import ITEM_BYTES
 
-# Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29 on a
-# lattice, 26 into a basis.
+# Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29
+# on a lattice, 26 into a basis.
 SCRATCH_BYTES = 32
-# Of rotated pages, or with error feedback: 47 measured. With both, which searches scales: 135. (Kernels take less.)
+# Of rotated pages, or with error feedback: 47 measured. With both, which searches scales: 135. (Kernels take
+# less.)
 ROTATED_BYTES = 56
 SEARCH_BYTES = 152
 # Of an entry of a basis while tokens enter it.
@@ -55,11 +56,12 @@ def transient_bytes(
     after: Sequence[int],
     columns: tuple[int, int],
 ) -> int:
-    """Upper bound of the bytes that an update takes for storing beyond max(nbytes(before), nbytes(after)) of the plan.
-    ``before``, ``after``: tokens of every sequence; ``columns``: fed before and after, padding included.
+    """Upper bound of the bytes that an update takes for storing beyond max(nbytes(before), nbytes(after)) of
+    the plan. ``before``, ``after``: tokens of every sequence; ``columns``: fed before and after, padding
+    included.
 
-        sum of max(before, after) over parts - max(sum before, sum after) + largest (both - max + scratch) of a part
-        + 64 bytes a sequence + 16 bytes a token of the longest ring
+        sum of max(before, after) over parts - max(sum before, sum after) + largest (both - max + scratch) of
+        a part + 64 bytes a sequence + 16 bytes a token of the longest ring
     """
     parts = [
         _Part(cache_dtype, layer, side, layer.format(side), layer.attention.num_kv_heads)
@@ -76,8 +78,8 @@ def transient_bytes(
 
 
 def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
-    """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed at once,
-    filling their last page, or where pages shrink."""
+    """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed
+    at once, filling their last page, or where pages shrink."""
     formats = {fmt for layer in layers for fmt in (*layer.k, *layer.v)}
     shrinking = {count for fmt in formats for count in fmt.shrink_at if count <= max_tokens}
     steps = {(0, max_tokens), (max(0, max_tokens - PAGE_TOKENS), max_tokens)}
@@ -128,7 +130,8 @@ class _Part:
         return ROTATED_BYTES if is_rotated or has_feedback else SCRATCH_BYTES
 
     def _entering(self, batch: int, tokens: int) -> int:
-        """Scratch of so many new tokens of every sequence that enter a basis; those of the ring then lie in it."""
+        """Scratch of so many new tokens of every sequence that enter a basis; those of the ring then lie in
+        it."""
         values, itemsize = self.num_heads * self.layer.head_dim(self.side), ITEM_BYTES[self.cache_dtype]
         at_once = min(batch * tokens, max(ENCODE_PAGES, batch) * PAGE_TOKENS)
         return values * (SCRATCH_BYTES * at_once + itemsize * batch * min(tokens, self.format.ring_tokens))
@@ -175,8 +178,8 @@ def step_workspace(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: 
 
 
 def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:
-    """One token's keys and values, and the larger of them again. A latent's heads are made when all is unpacked: keys
-    and values without RoPE by the projection, and keys with it once more."""
+    """One token's keys and values, and the larger of them again. A latent's heads are made when all is
+    unpacked: keys and values without RoPE by the projection, and keys with it once more."""
     geometry, passing = layer.attention, _side_values(layer)
     if geometry.expanded is not None:
         keys, values = geometry.expanded.k_head_dim, geometry.expanded.v_head_dim
@@ -190,7 +193,8 @@ def _side_values(layer: LayerPlan) -> int:
 
 
 def kept_slots(paged: Sequence[LayerPlan], batch: int, max_tokens: int) -> list[Slot]:
-    """A slot for all pages that something is predicted from, shared by those that are not needed at the same time."""
+    """A slot for all pages that something is predicted from, shared by those that are not needed at the same
+    time."""
     last_reader: dict[tuple[int, Side], int] = {}
     for layer in paged:
         for side in SIDES:

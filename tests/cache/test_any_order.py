@@ -1,7 +1,7 @@
 """Chunks, steps, drafts, crops, reordered rows and resets in any order: what is read is every token itself.
 
-The oracle is a list of tokens. Each has a random vector of its own, and formats are fine, so that what is read of a
-token is near its vector and far from any other's. Tokens that no page was packed of are exact."""
+The oracle is a list of tokens. Each has a random vector of its own, and formats are fine, so that what is
+read of a token is near its vector and far from any other's. Tokens that no page was packed of are exact."""
 
 from dataclasses import replace
 
@@ -37,7 +37,8 @@ FORMATS: dict[str, tuple[Format, Format]] = {
     "lattice": (Format(4, lattice_dim=2, num_sink_tokens=3), Format(4, lattice_dim=2, recent_window=33)),
     "16 bits": (RAW, RAW),
 }
-# Errors of a token that is read, over its length: another token's is 1 or more. In a basis, 16 bits round twice.
+# Errors of a token that is read, over its length: another token's is 1 or more. In a basis, 16 bits round
+# twice.
 NEAR, EXACT = 0.3, 0.02
 # Of each row's prompt, columns of padding before it.
 PADDINGS = ((0, 0), (0, 40))
@@ -58,8 +59,8 @@ def plan_of(name: str) -> Plan:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """One layer of a cache of two rows. ``rows``: the token of every column, None at padding; ``new``: columns after
-    the last crop."""
+    """One layer of a cache of two rows. ``rows``: the token of every column, None at padding; ``new``:
+    columns after the last crop."""
 
     name, max_tokens, lookahead = "", None, 0
 

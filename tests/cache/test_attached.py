@@ -27,7 +27,8 @@ from kvcal.cache.attached import _ATTACHED
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import Format, num_pages
 
-# Every prompt goes on to where a page is packed or comes to be read: at 128, or at 384 and, after a window of 9, 393.
+# Every prompt goes on to where a page is packed or comes to be read: at 128, or at 384 and, after a window of
+# 9, 393.
 STEPS = {1: 140, 120: 18, 127: 2, 128: 2, 129: 2, 378: 16}
 RAGGED = (240, 118, 3)
 
@@ -89,7 +90,8 @@ def test_ragged_batches(name: str, side: str) -> None:
 
 @pytest.mark.parametrize("name", ["kivi", "queries"])
 def test_two_layers_agree_but_for_rounding(name: str) -> None:
-    """Where a second layer's keys differ in the last bit, a code may change: then a logit by a quantization step."""
+    """Where a second layer's keys differ in the last bit, a code may change: then a logit by a quantization
+    step."""
     ids = random_ids(2, 150)
     (_, expected), (static, found) = both(plan_for(name, num_layers=2), ids, 120, layers=2)
     difference = (found - expected).abs()
@@ -112,7 +114,8 @@ def test_generate_gives_the_same_tokens(name: str, chunk: int | None) -> None:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_families(name: str) -> None:
-    """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is refused."""
+    """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is
+    refused."""
     model, inputs = built(name), batch()
     plan = model_plan(model, Format(4, "channel", 32), Format(4, "token", 32))
     reasons = {"llama4": "it attends in chunks", "falcon_h1": "it keeps a state besides its keys and values"}

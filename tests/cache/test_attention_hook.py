@@ -1,4 +1,5 @@
-"""Listening to attention: it hears the true queries, keys and values, changes no logits, and leaves no trace."""
+"""Listening to attention: it hears the true queries, keys and values, changes no logits, and leaves no
+trace."""
 
 from functools import partial
 from typing import Any

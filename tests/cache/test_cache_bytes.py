@@ -80,7 +80,8 @@ def test_predicted_bytes_are_allocated(name):
 
 @pytest.mark.parametrize(("name", "side"), [("windows, bf16", "left"), ("GQA 8", "right"), ("GQA 1", "left")])
 def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
-    """A prompt of 1000 columns in chunks that end at the token counts above, then 200 more tokens for each row."""
+    """A prompt of 1000 columns in chunks that end at the token counts above, then 200 more tokens for each
+    row."""
     plan = PLANS[name]
     heads = plan.layers[0].attention.num_kv_heads
     rows = [random_states(1, heads, length)[0] for length in (1000, 129, 1)]
@@ -128,7 +129,8 @@ def tensors_reachable(root: object) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("formats", "ragged"), [(KIVI_2, False), (SINKS_3, True), ((RAW, RAW), False)])
 def test_nothing_but_the_counted_bytes_is_held(formats, ragged):
-    """No tensor reachable from the cache is beyond ``nbytes``: no full-precision copy, no mask, no larger base."""
+    """No tensor reachable from the cache is beyond ``nbytes``: no full-precision copy, no mask, no larger
+    base."""
     plan, model = llama_plan(*formats), tiny_llama()
     ids = random_ids(3, 1024)
     mask = torch.ones_like(ids)
@@ -149,8 +151,8 @@ WRITTEN = {
 
 @pytest.mark.parametrize(("name", "ragged"), [("16 bits", False), ("2 bits", True), ("Kitty", False)])
 def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragged, monkeypatch):
-    """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many layers are
-    packed in the step."""
+    """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many
+    layers are packed in the step."""
     monkeypatch.setattr(sinks_ring_pages, "VALUES_AT_ONCE", 2**16)
     monkeypatch.setattr(workspace, "VALUES_AT_ONCE", 2**16)
     plan, model = llama_plan(*WRITTEN[name], num_layers=4), tiny_llama(num_layers=4)

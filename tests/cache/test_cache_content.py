@@ -1,5 +1,5 @@
-"""What the cache gives back, at every token count: sinks raw, pages quantized once from the original values, the ring
-raw, new tokens raw. Pages never change once written."""
+"""What the cache gives back, at every token count: sinks raw, pages quantized once from the original values,
+the ring raw, new tokens raw. Pages never change once written."""
 
 import itertools
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""What an error leaves: a refused crop changes nothing, and a forward pass that did not end is not built upon. And
-modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of it, and the reverse."""
+"""What an error leaves: a refused crop changes nothing, and a forward pass that did not end is not built
+upon. And modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of it, and the
+reverse."""
 
 import contextlib
 import math
@@ -128,7 +129,8 @@ def mode(inference: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def lived(plan: Plan, modes: tuple[bool, ...], max_tokens: int | None) -> torch.Tensor:
-    """Outputs of five parts, each under its mode, with rows that change places and tokens taken back between them."""
+    """Outputs of five parts, each under its mode, with rows that change places and tokens taken back between
+    them."""
     cache, given, outputs = PlanCache(plan, tiny_llama(2, 1).config, max_tokens=max_tokens), random_qkv(2, 2, 400), []
     for part, inference in enumerate(modes):
         with mode(inference):
@@ -257,7 +259,8 @@ def test_arguments_of_another_type(arguments, message: str, hint: str | None):
 @pytest.mark.parametrize("max_tokens", [None, 60])
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_every_update_is_checked_and_a_refused_one_changes_nothing(name: str, max_tokens: int | None):
-    """Fewer heads, another head size, another batch or values of fewer tokens would be broadcast into the rings."""
+    """Fewer heads, another head size, another batch or values of fewer tokens would be broadcast into the
+    rings."""
     model = tiny_models.built(name)
     cache = PlanCache(model_plan(model), model.config, max_tokens=max_tokens)
     with attached(model):
@@ -293,7 +296,8 @@ def test_a_state_that_the_plan_does_not_know_is_refused_at_the_first_update(inde
 
 @pytest.mark.parametrize("max_tokens", [None, 60])
 def test_a_filled_cache_is_reset_before_another_prompt(max_tokens: int | None) -> None:
-    """``generate`` takes what a cache holds as fed: a shorter prompt has no tokens then, of however many rows."""
+    """``generate`` takes what a cache holds as fed: a shorter prompt has no tokens then, of however many
+    rows."""
     model = tiny_llama(2, 1)
     cache = PlanCache(plan_for("kivi"), model.config, max_tokens=max_tokens)
     wanted = {"past_key_values": cache, "max_new_tokens": 3, "do_sample": False}

@@ -1,5 +1,6 @@
-"""generate() with a PlanCache: every way of decoding runs, a 16-bit plan changes nothing, and bytes stay exact; in
-other families, too: biases, QK-norm, sliding windows, attention sinks, linear attention, latents."""
+"""generate() with a PlanCache: every way of decoding runs, a 16-bit plan changes nothing, and bytes stay
+exact; in other families, too: biases, QK-norm, sliding windows, attention sinks, linear attention,
+latents."""
 
 import functools
 
@@ -98,8 +99,8 @@ def assert_generated_bytes(cache: PlanCache, inputs: dict[str, torch.Tensor], se
     ("name", "side"), [("sinks", "right"), *((name, "left") for name in ("sinks", "Kitty", "three tiers", "KVmix"))]
 )
 def test_generated_rows_of_a_ragged_batch_equal_rows_alone(name, side):
-    """Greedy tokens under a quantized plan: row by row what a batch of one gives, where pages fill and come to be
-    read at other steps in every row."""
+    """Greedy tokens under a quantized plan: row by row what a batch of one gives, where pages fill and come
+    to be read at other steps in every row."""
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in RAGGED], PROMPT, side)
     inputs = {"input_ids": ids, "attention_mask": mask}
     cache = plan_cache(QUANTIZED[name], inputs)
@@ -213,7 +214,8 @@ def test_bytes_are_exact_at_any_token_count(name):
         start = stop
 
 
-# A code next to a boundary may differ with the shape of a product; tokens of other rows would change the logits more.
+# A code next to a boundary may differ with the shape of a product; tokens of other rows would change the
+# logits more.
 @pytest.mark.parametrize(
     ("name", "plan_kind", "error"),
     [*((name, raw_plan, 1e-4) for name in FAMILIES), *((name, two_bit_plan, 1e-2) for name in KINDS)],

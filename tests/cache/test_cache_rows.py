@@ -1,4 +1,5 @@
-"""Batches: padded rows equal the rows alone whatever stands in the padding; rows are selected, repeated, cropped."""
+"""Batches: padded rows equal the rows alone whatever stands in the padding; rows are selected, repeated,
+cropped."""
 
 import math
 
@@ -219,7 +220,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("formats", "side"), [(KIVI_2, "left"), (SINKS_3, "right")], ids=["kivi", "sinks"])
 def test_a_decoded_copy_follows(formats, side, change):
-    """Pages that are decoded once, and again once rows or tokens have gone: every update gives what others give."""
+    """Pages that are decoded once, and again once rows or tokens have gone: every update gives what others
+    give."""
     plan, config = llama_plan(*formats, num_layers=1), tiny_llama(2, 1).config
     states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (300, 170, 1)], 300, side)
     caches = [PlanCache(plan, config, mask, keep_decoded=keeps) for keeps in (False, True)]

@@ -1,4 +1,5 @@
-"""Draft tokens, which a cache verifies several at a time and takes back: bytes and results of one token at a time."""
+"""Draft tokens, which a cache verifies several at a time and takes back: bytes and results of one token at a
+time."""
 
 import random
 
@@ -51,8 +52,8 @@ def assert_same_bytes(cache: PlanCache, other: PlanCache) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_with_drafts_are_steps_of_one_token(name: str) -> None:
-    """Two rows of a static cache; drafts are others than the tokens that come in the end. Outputs are those of a cache
-    that knows no drafts, and so is every byte after each crop."""
+    """Two rows of a static cache; drafts are others than the tokens that come in the end. Outputs are those
+    of a cache that knows no drafts, and so is every byte after each crop."""
     given, wrong = random_qkv(2, 2, 270), random_qkv(2, 2, 270, seed=4)
     cache, plain = cache_of(name, 450), cache_of(name, 450, lookahead=0)
     for one in (cache, plain):

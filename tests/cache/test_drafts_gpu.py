@@ -1,4 +1,5 @@
-"""Steps with drafts of a static cache on a GPU: the bytes of one token at a time, and graphs of a fixed number."""
+"""Steps with drafts of a static cache on a GPU: the bytes of one token at a time, and graphs of a fixed
+number."""
 
 from functools import partial
 

@@ -1,4 +1,5 @@
-"""KVmix's windows through the cache: pages, bytes and contents against a simulation token by token, in fractions."""
+"""KVmix's windows through the cache: pages, bytes and contents against a simulation token by token, in
+fractions."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -19,7 +20,8 @@ from kvcal.stages.allocate.record import kvmix_formats, layer_format
 
 PAPER = ImportanceSpec()
 HEADS = 2
-# Every kind of rule, with sinks and without; K and V of four plans. 60 % jumps by 76 tokens at the first page.
+# Every kind of rule, with sinks and without; K and V of four plans. 60 % jumps by 76 tokens at the first
+# page.
 K_FORMATS = (
     layer_format("k", True, PAPER, 0, "float16"),
     layer_format("k", False, PAPER, 3, "float16"),
@@ -49,7 +51,8 @@ def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
 
 
 def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
-    """(pages read, window) after 0, 1, ... tokens. A page is read from the time that it has left the window."""
+    """(pages read, window) after 0, 1, ... tokens. A page is read from the time that it has left the
+    window."""
     rule = fmt.window_rule
     assert rule is not None
     share, kept, pages, found = Fraction(repr(rule.share)), 0, 0, [(0, rule.min_tokens)]
@@ -64,7 +67,8 @@ def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
 
 
 def test_the_paged_window_stands_still_after_a_few_pages() -> None:
-    """The rule with 128 new tokens at a time: 20 % keeps 31 tokens and 10 % keeps 14, however long the text."""
+    """The rule with 128 new tokens at a time: 20 % keeps 31 tokens and 10 % keeps 14, however long the
+    text."""
     for share, kept in ((0.2, [0, 25, 30, 31, 31]), (0.1, [0, 12, 14, 14, 14]), (0.5, [0, 64, 96, 112, 120])):
         rule = WindowRule("paged", share, 512)
         assert [rule.window(128 * pages) for pages in range(5)] == kept

@@ -1,4 +1,5 @@
-"""A prompt's cache on disk: what follows the loaded cache is what follows the saved one; other files are refused."""
+"""A prompt's cache on disk: what follows the loaded cache is what follows the saved one; other files are
+refused."""
 
 from collections.abc import Callable
 from dataclasses import replace

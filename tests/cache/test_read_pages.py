@@ -1,5 +1,5 @@
-"""What the predictor stage reads back, against a PlanCache that is fed the very same queries, keys and values as in
-decoding: chunks that end where a page is packed."""
+"""What the predictor stage reads back, against a PlanCache that is fed the very same queries, keys and values
+as in decoding: chunks that end where a page is packed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ BOOST = Boost("query_range", (Tier(4, 0.25),))
 
 
 class Replay:
-    """In place of a model: a forward hands over the same random tensors, layer by layer. Channels of queries are loud
-    for some tokens and quiet for others, so that pages of other queries boost other channels."""
+    """In place of a model: a forward hands over the same random tensors, layer by layer. Channels of queries
+    are loud for some tokens and quiet for others, so that pages of other queries boost other channels."""
 
     device = torch.device("cpu")
 
@@ -85,7 +85,8 @@ def test_pages_of_boosted_keys_are_what_decoding_packs(window: str, monkeypatch:
 
 
 def test_values_behind_sinks_beside_16_bit_keys_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer's values are predicted from, its keys are not: each side has pages of its own tokens."""
+    """The first layer's values are predicted from, its keys are not: each side has pages of its own
+    tokens."""
     compare(monkeypatch, Format(2, "channel", 32, 5), Format(2, "token", 32, 5), RAW)
 
 

@@ -1,5 +1,5 @@
-"""λ through the packed cache: a block run again reads what the cache reads. ``kvcal reparam`` in a folder: λ reaches
-the plan."""
+"""λ through the packed cache: a block run again reads what the cache reads. ``kvcal reparam`` in a folder: λ
+reaches the plan."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,8 @@ def block_outputs(model: PreTrainedModel, plan: Plan, tokens_T: Tensor) -> dict[
 # gpt_oss: attention sinks, eager; gemma3: QK-norm, window layers; qwen3_next: gate; stablelm: partial.
 @pytest.mark.parametrize("name", ["outliers", "gpt_oss", "gemma3", "qwen3_next", "stablelm"])
 def test_rereading_is_what_the_cache_does(name, outliers):
-    """The first paged layer's output through the packed cache, with λ and offset, equals the block run again."""
+    """The first paged layer's output through the packed cache, with λ and offset, equals the block run
+    again."""
     model = outliers.model if name == "outliers" else built(name)
     geometry = outliers.geometry if name == "outliers" else measured(name)
     layer = next(layer for layer in bare_layers(geometry) if layer.is_paged)
@@ -126,8 +127,8 @@ def test_record_makes_a_plan_that_runs(tmp_path, outliers):
 
 
 def test_folded_lambda_is_the_runtime_lambda():
-    """Powers of two, so that K / λ has the same bits either way: the folded model with a plain plan says what the
-    model with λ in the plan says."""
+    """Powers of two, so that K / λ has the same bits either way: the folded model with a plain plan says what
+    the model with λ in the plan says."""
     model = outlier_model()
     loaded = as_loaded(model)
     lambda_ND = torch.ones(2, 16)

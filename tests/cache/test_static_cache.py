@@ -1,4 +1,5 @@
-"""The static cache: exact bytes, memory that stays where it is, prompts in chunks, reuse, and what it refuses."""
+"""The static cache: exact bytes, memory that stays where it is, prompts in chunks, reuse, and what it
+refuses."""
 
 import warnings
 from dataclasses import replace
@@ -167,7 +168,8 @@ def test_rows_change_places() -> None:
      *(("kitty", kept) for kept in (259, 256, 255, 128, 3))],
 )  # fmt: skip
 def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, kept: int) -> None:
-    """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last bit."""
+    """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last
+    bit."""
     plan, given, more = plan_for(name), random_qkv(2, 2, 260), random_qkv(2, 2, 150, seed=4)
     dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 450)
     found, expected = [], []
@@ -246,8 +248,8 @@ def enlarging(channel_scale: float) -> Plan:
 @pytest.mark.parametrize("tokens", [1, 3, 200])
 @pytest.mark.parametrize("max_tokens", [None, 300])
 def test_a_token_beyond_float16_in_its_basis_is_an_error(max_tokens: int | None, tokens: int) -> None:
-    """As it enters: of a prompt and of one token, long before its page is packed. What fits passes, and so does what
-    stands in padding."""
+    """As it enters: of a prompt and of one token, long before its page is packed. What fits passes, and so
+    does what stands in padding."""
     mask = torch.ones(1, tokens + 1).long()
     mask[0, 0] = 0
     q, k, v = (x.half() for x in random_qkv(1, 2, tokens + 2))
@@ -375,8 +377,8 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
-    """Tensors on CUDA without memory, of which a CPU build cannot make views: layers stay empty. Properties of an
-    H200."""
+    """Tensors on CUDA without memory, of which a CPU build cannot make views: layers stay empty. Properties
+    of an H200."""
     monkeypatch.setattr("kvcal.cache.paged_layer.LayerStore", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -403,7 +405,8 @@ def test_a_cache_names_its_slow_layers_when_it_is_allocated_on_cuda(fake_gpu: Fa
 
 
 def test_a_refused_allocation_leaves_the_cache_unallocated(fake_gpu: FakeTensorMode) -> None:
-    """Layer 1 is refused after layer 0 and the control tensors; the CPU, which takes it, may then have the cache."""
+    """Layer 1 is refused after layer 0 and the control tensors; the CPU, which takes it, may then have the
+    cache."""
     cache = two_layers((128, 20))
     for _ in range(2):
         with fake_gpu, pytest.raises(UnsupportedModel, match="the kernels cannot serve layer 1: head size 20"):

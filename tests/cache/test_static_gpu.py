@@ -1,7 +1,8 @@
 """The static cache on a GPU, served by the kernels: the bytes of the dynamic cache.
 
-Where both are fed the same tokens, the pages of a first layer are equal byte for byte: its keys, values and queries
-depend on the tokens alone. After it attention's last bits differ, so that a code may, too (test_static_tokens).
+Where both are fed the same tokens, the pages of a first layer are equal byte for byte: its keys, values and
+queries depend on the tokens alone. After it attention's last bits differ, so that a code may, too
+(test_static_tokens).
 """
 
 from collections.abc import Sequence

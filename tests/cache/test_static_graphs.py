@@ -1,4 +1,5 @@
-"""A whole decode step from a static cache on a GPU: captured in a CUDA graph by hand, or compiled by ``generate``."""
+"""A whole decode step from a static cache on a GPU: captured in a CUDA graph by hand, or compiled by
+``generate``."""
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 
 class Step:
-    """One whole decode step of a model with fixed inputs, as a graph captures it; ``history`` [steps, B, vocabulary]
-    is what it has given."""
+    """One whole decode step of a model with fixed inputs, as a graph captures it; ``history`` [steps, B,
+    vocabulary] is what it has given."""
 
     def __init__(self, model: hf.PreTrainedModel, cache: PlanCache, batch: int, count: int) -> None:
         self.model, self.cache = model, cache

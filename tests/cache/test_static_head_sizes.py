@@ -1,6 +1,8 @@
-"""The static cache for head sizes that the plain kernel serves: by the reference on a CPU, by the kernel on CUDA.
+"""The static cache for head sizes that the plain kernel serves: by the reference on a CPU, by the kernel on
+CUDA.
 
-With one layer, keys, values and queries depend on the tokens alone, so that both caches store the very same bytes.
+With one layer, keys, values and queries depend on the tokens alone, so that both caches store the very same
+bytes.
 """
 
 import functools
@@ -82,7 +84,8 @@ def test_on_a_cpu(name: str, formats: str) -> None:
 @pytest.mark.parametrize("formats", FORMAT_NAMES)
 @pytest.mark.parametrize("name", SIZES)
 def test_on_a_gpu(name: str, formats: str) -> None:
-    """The kernels count queries as the cache rounds them, so that a model in fp32 would have other statistics."""
+    """The kernels count queries as the cache rounds them, so that a model in fp32 would have other
+    statistics."""
     dtype, tolerance = (torch.bfloat16, 0.03) if formats == "queries" else (torch.float32, 1e-4)
     model = model_of(name, "cuda", dtype)
     static = PlanCache(plan_for(model, formats), model.config, random_batch("cuda")[1][:, :PROMPT], max_tokens=400)

@@ -1,10 +1,11 @@
 """1,000 tokens of a static cache on a GPU are those of the dynamic cache; what rounding does is told apart.
 
-Both are fed the same tokens, though not as many at a time. So the last bits of products and of attention differ, and
-now and then a key or a value lies on the other side of a code's boundary. All tokens after its page feel that: noise
-of 1e-6 on the reference's own attention changes its choices, too. So two questions are asked, page by page and token by
-token. Are the pages that the reference packs, from the same pages before them, those of the static cache, but for few
-codes? And from the same pages, are its tokens the same, but for ties?
+Both are fed the same tokens, though not as many at a time. So the last bits of products and of attention
+differ, and now and then a key or a value lies on the other side of a code's boundary. All tokens after its
+page feel that: noise of 1e-6 on the reference's own attention changes its choices, too. So two questions are
+asked, page by page and token by token. Are the pages that the reference packs, from the same pages before
+them, those of the static cache, but for few codes? And from the same pages, are its tokens the same, but for
+ties?
 """
 
 import itertools
@@ -22,21 +23,22 @@ from kvcal.plan.page_format import num_pages
 
 pytestmark = pytest.mark.gpu
 
-# From the same pages, a token that differs from the reference's is worth at most this much less to it, in logits, of
-# which the best two are about 3 apart in the middle of a text.
+# From the same pages, a token that differs from the reference's is worth at most this much less to it, in
+# logits, of which the best two are about 3 apart in the middle of a text.
 MARGIN = 0.01
 
 
 class Distance(NamedTuple):
-    """Of one page of one head from another: the share of its bytes that differ, and the distance of what it decodes to,
-    relative to its size."""
+    """Of one page of one head from another: the share of its bytes that differ, and the distance of what it
+    decodes to, relative to its size."""
 
     bytes: float
     values: float
 
 
 def greedy(model, cache: PlanCache, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """prompt [B, P] with the ``count`` tokens that follow, and the logits [B, count, vocabulary] they were taken by."""
+    """prompt [B, P] with the ``count`` tokens that follow, and the logits [B, count, vocabulary] they were
+    taken by."""
     ids, found = torch.nn.functional.pad(prompt, (0, count)), []
     with context(model, cache):
         for column, logits in enumerate(steps(model, cache, ids[:, :-1], prompt.shape[1]), prompt.shape[1]):
@@ -49,9 +51,9 @@ def greedy(model, cache: PlanCache, prompt: Tensor, count: int) -> tuple[Tensor,
 def forced(
     model, cache: PlanCache, ids: Tensor, prompt: int, static: PlanCache | None = None
 ) -> tuple[Tensor, list[Distance]]:
-    """The logits [B, T - P, vocabulary] by which a dynamic cache would judge each of ids [B, T] after a prompt, fed in
-    the longest chunks that are like single steps. With ``static`` it reads the pages of that one as soon as it has
-    packed its own; how these differ."""
+    """The logits [B, T - P, vocabulary] by which a dynamic cache would judge each of ids [B, T] after a
+    prompt, fed in the longest chunks that are like single steps. With ``static`` it reads the pages of that
+    one as soon as it has packed its own; how these differ."""
     found, distances, start, stop = [], [], 0, prompt
     with context(model, cache):
         while start < ids.shape[1] - 1:
@@ -82,8 +84,8 @@ def adopt(cache: PlanCache, static: PlanCache) -> list[Distance]:
 
 @pytest.mark.parametrize("name", ["kivi", "kitty", "mixkvq", "mixed"])
 def test_a_thousand_tokens_are_the_references_but_for_rounding(name: str) -> None:
-    """On a GPU and on a CPU. In fp32: in bf16, the reference's own choices depend on how many tokens it is fed at a
-    time."""
+    """On a GPU and on a CPU. In fp32: in bf16, the reference's own choices depend on how many tokens it is
+    fed at a time."""
     model, prompt = reasoner("float32").model, task_prompts(2, 150)
     plan = mixed_plan(model) if name == "mixed" else plan_for(model, name)
     static = PlanCache(plan, model.config, max_tokens=1200)

@@ -41,8 +41,8 @@ def both(name: str, plan: Plan, ids: Tensor, cuts, mask: Tensor, prompt: int):
 
 
 def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = True) -> int:
-    """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. After a step, keys of
-    later layers differ in their last bits."""
+    """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. After a
+    step, keys of later layers differ in their last bits."""
     count, columns = 0, dynamic.get_seq_length()
     rows = dynamic.padding.rows
     for ours, theirs in zip(static.layers, dynamic.layers, strict=True):
@@ -201,7 +201,8 @@ def test_what_a_static_window_cannot_be() -> None:
 
 
 def test_a_refused_reset_changes_nothing() -> None:
-    """Neither the padding nor what is cached: the next step gives the logits of a cache that was never reset."""
+    """Neither the padding nor what is cached: the next step gives the logits of a cache that was never
+    reset."""
     model, ids = built("gemma3"), random_ids(2, 12)
     left = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     full = torch.nn.functional.pad(left, (0, 8), value=1)

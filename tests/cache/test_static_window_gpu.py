@@ -1,5 +1,5 @@
-"""Sliding windows, marks and prefixes of a static cache on a GPU: the CPU's bytes, captured steps, the dynamic cache's
-logits."""
+"""Sliding windows, marks and prefixes of a static cache on a GPU: the CPU's bytes, captured steps, the
+dynamic cache's logits."""
 
 import pytest
 import torch
@@ -29,7 +29,8 @@ _SHAPE = {
 
 
 def sliding_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> hf.PreTrainedModel:
-    """A sliding layer ("mistral"), or one and a full one, with softcap ("gemma2") or logits of sinks ("gpt_oss")."""
+    """A sliding layer ("mistral"), or one and a full one, with softcap ("gemma2") or logits of sinks
+    ("gpt_oss")."""
     shape = _SHAPE | {"num_hidden_layers": 1 if kind == "mistral" else 2}
     if kind == "gemma2":
         config: hf.PretrainedConfig = hf.Gemma2Config(**shape, attn_logit_softcapping=20.0, query_pre_attn_scalar=64)
@@ -118,7 +119,8 @@ def test_ragged_batches_give_the_logits_of_the_dynamic_cache(kind: str) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
 def test_captured_steps_go_on_behind_a_full_window_(kind: str) -> None:
-    """Graph against eager, bit for bit: from a prompt shorter than the window on, through a page and beyond."""
+    """Graph against eager, bit for bit: from a prompt shorter than the window on, through a page and
+    beyond."""
     model = sliding_model(kind)
     plan, prompt, found = kivi(model), random_ids(2, 60), []
     with attached(model):

@@ -55,7 +55,8 @@ def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
 
 
 def test_one_thread_enters_the_context() -> None:
-    """A second one says so, whether it comes later or at the same time; and both leave the model as it was."""
+    """A second one says so, whether it comes later or at the same time; and both leave the model as it
+    was."""
     model, start, rounds = tiny_llama(2, 1), threading.Barrier(THREADS, timeout=20), 20
     inside = threading.Barrier(THREADS, timeout=20)
 

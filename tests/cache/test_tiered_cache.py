@@ -41,7 +41,8 @@ V = Format(2, "token", 32, recent_window=33)
 
 @pytest.mark.parametrize("score", ["query_range", "running_query_range"])
 def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_all(score):
-    """Pages of the first chunk meet its queries, padding left out; the next page those after it, or all so far."""
+    """Pages of the first chunk meet its queries, padding left out; the next page those after it, or all so
+    far."""
     fmt, heads, group = boosted(score, *QUERY.boost.tiers), 2, 4
     plan = llama_plan(fmt, V, heads, num_layers=1)
     keys, queries = random_states(2, heads, 300, seed=1), random_states(2, heads * group, 300, seed=2)

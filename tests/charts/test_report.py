@@ -1,5 +1,5 @@
-"""The report: the verdict, the bytes, the layers and what was measured are those of the records; it refers to nothing
-outside, and hostile text stays text."""
+"""The report: the verdict, the bytes, the layers and what was measured are those of the records; it refers to
+nothing outside, and hostile text stays text."""
 
 import hashlib
 import re
@@ -54,7 +54,8 @@ def sections_of(text: str) -> list[str]:
 
 
 def planned(folder: Path, name: str = "m") -> Plan:
-    """A plan in a folder with its allocation (of fixed formats, within a stated budget) and its evaluation."""
+    """A plan in a folder with its allocation (of fixed formats, within a stated budget) and its
+    evaluation."""
     plan = replace(
         UNIFORM, model=replace(UNIFORM.model, id=name), provenance={"recipe": name, "nested": {"key": name, name: 3}}
     )

@@ -1,4 +1,5 @@
-"""A budget through the commands: allocate, reparam, fit-predictors and compile keep within it, or exit with 3."""
+"""A budget through the commands: allocate, reparam, fit-predictors and compile keep within it, or exit with
+3."""
 
 import re
 import shutil

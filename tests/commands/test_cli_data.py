@@ -1,4 +1,5 @@
-"""Data on the command line: spelled alike, used where the command says, and told when they are toys or shared."""
+"""Data on the command line: spelled alike, used where the command says, and told when they are toys or
+shared."""
 
 import json
 from dataclasses import replace

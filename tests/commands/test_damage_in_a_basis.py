@@ -1,5 +1,6 @@
-"""A plan in a basis that destroys its model, in every command that measures damage: exit code 7 with the layers, and
-nothing at --output. A plan that is kept has a mark next to it; without it, it is said to be unchecked."""
+"""A plan in a basis that destroys its model, in every command that measures damage: exit code 7 with the
+layers, and nothing at --output. A plan that is kept has a mark next to it; without it, it is said to be
+unchecked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``kvcal inspect``: what takes a plan's bytes, layers that it leaves as they are, and its provenance if asked."""
+"""``kvcal inspect``: what takes a plan's bytes, layers that it leaves as they are, and its provenance if
+asked."""
 
 from pathlib import Path
 

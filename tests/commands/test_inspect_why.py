@@ -1,4 +1,5 @@
-"""``kvcal inspect --why``: what each option of a layer costs, after a profile and a search; and what is refused."""
+"""``kvcal inspect --why``: what each option of a layer costs, after a profile and a search; and what is
+refused."""
 
 import shutil
 from dataclasses import replace

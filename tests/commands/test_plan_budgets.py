@@ -1,5 +1,5 @@
-"""Budgets that ``kvcal plan`` cannot take as they are: too small for any plan, or so large that none is needed; and
-the context that it plans for unless told."""
+"""Budgets that ``kvcal plan`` cannot take as they are: too small for any plan, or so large that none is
+needed; and the context that it plans for unless told."""
 
 import json
 import shlex

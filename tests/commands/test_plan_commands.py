@@ -1,5 +1,5 @@
-"""From a model to a plan in one command, plans of several budgets side by side, their difference; and what everyone
-types first."""
+"""From a model to a plan in one command, plans of several budgets side by side, their difference; and what
+everyone types first."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""``kvcal tune`` on a tiny model, every trial through the packed cache: its files, its resumption, its refusals."""
+"""``kvcal tune`` on a tiny model, every trial through the packed cache: its files, its resumption, its
+refusals."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -271,7 +272,8 @@ def test_a_baseline_is_all_that_its_recipe_says_or_refused(model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixkvq", "mixkvq-capped"])
 def test_the_paper_s_recipe(name: str) -> None:
-    """Semantics of the paper: K per channel g 32, tiers 16 / 4 over 2 by I S, V per token 2 bits g 32, R = a page."""
+    """Semantics of the paper: K per channel g 32, tiers 16 / 4 over 2 by I S, V per token 2 bits g 32, R = a
+    page."""
     formats = load_recipe(name).formats
     assert formats is not None
     boost = formats.k.boost

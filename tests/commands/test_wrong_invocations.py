@@ -1,4 +1,5 @@
-"""Wrong invocations: an exit code and a line for people, never a traceback, a hang, or a stage that runs in vain."""
+"""Wrong invocations: an exit code and a line for people, never a traceback, a hang, or a stage that runs in
+vain."""
 
 import json
 import os

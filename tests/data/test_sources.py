@@ -1,4 +1,5 @@
-"""Several sources: how they are spelled, shared out, named and kept apart; and the sources that need no network."""
+"""Several sources: how they are spelled, shared out, named and kept apart; and the sources that need no
+network."""
 
 import base64
 import os

@@ -1,5 +1,5 @@
-"""The task generator: the training distribution exactly, right by an independent interpreter, and bounded. Readings:
-answers can be found in the text before."""
+"""The task generator: the training distribution exactly, right by an independent interpreter, and bounded.
+Readings: answers can be found in the text before."""
 
 import hashlib
 import random

@@ -1,5 +1,5 @@
-"""The CI kit: its templates are well-formed and fit the script, the container installs what it says, the job runs.
-The jobs for clusters give torchrun and kvcal options that they have."""
+"""The CI kit: its templates are well-formed and fit the script, the container installs what it says, the job
+runs. The jobs for clusters give torchrun and kvcal options that they have."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The documentation's claims: links, commands, paths, targets and Python exist; figures are the measured ones."""
+"""The documentation's claims: links, commands, paths, targets and Python exist; figures are the measured
+ones."""
 
 import ast
 import functools

@@ -140,7 +140,8 @@ def test_the_commands_call_them() -> None:
     for path in (ROOT / "kvcal" / "commands").glob("*.py"):
         calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         called |= {ast.unparse(function).rpartition(".")[2] for function in calls}
-    # `kvcal compile` measures a plan before it is written; what is written is the plan of ``compiled``, as in compile.
+    # `kvcal compile` measures a plan before it is written; what is written is the plan of ``compiled``, as in
+    # compile.
     expected = {getattr(kvcal, name).__name__ for name in RETURNS} - {"compile_folder"} | {"compiled"}
     assert expected <= called
 

@@ -1,5 +1,6 @@
-"""Every shell command in a fence of README and the guides: kvcal's are run, with the default recipe and real stages, on
-the embedded model; scripts, torchrun and what needs a hub, hours or an engine have the options that they are given."""
+"""Every shell command in a fence of README and the guides: kvcal's are run, with the default recipe and real
+stages, on the embedded model; scripts, torchrun and what needs a hub, hours or an engine have the options
+that they are given."""
 
 import contextlib
 import io

@@ -1,4 +1,5 @@
-"""Pages that come from the code are current: recipe keys, models, and the outputs that troubleshooting quotes."""
+"""Pages that come from the code are current: recipe keys, models, and the outputs that troubleshooting
+quotes."""
 
 import doctest
 import re
@@ -61,7 +62,8 @@ def test_troubleshooting_names_every_exit_code() -> None:
 
 
 def by_queries(plan: Plan) -> Plan:
-    """The plan with 2-bit keys, a quarter of whose channels are chosen by queries for 4 bits, as MixKVQ's are."""
+    """The plan with 2-bit keys, a quarter of whose channels are chosen by queries for 4 bits, as MixKVQ's
+    are."""
     boost = Boost("query_magnitude", (Tier(4, 0.25),))
     layers = [
         replace(layer, k=tuple(replace(fmt, num_bits=2, boost=boost) for fmt in layer.k)) for layer in plan.layers

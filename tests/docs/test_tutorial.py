@@ -30,8 +30,8 @@ SHORTER = {
 
 
 def form(output: str) -> list[str]:
-    """An output's words: no rules of tables, and # for every number, unit, digest and the axis that a side's groups
-    take, since they depend on the machine."""
+    """An output's words: no rules of tables, and # for every number, unit, digest and the axis that a side's
+    groups take, since they depend on the machine."""
     text = re.sub(r"[┏━┳┓┡╇┩└─┴┘]+", "", output)
     text = re.sub(r"[0-9a-f]{64}|[0-9a-f]+…|\d+([.,]\d+)*(e[+-]?\d+)?( [kMG]?B\b)?", "#", text)
     text = re.sub(r"# (channel|token) g#", "# axis g#", text)

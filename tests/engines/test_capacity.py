@@ -98,7 +98,8 @@ def test_rings_lie_side_by_side_in_vllms_blocks() -> None:
 
 
 def gemma(num_bits: int) -> Plan:
-    """Gemma-3-4B's shape: of 34 layers, every sixth has full attention, the others a window of 1,024 tokens."""
+    """Gemma-3-4B's shape: of 34 layers, every sixth has full attention, the others a window of 1,024
+    tokens."""
     layers = []
     for index in range(34):
         is_full = index % 6 == 5
@@ -120,8 +121,8 @@ def gemma(num_bits: int) -> Plan:
 def test_sliding_windows_lie_in_blocks_of_fewer_tokens(
     num_bits: int, ranks: int, drafts: int, block: int, window: tuple[int, int, int], factor: float
 ) -> None:
-    """``factor``: of the bytes that a request of 32,768 tokens takes in vLLM at 16 bits, in blocks of 16 tokens: seven
-    groups of five layers, of which one has full attention."""
+    """``factor``: of the bytes that a request of 32,768 tokens takes in vLLM at 16 bits, in blocks of 16
+    tokens: seven groups of five layers, of which one has full attention."""
     plan = gemma(num_bits)
     shard, found = HeadShard(plan, 0, ranks, drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
     heads, pool = max(1, 4 // ranks), VllmPool(shard)

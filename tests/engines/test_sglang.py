@@ -1,5 +1,5 @@
-"""A plan in the real SGLang, on a CPU, in fp32: greedy tokens are those of ``generate`` with ``PlanCache``, for the
-same tokens in the same chunks. ``make engines`` runs these tests."""
+"""A plan in the real SGLang, on a CPU, in fp32: greedy tokens are those of ``generate`` with ``PlanCache``,
+for the same tokens in the same chunks. ``make engines`` runs these tests."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def test_sinks_and_windows_without_the_radix_tree(served: Served, tmp_path: Path
 
 
 def test_requests_that_are_retracted(served: Served, tmp_path: Path) -> None:
-    """Eight pages are too few for four requests: SGLang takes those of one back, and computes it again later."""
+    """Eight pages are too few for four requests: SGLang takes those of one back, and computes it again
+    later."""
     rounds = [prompts(100, 110, 90, 105, seed=7)]
     few = arguments(served, max_total_tokens=1024, schedule_conservativeness=0.01)
     given = {"engine": few, "rounds": rounds, "tokens": 200, "together": True}

@@ -1,5 +1,5 @@
-"""A plan in SGLang on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give the eager run's to the
-bit. SGLang is the one of the interpreter that runs the tests."""
+"""A plan in SGLang on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give the eager run's
+to the bit. SGLang is the one of the interpreter that runs the tests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_cold_and_behind_the_radix_trees_prefixes(chunk: int, tmp_path: Path, se
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_give_what_the_eager_run_gives(dtype: str, tmp_path: Path, served: Served) -> None:
-    """Tokens and log-probabilities of four requests, three and one, over the ends of pages, cold and cached."""
+    """Tokens and log-probabilities of four requests, three and one, over the ends of pages, cold and
+    cached."""
     rounds = [prompts(*LENGTHS), prompts(120, 250, 380, seed=1), prompts(*LENGTHS), prompts(125, seed=2)]
     with ThreadPoolExecutor() as pool:
         both = {"eager": EAGER, "graphs": GRAPHS | {"cuda_graph_bs_decode": [1, 2, 3, 4]}}

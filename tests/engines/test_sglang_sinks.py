@@ -1,5 +1,5 @@
-"""Sinks and windows in the real SGLang with its radix tree: a request that begins after pages of another has the sinks
-that ``PlanCache`` has, and its window decoded from pages. ``make engines`` runs these tests."""
+"""Sinks and windows in the real SGLang with its radix tree: a request that begins after pages of another has
+the sinks that ``PlanCache`` has, and its window decoded from pages. ``make engines`` runs these tests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.engines
 
 @pytest.mark.parametrize("more", [{}, {"chunked_prefill_size": 256}, {"tp_size": 2}])
 def test_sinks_cold_and_behind_the_radix_trees_prefixes(more: dict[str, int], served: Served, tmp_path: Path) -> None:
-    """Between the two times, all rings are others'. The first page of a prompt of 120 tokens is filled by decoding;
-    one of 129 begins again with one new token."""
+    """Between the two times, all rings are others'. The first page of a prompt of 120 tokens is filled by
+    decoding; one of 129 begins again with one new token."""
     plan, given, others = served.with_copies(), prompts(*LENGTHS, 120, 129), prompts(*LENGTHS, seed=9)
     rounds = serve(served, tmp_path, [given, others, given], plan=plan, **more)
     assert [one["cached"] for one in rounds[2]] == [0, 128, 256, 640, 0, 128]
@@ -33,7 +33,8 @@ def test_sinks_cold_and_behind_the_radix_trees_prefixes(more: dict[str, int], se
 
 
 def test_requests_of_one_step_share_sinks_in_few_pages(served: Served, tmp_path: Path) -> None:
-    """With hits and without, in 8 pages, so that prompts are evicted, and requests retracted and computed again."""
+    """With hits and without, in 8 pages, so that prompts are evicted, and requests retracted and computed
+    again."""
     plan, ((base,), (other,)) = served.with_copies(), (prompts(300, seed=seed) for seed in (1, 2))
     rounds = [[base, *prompts(90, seed=n), other[:129], base[:200], other, base[:257]] for n in range(2)]
     rounds.append(prompts(100, 110, 90, 105, seed=7))
@@ -49,7 +50,8 @@ def test_requests_of_one_step_share_sinks_in_few_pages(served: Served, tmp_path:
 
 @pytest.mark.parametrize("chunk", [256, 4096])
 def test_random_requests_of_more_beginnings_than_places(chunk: int, served: Served, tmp_path: Path) -> None:
-    """Pages may outlive their sinks. A prompt that is computed anew then goes on with the tree's pages for its own."""
+    """Pages may outlive their sinks. A prompt that is computed anew then goes on with the tree's pages for
+    its own."""
     plan, pick, bases, ends = served.with_copies(), random.Random(chunk), prompts(*[600] * 30), prompts(*[60] * 24)
     rounds = [[pick.choice(bases)[: pick.randrange(100, 600)] + end for end in ends] for _ in range(4)]
     few = arguments(served, max_total_tokens=128 * 40, schedule_conservativeness=0.1, chunked_prefill_size=chunk)

@@ -1,5 +1,5 @@
-"""The core of the engines against ``PlanCache``: the same tokens in the same chunks, in random blocks and rings; and
-decodes with unequally many drafts as rows of equal length."""
+"""The core of the engines against ``PlanCache``: the same tokens in the same chunks, in random blocks and
+rings; and decodes with unequally many drafts as rows of equal length."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ def check(memory: Memory, every: list[Both]) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
-    """Prompts that end before, at and after the end of a page, decoded together over the next pages; in chunks; with
-    blocks that another one filled. Nothing that nobody wrote is read, nothing foreign is written."""
+    """Prompts that end before, at and after the end of a page, decoded together over the next pages; in
+    chunks; with blocks that another one filled. Nothing that nobody wrote is read, nothing foreign is
+    written."""
     plan = PLANS[name]
     memory = Memory(HeadShard(plan))
     every = [Both(memory, plan, seed) for seed in range(4)]
@@ -131,8 +132,8 @@ def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
-    """Prompts that end within the sinks, at and before the end of a page, decoded over it; chunks that begin and end
-    anywhere; nothing that nobody wrote is read."""
+    """Prompts that end within the sinks, at and before the end of a page, decoded over it; chunks that begin
+    and end anywhere; nothing that nobody wrote is read."""
     plan = BESIDE[name]
     memory = Memory(HeadShard(plan))
     every = [Both(memory, plan, seed) for seed in range(5)]
@@ -154,8 +155,9 @@ DRAFTED = ["2 bits by channel", "values of 16 bits", "three tiers", "rotated, ba
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_are_tokens_that_come_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 7 drafts after a token, of which any number is right, over the end of a page; chunks in between. The
-    outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere else."""
+    """Up to 7 drafts after a token, of which any number is right, over the end of a page; chunks in between.
+    The outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere
+    else."""
     plan = (PLANS | BESIDE)[name]
     memories = [Memory(HeadShard(plan, lookahead=7))]
     monkeypatch.setattr(stepping, "draft_reasons", lambda variant: [])  # as where the fast kernels serve a range
@@ -208,8 +210,8 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
 
 @pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ", "windows, bf16"])
 def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: str) -> None:
-    """One of a chunk, one of a single token; both are stored before the one that fills the blocks. Then their windows
-    are decoded from these."""
+    """One of a chunk, one of a single token; both are stored before the one that fills the blocks. Then their
+    windows are decoded from these."""
     plan = (PLANS | BESIDE | {"windows, bf16": plan_for("windows", cache_dtype="bfloat16")})[name]
     memory = Memory(HeadShard(plan))
     first = Both(memory, plan, 0)

@@ -42,8 +42,8 @@ def tokens(count: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dim", [64, 128, 80])
 @pytest.mark.parametrize("name", TAKEN | UNSHARED)
 def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
-    """Ragged sequences in shuffled blocks and rings, poisoned where nobody wrote; batches of falling size in the same
-    scratch. Pages are the same bytes."""
+    """Ragged sequences in shuffled blocks and rings, poisoned where nobody wrote; batches of falling size in
+    the same scratch. Pages are the same bytes."""
     plan = plan_for(name, dim)
     memories = [Memory(HeadShard(plan), device=device) for device in ("cpu", "cuda")]
     x = [tokens(800, dim, seed) for seed in range(4)]
@@ -74,8 +74,8 @@ def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
     "name", ["2 bits by channel", "keys of 16 bits", "three tiers", "sinks", "windows", "window rules"]
 )
 def test_drafts_are_those_of_the_reference(name: str, dim: int) -> None:
-    """Up to 7 drafts after a token, of which any number is right, over the ends of pages; single tokens in between.
-    Pages are the same bytes."""
+    """Up to 7 drafts after a token, of which any number is right, over the ends of pages; single tokens in
+    between. Pages are the same bytes."""
     plan, draw = plan_for(name, dim), random.Random(len(name))
     memories = [Memory(HeadShard(plan, lookahead=7), device=device) for device in ("cpu", "cuda")]
     x, wrong = [tokens(800, dim, seed) for seed in range(3)], tokens(800, dim, 9)
@@ -142,7 +142,8 @@ def test_decodes_may_be_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("count", [48, 200, 560, 700])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flash_attention_and_products_agree(is_causal: bool, count: int, group: int, dim: int) -> None:
-    """torch's, and, where vLLM is installed, the one that it serves with: within two roundings to bf16 on average."""
+    """torch's, and, where vLLM is installed, the one that it serves with: within two roundings to bf16 on
+    average."""
     flashes = [torch_flash]
     if importlib.util.find_spec("vllm"):
         with warnings.catch_warnings(action="ignore"):

@@ -1,5 +1,6 @@
-"""A plan in the real vLLM, on a CPU, in fp32: every token of every request is the one that ``PlanCache`` gives for the
-same tokens in the same chunks. ``make engines`` runs these tests; they are no part of ``make check``."""
+"""A plan in the real vLLM, on a CPU, in fp32: every token of every request is the one that ``PlanCache``
+gives for the same tokens in the same chunks. ``make engines`` runs these tests; they are no part of ``make
+check``."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ pytestmark = pytest.mark.engines
 
 VOCABULARY, TOKENS = 128, 40
 LENGTHS = (5, 130, 300, 700)
-# A request of this model takes four blocks for its rings besides those of its tokens. Three of 300 tokens fit into
-# these blocks (one is nobody's); of 400 tokens, two.
+# A request of this model takes four blocks for its rings besides those of its tokens. Three of 300 tokens fit
+# into these blocks (one is nobody's); of 400 tokens, two.
 SHORT = {"num_gpu_blocks_override": 24, "max_model_len": 1024}
 
 
@@ -51,8 +52,8 @@ FORMATS = [
 
 
 class Served:
-    """A random Llama of 4 layers in a folder, and a plan for it, with λ, offset and channels by queries in layer 2. Or
-    Gemma-3, whose layers have a sliding ``window`` but for ``every`` second one."""
+    """A random Llama of 4 layers in a folder, and a plan for it, with λ, offset and channels by queries in
+    layer 2. Or Gemma-3, whose layers have a sliding ``window`` but for ``every`` second one."""
 
     def __init__(
         self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32",
@@ -87,7 +88,8 @@ class Served:
         self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
 
     def with_copies(self, has_sinks: bool = True) -> Plan:
-        """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for values."""
+        """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for
+        values."""
         more: list[tuple[dict[str, int], dict[str, int]]] = [
             ({"num_sink_tokens": 4}, {"num_sink_tokens": 4}), ({"recent_window": 128}, {"recent_window": 200}),
             ({"num_sink_tokens": 5, "recent_window": 64}, {}), ({}, {"recent_window": 32}),
@@ -164,8 +166,9 @@ def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
 
 @pytest.mark.parametrize("has_copies", [False, True], ids=["shared prefixes", "sinks and windows"])
 def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, has_copies: bool) -> None:
-    """From the engine's own queries, keys and values: no layer adds to what another one rounds. Prompts in chunks that
-    begin anywhere in a page, after prefixes, and again after their blocks were lost. One bit more tells."""
+    """From the engine's own queries, keys and values: no layer adds to what another one rounds. Prompts in
+    chunks that begin anywhere in a page, after prefixes, and again after their blocks were lost. One bit more
+    tells."""
     plan, file = served.with_copies() if has_copies else served.plan, tmp_path / "attention"
     given = [*prompts(*LENGTHS), *(prompts(300, 310, 320, 330) if has_copies else prompts(*LENGTHS))]
     requests = [{"prompt": ids, "tokens": 100, "at": 120 * (n // 4)} for n, ids in enumerate(given)]
@@ -200,7 +203,8 @@ def without_queries(served: Served, plan: Plan | None = None) -> Plan:
 
 
 def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) -> None:
-    """Prompts that repeat themselves, and others; cold, and after cached prefixes; some of these are answers."""
+    """Prompts that repeat themselves, and others; cold, and after cached prefixes; some of these are
+    answers."""
     plan = without_queries(served)
     given = [*prompts(*LENGTHS), prompts(9, seed=5)[0] * 15]
     requests = [{"prompt": ids, "tokens": 140, "at": at} for at in (0, 150) for ids in given]
@@ -223,7 +227,8 @@ def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) ->
 
 
 def test_random_requests_with_drafts(version: str, tmp_path: Path, served: Served) -> None:
-    """Prompts in chunks, few blocks, aborts and samples, with windows; then with sinks, too, without prefixes."""
+    """Prompts in chunks, few blocks, aborts and samples, with windows; then with sinks, too, without
+    prefixes."""
     more = {**SHORT, "max_num_batched_tokens": 256, "speculative_config": DRAFTS}
     plan = without_queries(served, served.with_copies(has_sinks=False))
     _, replay = serve(version, tmp_path, served, random_requests(60, temperature=0.2), plan, **more)
@@ -271,8 +276,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def test_layers_with_a_sliding_window(version: str, tmp_path: Path, gemma: Served) -> None:
-    """Gemma-3, whose windows are vLLM's own: prompts and answers shorter and longer than the window, in chunks, cold
-    and after cached prefixes; then few blocks, lost ones, aborts, samples."""
+    """Gemma-3, whose windows are vLLM's own: prompts and answers shorter and longer than the window, in
+    chunks, cold and after cached prefixes; then few blocks, lost ones, aborts, samples."""
     given = prompts(*LENGTHS, 97)
     requests = [{"prompt": ids, "tokens": 120, "at": 5 * n + at} for at in (0, 180) for n, ids in enumerate(given)]
     found, replay = serve(version, tmp_path, gemma, requests, max_num_batched_tokens=256)
@@ -305,8 +310,8 @@ def test_attention_to_dense_blocks_is_refused(version: str, tmp_path: Path, gemm
 
 
 def test_sliding_windows_leave_the_memory_that_a_plan_saves(version: str, tmp_path: Path) -> None:
-    """Gemma-3's 5 to 1, windows of 1,024 tokens, requests of 32,768 as vLLM counts them: in fp32, and with 2 to 4 bits
-    in the other layers. In vLLM's memory lie as many blocks as predicted."""
+    """Gemma-3's 5 to 1, windows of 1,024 tokens, requests of 32,768 as vLLM counts them: in fp32, and with 2
+    to 4 bits in the other layers. In vLLM's memory lie as many blocks as predicted."""
     wide = Served(tmp_path / "wide", layers=24, head_dim=64, window=1024, every=6)
     more = {"max_model_len": 32768, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 512 << 20}
     fitting = []

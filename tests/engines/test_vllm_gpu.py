@@ -1,5 +1,5 @@
-"""A plan in vLLM on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give the eager run's to the bit.
-vLLM is the one of the interpreter that runs the tests."""
+"""A plan in vLLM on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give the eager run's
+to the bit. vLLM is the one of the interpreter that runs the tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, *
 
 
 def run(folder: Path, program: str, given: dict[str, Any], runner: int = 2) -> dict[str, Any]:
-    """What a program answers; ``runner``: vLLM has two model runners on a GPU, of which the second is the usual one."""
+    """What a program answers; ``runner``: vLLM has two model runners on a GPU, of which the second is the
+    usual one."""
     paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
     variables = {
         "PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
@@ -114,9 +115,9 @@ def test_sinks_and_windows_behind_cached_prefixes(more: dict[str, Any], tmp_path
 
 
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
-    """Gemma-3, whose windows are vLLM's own, prompts and answers shorter and longer than the window, cold and after
-    cached prefixes; eager and in graphs. A step of three requests is filled up to a graph of four, whose products in
-    fp32 round differently."""
+    """Gemma-3, whose windows are vLLM's own, prompts and answers shorter and longer than the window, cold and
+    after cached prefixes; eager and in graphs. A step of three requests is filled up to a graph of four,
+    whose products in fp32 round differently."""
     gemma = Served(tmp_path / "gemma", head_dim=64, cache_dtype="bfloat16", window=96)
     runs = [
         serve(tmp_path, gemma, twice(5, 80, 250, 380), max_num_batched_tokens=256, **graphs) for graphs in ({}, GRAPHS)

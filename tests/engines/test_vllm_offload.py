@@ -1,5 +1,5 @@
-"""Packed pages in vLLM that go to the host's memory and come back. Connectors, and what they do with blocks, are vLLM's
-own, but for the copies (vllm_copies). ``make engines`` runs these tests."""
+"""Packed pages in vLLM that go to the host's memory and come back. Connectors, and what they do with blocks,
+are vLLM's own, but for the copies (vllm_copies). ``make engines`` runs these tests."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_evicted_prefixes_come_back(version: str, tmp_path: Path, served: Served
 def test_prompts_of_whole_pages_come_back_but_for_the_last(
     version: str, tmp_path: Path, served: Served, name: str, has_windows: bool
 ) -> None:
-    """A request begins at the end of a page: no ring has the other tokens of the page of its prompt's last token."""
+    """A request begins at the end of a page: no ring has the other tokens of the page of its prompt's last
+    token."""
     plan = served.with_copies(has_sinks=False) if has_windows else served.plan
     given, others = prompts(128, 256, 384), prompts(700, 700, 700, 700, seed=9)
     parts = ((0, given), (60, others), (300, given))
@@ -82,7 +83,8 @@ def test_evicted_sliding_windows_come_back(version: str, tmp_path: Path, gemma: 
 
 @pytest.mark.parametrize("case", ["simple", "sinks", "native"])
 def test_random_requests(version: str, tmp_path: Path, served: Served, case: str) -> None:
-    """Chunks, aborts, samples of a prompt, and so little memory of the host's that blocks are evicted there, too."""
+    """Chunks, aborts, samples of a prompt, and so little memory of the host's that blocks are evicted there,
+    too."""
     plan = served.with_copies(has_sinks=case == "sinks")
     more = connector(NATIVE if case == "native" else SIMPLE, 4 << 20) | {"max_num_batched_tokens": 512}
     _, replay = serve(version, tmp_path, served, random_requests(150), plan, **more)

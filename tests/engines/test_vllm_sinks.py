@@ -1,6 +1,6 @@
-"""Sinks and windows in the real vLLM where prefixes are cached: a request that begins after blocks of another has the
-sinks of the first one, as ``PlanCache`` has them, and its window decoded from pages. ``make engines`` runs these
-tests."""
+"""Sinks and windows in the real vLLM where prefixes are cached: a request that begins after blocks of another
+has the sinks of the first one, as ``PlanCache`` has them, and its window decoded from pages. ``make engines``
+runs these tests."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def with_sinks(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("has_windows", [False, True], ids=["sinks", "windows"])
 def test_cold_and_behind_cached_prefixes(has_windows: bool, version: str, tmp_path: Path, served: Served) -> None:
-    """The second time around, all rings are others' and hold no sinks of these prompts. A prompt of 129 tokens begins
-    with one new token, as if it decoded; the first page of short prompts is filled by decoding."""
+    """The second time around, all rings are others' and hold no sinks of these prompts. A prompt of 129
+    tokens begins with one new token, as if it decoded; the first page of short prompts is filled by
+    decoding."""
     plan = served.with_copies() if has_windows else with_sinks(served.plan)
     given = prompts(*LENGTHS, 120, 129, 2)
     requests = [
@@ -62,7 +63,8 @@ def test_cold_and_behind_cached_prefixes(has_windows: bool, version: str, tmp_pa
 
 @pytest.mark.parametrize("has_windows", [False, True], ids=["sinks", "windows"])
 def test_requests_of_one_step(has_windows: bool, version: str, tmp_path: Path, served: Served) -> None:
-    """A request begins after pages that another fills in the same step: whole, in chunks, and with one new token."""
+    """A request begins after pages that another fills in the same step: whole, in chunks, and with one new
+    token."""
     (base,), plan = prompts(300), served.with_copies() if has_windows else with_sinks(served.plan)
     for number, more in enumerate(({}, {"max_num_batched_tokens": 256})):
         requests = [{"prompt": base[:n], "tokens": 20} for n in (300, 129, 257, 200)]
@@ -103,7 +105,8 @@ print("NOTED", [(one.num_past, one.total, one.table.tolist(), one.rings.tolist()
 
 
 def test_a_session_that_goes_on_within_a_page_keeps_its_ring(version: str, tmp_path: Path) -> None:
-    """vLLM says of a session with new input what it says of a new request, and it has computed tokens already."""
+    """vLLM says of a session with new input what it says of a new request, and it has computed tokens
+    already."""
     variables = os.environ | variables_in(tmp_path)
     done = subprocess.run(
         [python_with_vllm(version), "-c", NOTED], env=variables, capture_output=True, text=True, timeout=300
@@ -134,8 +137,8 @@ def test_what_a_first_page_is_too_small_for_needs_no_prefix_caching(
 
 @pytest.mark.parametrize("case", ["windows", "most sinks"])
 def test_a_page_that_is_filled_by_decoding(version: str, tmp_path: Path, served: Served, case: str) -> None:
-    """A request comes in the very step in which another one decodes the last token of the page that both begin with,
-    or in the next one. The blocks had others' pages before."""
+    """A request comes in the very step in which another one decodes the last token of the page that both
+    begin with, or in the next one. The blocks had others' pages before."""
     plan, arguments = served.with_copies(has_sinks=False), {"max_num_seqs": 8}
     if case == "most sinks":
         layers = [dataclasses.replace(layer, v=(dataclasses.replace(layer.v[0], num_sink_tokens=127),))

@@ -1,4 +1,5 @@
-"""The plain decode kernel against attention in fp64 over the decoded pages, and against the fast kernel, on a GPU.
+"""The plain decode kernel against attention in fp64 over the decoded pages, and against the fast kernel, on a
+GPU.
 
 Its arithmetic is fp32 throughout, so it is held to a thirtieth of what the fast kernel is allowed.
 """

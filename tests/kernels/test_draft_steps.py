@@ -1,4 +1,5 @@
-"""Steps of several tokens through the fast kernel, on a GPU: against fp64, and against the same tokens one by one.
+"""Steps of several tokens through the fast kernel, on a GPU: against fp64, and against the same tokens one by
+one.
 
 Rows begin where a page fills, or comes to be read, before, among and after the tokens of the step. What no
 token lies in is poisoned.
@@ -24,7 +25,8 @@ LENGTHS = (0, 3, 121, 125, 127, 128, 300, 377, 380, 383, 384, 505)
 
 
 class DraftCase(Case):
-    """A cache after the ``append`` of S tokens after ``held`` of every row; rings have room for all drafts."""
+    """A cache after the ``append`` of S tokens after ``held`` of every row; rings have room for all
+    drafts."""
 
     def __init__(self, variant: Variant, held: tuple[int, ...], heads: int, seed: int) -> None:
         tokens = variant.query_tokens

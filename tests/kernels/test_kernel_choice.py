@@ -94,7 +94,8 @@ def test_every_shape_fits(room: int) -> None:
     assert plain_shape(256, 16, room).heads == 16
 
 
-# K, V, head size, query heads a KV head, architecture, bytes of local memory at most; what else the variant has.
+# K, V, head size, query heads a KV head, architecture, bytes of local memory at most; what else the variant
+# has.
 BUDGETS = {
     "16, one head": (K, V, 16, 1, "sm_80", 0, {}),
     "72, per token": (*TOKENS, 72, 4, "sm_89", 64, {"rescale": True}),
@@ -112,7 +113,8 @@ BUDGETS = {
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_plain_kernel_stays_in_its_budget(name: str) -> None:
-    """The blocks that share an SM leave each thread 80, 128 or 255 registers; the loops spill nothing to speak of."""
+    """The blocks that share an SM leave each thread 80, 128 or 255 registers; the loops spill nothing to
+    speak of."""
     k, v, dim, group, arch, local_bytes, more = BUDGETS[name]
     room = 1024 * decode.SHARED_KIB.get(divmod(int(arch.removeprefix("sm_")), 10), decode.OTHER_SHARED_KIB)
     defines = plain_defines(variant(k, v, dim, group, **more), "bfloat16", group == 3, room)

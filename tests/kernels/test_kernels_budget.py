@@ -1,10 +1,12 @@
-"""What the kernels cost, read off the compiled code: registers, spills, instructions, shared memory. Needs no GPU.
+"""What the kernels cost, read off the compiled code: registers, spills, instructions, shared memory. Needs no
+GPU.
 
-An inner loop that loses its unrolling, or an array that moves to local memory, makes a kernel several times slower and
-changes no result: without a GPU, a budget is the only test that sees it. The numbers have some 10 % of room.
+An inner loop that loses its unrolling, or an array that moves to local memory, makes a kernel several times
+slower and changes no result: without a GPU, a budget is the only test that sees it. The numbers have some 10
+% of room.
 
-Two main variants are compiled for every chip that docs/kernels.md names; the others for one chip, as code of two chips
-differs little.
+Two main variants are compiled for every chip that docs/kernels.md names; the others for one chip, as code of
+two chips differs little.
 """
 
 import itertools
@@ -23,7 +25,8 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 ROTATED = Format(2, quantizer="rotated")
-# name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
+# name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append
+# at most)
 VARIANTS = {
     "2 bits": (Format(2, "channel"), Format(2), 4350, 0, 1800),
     "3 bits": (Format(3, "channel"), Format(3), 5450, 0, 2000),
@@ -41,8 +44,8 @@ SHAPES = {
 
 
 class Chip(NamedTuple):
-    """``shared_kib``: shared memory that a block may have at most, by the CUDA programming guide. ``warps``: of a block
-    of 2 bits; each has a page in work, and two records in shared memory."""
+    """``shared_kib``: shared memory that a block may have at most, by the CUDA programming guide. ``warps``:
+    of a block of 2 bits; each has a page in work, and two records in shared memory."""
 
     shared_kib: int
     warps: int
@@ -101,7 +104,8 @@ def test_the_main_variants_fit_every_chip(capability: tuple[int, int]) -> None:
         assert found.local_bytes == 0 and found.registers <= 128 and found.static_shared_bytes <= 48 * 1024
 
 
-# Of the other chips: K and V, head size, query heads of a group, dtype. Each format meets each chip, sm_86 as sm_89.
+# Of the other chips: K and V, head size, query heads of a group, dtype. Each format meets each chip, sm_86 as
+# sm_89.
 COVERING = {
     "3 bits": (*VARIANTS["3 bits"][:2], 64, 16, "float16"),
     "4 bits": (*VARIANTS["4 bits"][:2], 128, 8, "bfloat16"),
@@ -113,7 +117,8 @@ COVERING = {
 
 @pytest.mark.parametrize("capability", CHIPS)
 def test_other_formats_heads_and_groups_fit_every_chip(capability: tuple[int, int]) -> None:
-    """No spill, registers and shared memory of a block within the chip's: of reading, and of what packs in a step."""
+    """No spill, registers and shared memory of a block within the chip's: of reading, and of what packs in a
+    step."""
     skipped = {HOPPER: ("3 bits", "4 bits", "Kitty"), (8, 6): ("3 bits", "Kitty", "rotated 4 bits")}
     for name in COVERING.keys() - skipped.get(capability, ()):
         assert_decode(variant(*COVERING[name]), 5600, 0, capability)
@@ -129,7 +134,8 @@ def test_a_block_is_as_large_as_its_shared_memory_lets_it(capability: tuple[int,
 
 
 def test_a_chip_has_room_for_all_that_the_fast_kernel_takes() -> None:
-    """Also with scales in fp32 for every 32 values, which make the largest records; and else the chip is named."""
+    """Also with scales in fp32 for every 32 values, which make the largest records; and else the chip is
+    named."""
     keys = [RAW, *(Format(bits, "channel", 32, param_dtype="float32") for bits in (1, 2, 3, 4, 8))]
     values = [RAW, *(Format(bits, "token", size) for bits, size in itertools.product((1, 2, 3, 4, 8), (32, 128)))]
     of_chips = {room: capability for capability in CHIPS if (room := shared_room(capability))}
@@ -176,5 +182,6 @@ def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None
 
 
 def test_a_step_without_drafts_pays_nothing_for_them() -> None:
-    """Which query a thread has divides by the heads of a token: with one token, 80 instructions and a spill."""
+    """Which query a thread has divides by the heads of a token: with one token, 80 instructions and a
+    spill."""
     assert_decode(variant(*VARIANTS["2 bits"][:2], 128, 7), 4575, old_compiler_bytes())

@@ -1,4 +1,5 @@
-"""Compiling a kernel: every architecture without a GPU, the resources it asks for, the cache on disk, and errors."""
+"""Compiling a kernel: every architecture without a GPU, the resources it asks for, the cache on disk, and
+errors."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""``append``, ``pack`` and ``unpack`` store, byte for byte, what the page codec and the reference on a CPU store."""
+"""``append``, ``pack`` and ``unpack`` store, byte for byte, what the page codec and the reference on a CPU
+store."""
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ def assert_same(ours: Paged, theirs: Paged) -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize(("k", "v"), APPENDED, ids=lambda case: case.name)
 def test_steps_store_what_the_reference_stores(k: Case, v: Case, seed: int | None) -> None:
-    """Row 1 is 38 tokens ahead. Tokens and queries come as slices of wider tensors, as projections give them."""
+    """Row 1 is 38 tokens ahead. Tokens and queries come as slices of wider tensors, as projections give
+    them."""
     variant = variant_of(k, v)
     ours = Paged(variant, 2, 4, "cuda", N, seed, is_slice=seed is not None)
     theirs = Paged(variant, 2, 4, "cpu", N)
@@ -197,7 +199,8 @@ ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def assert_compiles(source: str, defines: dict[str, int], arch: str) -> None:
-    """Two blocks of 256 threads on every GPU, and in local memory only what a division's slow path puts there."""
+    """Two blocks of 256 threads on every GPU, and in local memory only what a division's slow path puts
+    there."""
     for entry, needs in resources(cubin(source, defines, arch)).items():
         assert needs.local_bytes <= 8, entry
         assert needs.registers <= 128 and needs.static_shared_bytes <= 48 * 1024, entry

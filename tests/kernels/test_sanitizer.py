@@ -1,5 +1,5 @@
-"""compute-sanitizer over every kernel of a static cache: no access outside of what was allocated, and no hazard between
-the threads of a block."""
+"""compute-sanitizer over every kernel of a static cache: no access outside of what was allocated, and no
+hazard between the threads of a block."""
 
 import os
 import shutil
@@ -15,8 +15,9 @@ from sanitizer_calls import CASES, LENGTHS, STEPS, main
 FOLDER = Path(__file__).parents[1] / "support"
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 FOUND = 99
-# memcheck also reports calls of the driver's API that fail, of which cuda.core makes some to see what the driver has.
-# And it knows allocations, not tensors: so every tensor is one, and what lies between them is nobody's.
+# memcheck also reports calls of the driver's API that fail, of which cuda.core makes some to see what the
+# driver has. And it knows allocations, not tensors: so every tensor is one, and what lies between them is
+# nobody's.
 TOOLS = {"memcheck": ("--report-api-errors", "no", "--padding", str(1 << 20)), "racecheck": ()}
 ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 

@@ -46,12 +46,14 @@ def test_every_rival_is_measured_next_to_plans(
     assert bits["tq-3"] == 16 and kl["tq-3"] < 1e-6  # four layers stay at 16 bits, and this model has two
     assert min(kl.values()) >= 0 and min(kl["fp8"], kl["int4"], kl["oscar"], kl["wush"]) > 0
     assert kl["int4"] < kl["tq-k3v4-all"] < kl["tq-3-all"] and kl["wush-3"] < kl["wush-2"]
-    # 3 bits, a norm, a scale and a minimum over 2 x 64 values; 2 bits, two halves over 64, 320 tokens of 32768
+    # 3 bits, a norm, a scale and a minimum over 2 x 64 values; 2 bits, two halves over 64, 320 tokens of
+    # 32768
     assert bits["tq-3-all"] == 3 + 48 / 128 and bits["oscar"] == pytest.approx(2.5 + 13.5 * 320 / 32768)
 
 
 def test_windows_keep_what_they_say(script: dict[str, Any], folder: str) -> None:
-    """A format that loses nothing changes nothing; one that loses all, nothing before a token leaves the window."""
+    """A format that loses nothing changes nothing; one that loses all, nothing before a token leaves the
+    window."""
     loaded = load_model(folder, device="cpu")
     ids = torch.randint(0, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     exact = loaded.model(input_ids=ids, use_cache=False).logits

@@ -1,5 +1,5 @@
-"""Scripts of lab/: changes of recipes are measured next to the recipes; the model of time says what was measured; and
-real.py goes from plans to tables, with SmolLM2 where the package index has it."""
+"""Scripts of lab/: changes of recipes are measured next to the recipes; the model of time says what was
+measured; and real.py goes from plans to tables, with SmolLM2 where the package index has it."""
 
 import json
 import os
@@ -68,7 +68,8 @@ def test_measured_rows_are_within_the_stated_errors(
     fit = script["fitted"]()
     fitted, checked = (script["errors"](script[rows], fit) for rows in ("FITTED", "CHECKED"))
     assert max(map(abs, fitted)) < 0.09 and max(map(abs, checked)) < 0.18
-    # docs/measured/2026-11-21-whole-steps-earlier.md: an H200 with so many GB; 16 and 2 bits, tokens a second and batch
+    # docs/measured/2026-11-21-whole-steps-earlier.md: an H200 with so many GB; 16 and 2 bits, tokens a second
+    # and batch
     for gb, raw, coded in ((24, (124, 1), (1116, 10)), (80, (666, 14), (4297, 99))):
         chip = script["CHIPS"]["H200"]._replace(gb=gb)
         for fmt, (rate, batch) in (("16", raw), ("2", coded)):
@@ -133,7 +134,8 @@ def test_long_answers_are_written_and_measured(
 
 @pytest.fixture(scope="module")
 def smollm2() -> str:
-    """The GGUF file of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""
+    """The GGUF file of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is
+    empty."""
     for name in ("gguf", "accelerate"):
         pytest.importorskip(name, reason=f"the package {name} is not installed")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Forwards side by side: the order in which they run, and what becomes of them when one fails or none is wanted."""
+"""Forwards side by side: the order in which they run, and what becomes of them when one fails or none is
+wanted."""
 
 import gc
 import threading

@@ -1,4 +1,5 @@
-"""Sizes read from config.json are those that running the model measures, and what loading refuses is refused."""
+"""Sizes read from config.json are those that running the model measures, and what loading refuses is
+refused."""
 
 import json
 import re

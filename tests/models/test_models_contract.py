@@ -46,8 +46,8 @@ SHAPES = {
     "deepseek_v2": (4, 1, LATENT, [None] * 3), "deepseek_v3": (4, 1, LATENT, [None] * 3),
     "kimi_linear": (4, 1, LATENT, ["state", None, "state"]), "falcon_h1": (4, 1, 16, [None] * 3),
 }  # fmt: skip
-# Bytes of the state besides keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a convolution over
-# their channels and twice 8.
+# Bytes of the state besides keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a
+# convolution over their channels and twice 8.
 BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}
 LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}
 WITHOUT_K_PRE = {"llama4"}  # its keys are normalised after RoPE
@@ -187,8 +187,8 @@ def test_taps_change_no_logits_and_leave_no_trace(name, implementation):
 
 @pytest.mark.parametrize("name", sorted(LATENTS))
 def test_a_latent_is_normed_and_its_rotary_key_turned_by_hand(name):
-    """From the projection's output: the norm of the first 32 channels, and RoPE of the last 8, in interleaved pairs;
-    Kimi's do not turn."""
+    """From the projection's output: the norm of the first 32 channels, and RoPE of the last 8, in interleaved
+    pairs; Kimi's do not turn."""
     model, geometry, inputs = built(name), measured(name), batch()
     attention = model.model.layers[1].self_attn
     outputs, tables = [], []
@@ -226,8 +226,8 @@ def test_k_pre_is_k_post_without_rope_and_none_after_a_norm():
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_gradients_reach_the_observed_tensors(name):
-    """The gradient that a hook on V hears is the loss's: compare one coordinate with a finite difference. It is taken
-    where the cache is given V, before latents are expanded."""
+    """The gradient that a hook on V hears is the loss's: compare one coordinate with a finite difference. It
+    is taken where the cache is given V, before latents are expanded."""
     model, geometry, inputs = built(name), measured(name), batch()
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     gradients: dict[int, torch.Tensor] = {}

@@ -192,7 +192,8 @@ def heard() -> Iterator[list[str]]:
 
 
 def test_a_refusal_is_one_line_without_transformers_tables(folder: Path, tmp_path: Path, heard: list[str]) -> None:
-    """Of a checkpoint that lacks weights, and of encoders: models of masked tokens, and with a decoder next to them."""
+    """Of a checkpoint that lacks weights, and of encoders: models of masked tokens, and with a decoder next
+    to them."""
     before = hf.utils.logging.get_verbosity()
     weights = load_file(folder / "model.safetensors")
     weights.pop(next(name for name in weights if "mlp" in name))

@@ -91,8 +91,8 @@ def test_projection_refusals_say_why():
 
 
 def test_cross_attention_that_is_not_called_is_no_layer() -> None:
-    """Found by going through the families: a decoder taken out of its encoder-decoder carries unused modules with the
-    same layer indices, and their weights are in no loss."""
+    """Found by going through the families: a decoder taken out of its encoder-decoder carries unused modules
+    with the same layer indices, and their weights are in no loss."""
     torch.manual_seed(0)
     shape = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "vocab_size": 64}
     config = BartConfig(

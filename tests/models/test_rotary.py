@@ -52,7 +52,8 @@ def longrope() -> PreTrainedModel:
 
 
 MORE = {"llama3": llama3, "linear": linear, "cohere": cohere, "phi": phi}
-# Of every way to rotate one: halves, YaRN, QK-norm, two bases, neighbours, slices, fused, some layers without, none.
+# Of every way to rotate one: halves, YaRN, QK-norm, two bases, neighbours, slices, fused, some layers
+# without, none.
 FAMILIES = ("llama_mha_yarn", "qwen3", "gemma3", "glm4", "gpt_neox", "phi3", "gpt_oss", "smollm3", "qwen3_next", "gpt2")
 POSITIONS = (0, 1, 2, 77, 300, 511)
 
@@ -197,8 +198,8 @@ def test_what_is_no_rotation_is_refused(kind, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss", "stablelm"])
 def test_explicit_positions_are_not_read_as_packed_sequences(name):
-    """At positions 0, 1, 2, ... logits are the plain ones; and at strided positions later tokens still see earlier
-    ones, which they would not without the mask."""
+    """At positions 0, 1, 2, ... logits are the plain ones; and at strided positions later tokens still see
+    earlier ones, which they would not without the mask."""
     model, ids = built(name), batch()["input_ids"]
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits

@@ -25,8 +25,8 @@ from kvcal.stages.checkpoint import host_bytes
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 from kvcal.stages.profile import stage as profile_stage
 
-# (layers that stay, places of the others) for one of each kind: tied embeddings, sliding layers, sinks and merged
-# experts, experts that transformers merges, a fused projection, Conv1D, a state.
+# (layers that stay, places of the others) for one of each kind: tied embeddings, sliding layers, sinks and
+# merged experts, experts that transformers merges, a fused projection, Conv1D, a state.
 FAMILIES = {"tied": (0, 1), "gemma3": (1, 2), "gpt_oss": (0, 2), "qwen3_moe": (0, 1), "phi3": (0, 1), "gpt2": (0, 1),
             "qwen3_next": (0, 2)}  # fmt: skip
 NUM_TOKENS = 200
@@ -136,14 +136,15 @@ def test_batches_share_the_loads_of_a_layer(
         loaded = with_places(saved(family), num_kept, num_places)
         assert profile_bytes(loaded, tmp_path / str(at_once), data=data, spec=spec) == whole
         loads.append(len(copies))
-    # A forward and a backward of each batch, or group; the last layers of one are there when the other begins.
+    # A forward and a backward of each batch, or group; the last layers of one are there when the other
+    # begins.
     num_loads = 2 * (loaded.model.config.num_hidden_layers - num_kept - num_places)
     assert num_loads > 0 and loads[0] - loads[1] == (5 - 2) * num_loads
 
 
 def test_as_many_batches_at_once_as_memory_holds(saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of 1,000 tokens takes 16,000 bytes, and 4,000 while another is in a layer; its layers' inputs, 20,000 of
-    the host's. Shares: 0.85 and 0.25."""
+    """A batch of 1,000 tokens takes 16,000 bytes, and 4,000 while another is in a layer; its layers' inputs,
+    20,000 of the host's. Shares: 0.85 and 0.25."""
     loaded = with_places(saved("llama"), 0, 2)
     for working, host, expected in ((40_000, 10**6, 5), (40_000, 240_000, 3), (20_000, 10**6, 1), (40_000, 1, 1)):
         monkeypatch.setattr(profile_stage, "host_bytes", lambda host=host: host)
@@ -275,7 +276,8 @@ def test_the_least_memory_is_named_and_suffices(saved) -> None:
     ],
 )  # fmt: skip
 def test_residence_by_hand(memory: int, num_kept: int, num_places: int) -> None:
-    """Two places first, then a batch, whose 16,384 tokens take 262,144 bytes, then layers that stay; at last, all."""
+    """Two places first, then a batch, whose 16,384 tokens take 262,144 bytes, then layers that stay; at last,
+    all."""
     assert SHAPES.least == 106_600
     found = residence(SHAPES, memory)
     assert (found.num_kept, found.num_places) == (num_kept, num_places)

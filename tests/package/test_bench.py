@@ -1,4 +1,5 @@
-"""``kvcal bench`` on a CPU, where the kernels' reference runs and a clock says 10 µs; and the scripts that use it."""
+"""``kvcal bench`` on a CPU, where the kernels' reference runs and a clock says 10 µs; and the scripts that
+use it."""
 
 import json
 import runpy
@@ -108,7 +109,8 @@ def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: 
 
 
 def test_a_step_in_a_basis_enters_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default recipe's plan: layers of other bits are other rows, and every step stores its token in the basis."""
+    """The default recipe's plan: layers of other bits are other rows, and every step stores its token in the
+    basis."""
     monkeypatch.syspath_prepend(LAB)
     default_plan = runpy.run_path(str(LAB / "shared.py"))["default_plan"]
     made = default_plan(Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 64, 64) for n in range(3))), 3.0)

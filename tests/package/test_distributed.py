@@ -66,7 +66,8 @@ def torchrun(num_ranks: int, *command: object, program: Path | None = None) -> s
 
 
 def ranks(count: int, program: Path, *command: object) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each rank, started by hand as torchrun would, whose imports take seconds."""
+    """(exit code, stdout, stderr) of each rank, started by hand as torchrun would, whose imports take
+    seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -104,7 +105,8 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) -> Iterator[Path]:
-    """The folder of one process; what runs in this one computes on one thread, too, as torchrun's ranks do."""
+    """The folder of one process; what runs in this one computes on one thread, too, as torchrun's ranks
+    do."""
     folder, (model, recipe) = tmp_path_factory.mktemp("alone"), given
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -220,7 +222,8 @@ def test_what_ranks_tell_each_other(kvcal: Path, tmp_path: Path) -> None:
         assert report["elsewhere"][:2] == ["UsageError", "the ranks differ in a number"]
         most, total, count, steps, widths = report["batches"]
         assert (most, count, steps) == (16, 12, 12) and total == pytest.approx(288)
-        # Rank 1 has no memory for the second four; the third four, measured at the same time, are measured again.
+        # Rank 1 has no memory for the second four; the third four, measured at the same time, are measured
+        # again.
         assert widths == [[[4], [2], [2]], [[2]], [[4], [2]]][rank]
         # Of four sequences each measures three together.
         assert report["together"] == [8, reports[0]["together"][1], 12, 12, [[1, 1, 1], [1]]]

@@ -125,7 +125,8 @@ def test_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("module", [name for name in GRAPH if "kvcal.lazy_torch" in GRAPH[name]])
 def test_a_class_that_is_for_annotations_alone_is_not_used(module: str) -> None:
-    """``lazy_torch.Tensor`` is no class at run time: neither its methods nor its instances can be asked for."""
+    """``lazy_torch.Tensor`` is no class at run time: neither its methods nor its instances can be asked
+    for."""
     for node in nodes(MODULES[module]):
         asked: list[ast.expr] = [node.value] if isinstance(node, ast.Attribute) else []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"isinstance", "issubclass", "map", "partial"}:
@@ -153,8 +154,8 @@ def test_nothing_is_read_that_could_run_code() -> None:
 
 
 def test_importing_the_runtime_loads_no_heavy_library() -> None:
-    """In a fresh process, all runtime modules at once; what transformers itself loads where it is installed is its
-    own affair."""
+    """In a fresh process, all runtime modules at once; what transformers itself loads where it is installed
+    is its own affair."""
     code = "import importlib, sys\nfor n in sys.argv[1:]: importlib.import_module(n)\nprint(*sys.modules)"
     code = "import sys, transformers.cache_utils, safetensors.torch\nbefore = set(sys.modules)\n" + code
     code = code.replace("*sys.modules", "*set(sys.modules) - before")

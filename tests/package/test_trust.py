@@ -1,5 +1,5 @@
-"""Short versions of the scripts whose counts docs/measurements.md states: threads, soaks, and mutated files (which
-fuzz_artifacts seals with a right digest)."""
+"""Short versions of the scripts whose counts docs/measurements.md states: threads, soaks, and mutated files
+(which fuzz_artifacts seals with a right digest)."""
 
 import json
 from dataclasses import replace

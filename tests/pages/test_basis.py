@@ -1,4 +1,5 @@
-"""Bases of keys and values against the definitions: products that stay, costs and energies that a basis evens out."""
+"""Bases of keys and values against the definitions: products that stay, costs and energies that a basis evens
+out."""
 
 import pytest
 import torch

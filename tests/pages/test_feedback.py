@@ -1,5 +1,5 @@
-"""Error feedback: its factor, codes against a loop that rounds every fp64 operation to fp32, the error that it lowers;
-and the grid of rotated pages."""
+"""Error feedback: its factor, codes against a loop that rounds every fp64 operation to fp32, the error that
+it lowers; and the grid of rotated pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_factors_stay_finite_where_a_channel_all_but_follows_another() -> None:
 
 
 def fp32(number: float) -> float:
-    """To the nearest fp32: of one sum, product or quotient of fp32 numbers in fp64, this is what fp32 would give."""
+    """To the nearest fp32: of one sum, product or quotient of fp32 numbers in fp64, this is what fp32 would
+    give."""
     return torch.tensor(number, dtype=torch.float64).float().item()
 
 

@@ -1,5 +1,6 @@
-"""The contract of page layouts, over cases of each: exact bytes, a bounded error, the same bytes of a page in any batch
-and on a GPU, and nothing stored that is not finite; and uniform pages against the oracle's bytes."""
+"""The contract of page layouts, over cases of each: exact bytes, a bounded error, the same bytes of a page in
+any batch and on a GPU, and nothing stored that is not finite; and uniform pages against the oracle's
+bytes."""
 
 import hashlib
 import itertools
@@ -27,7 +28,8 @@ THREE_TIERS = Boost("magnitude", (Tier(16, 0.2, 1.7), Tier(8, 0.15, 1.2), Tier(4
 
 @dataclass(frozen=True)
 class Case:
-    """``error``: bound of the squared error, relative to the page's energy. ``feedback``: codes are chosen with it."""
+    """``error``: bound of the squared error, relative to the page's energy. ``feedback``: codes are chosen
+    with it."""
 
     format: Format
     side: Side
@@ -201,7 +203,8 @@ def test_numbers_that_are_not_finite_are_refused_anywhere(case: Case) -> None:
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_golden_records(case: Case) -> None:
-    """Page of (37 token + 11 channel) mod 64 - 20, in eighths: what a file or a process packed must read the same."""
+    """Page of (37 token + 11 channel) mod 64 - 20, in eighths: what a file or a process packed must read the
+    same."""
     assert digest_of(case) == GOLDEN[str(case)]
 
 

@@ -51,7 +51,8 @@ def test_codes_are_cut_in_planes_low_bits_first(num_bits, widths):
 # Planes that a K page (tokens x channels) or a V page (channels x tokens) of common head sizes has.
 INTERLEAVED = [(128, 256, 2), (128, 128, 2), (128, 64, 2), (128, 128, 1), (128, 256, 1)]
 INTERLEAVED += [(16, 128, 2), (64, 128, 2), (80, 128, 2), (256, 128, 2), (64, 128, 1), (96, 128, 1)]
-# Segments of two bytes: halves of a word are different rows, until one byte permute has spread a row over a word.
+# Segments of two bytes: halves of a word are different rows, until one byte permute has spread a row over a
+# word.
 PERMUTED = [(128, 64, 1), (128, 32, 2)]
 Code = tuple[int, int]
 Word = tuple[list[Code], list[Code]]  # codes of the low and of the high half, lowest bits first
@@ -61,8 +62,8 @@ Word = tuple[list[Code], list[Code]]  # codes of the low and of the high half, l
 def test_loads_hold_the_fragments_of_an_mma(rows, columns, width):
     """Lane 4 g + t loads 16 bytes; AND masks cut its words into A operands of m16n8k16.
 
-    The fragment wants of lane (g, t): registers 0 and 2 of row g, 1 and 3 of row g + 8, two columns each; these columns
-    are the same for all g. Tiles of 16 rows x 16 columns cover the plane exactly once.
+    The fragment wants of lane (g, t): registers 0 and 2 of row g, 1 and 3 of row g + 8, two columns each;
+    these columns are the same for all g. Tiles of 16 rows x 16 columns cover the plane exactly once.
     """
     code_at = {
         oracles.bit_position(row, column, rows, columns, width): (row, column)
@@ -114,8 +115,8 @@ def _check_fragment(lanes: list[list[list[list[Word]]]], upper: int, word: int, 
 
 @pytest.mark.parametrize(("width", "mask", "unshifted"), [(2, 0x00030003, 5), (1, 0x00010001, 10)])
 def test_a_masked_code_is_an_fp16_subnormal(width, mask, unshifted):
-    """word AND (mask << width e), read as two fp16 numbers, is code 2^(width e - 24) as long as the bits stay below the
-    exponent field; one shift by 10 bits brings the others there."""
+    """word AND (mask << width e), read as two fp16 numbers, is code 2^(width e - 24) as long as the bits stay
+    below the exponent field; one shift by 10 bits brings the others there."""
     words = packing.pack_plane(random_codes(128, 128, width), width).view(torch.int32)
     for position in range(16 // width):
         shift, e = (0, position) if position < unshifted else (10, position - unshifted)

@@ -34,8 +34,8 @@ def test_the_product_is_close_to_that_of_the_stored_weight(cache_dtype: CacheDty
 
 
 def test_small_inputs_count_beside_large_ones() -> None:
-    """Keys in the hundreds with values below one, as in models whose keys have a bias: a weight that makes up for the
-    difference keeps them apart. Rounded by the largest input alone, values would be lost."""
+    """Keys in the hundreds with values below one, as in models whose keys have a bias: a weight that makes up
+    for the difference keeps them apart. Rounded by the largest input alone, values would be lost."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(50, 64, generator=generator)
     scale = torch.where(torch.arange(64) < 32, 1e-3, 400.0)

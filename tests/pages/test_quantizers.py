@@ -49,7 +49,8 @@ def test_codes_equal_the_loop(num_bits, param_dtype):
 @pytest.mark.parametrize("param_dtype", TAKEN)
 @pytest.mark.parametrize("num_bits", NUM_BITS)
 def test_codes_equal_the_loop_on_awkward_numbers(num_bits, param_dtype):
-    """Random bit patterns: all magnitudes up to 32768 (so that no range overflows), subnormals and both zeros."""
+    """Random bit patterns: all magnitudes up to 32768 (so that no range overflows), subnormals and both
+    zeros."""
     generator = torch.Generator().manual_seed(17)
     x = torch.randint(-(2**31), 2**31, (4000,), generator=generator).to(torch.int32).view(torch.float32)
     x = x[x.abs() <= 32768][:1024]

@@ -1,5 +1,5 @@
-"""Bit-width shrinking: every code against rational numbers, chains against direct quantization, and the paper's other
-shifts."""
+"""Bit-width shrinking: every code against rational numbers, chains against direct quantization, and the
+paper's other shifts."""
 
 import math
 from fractions import Fraction
@@ -49,7 +49,8 @@ def test_equivalent_is_round_half_up_for_every_code(b):
 
 @pytest.mark.parametrize("num_bits", [4, 2])
 def test_the_papers_direct_shift_loses_more(num_bits):
-    """Two others drop the lower bits: ``modified`` moves the zero by half of what was dropped, ``direct`` does not."""
+    """Two others drop the lower bits: ``modified`` moves the zero by half of what was dropped, ``direct``
+    does not."""
     x = torch.randn(512 * GROUP, generator=torch.Generator().manual_seed(8))
     errors = {"equivalent": (uniform.dequantize(*chained(x, num_bits), GROUP, -1) - x).square().mean()}
     for kind in ("modified", "direct"):

@@ -38,7 +38,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
 
 
 def test_shares_are_the_numbers_as_written() -> None:
-    """0.29 of 100 tokens are 29, which floats do not say; a share of channels is the nearest number of them."""
+    """0.29 of 100 tokens are 29, which floats do not say; a share of channels is the nearest number of
+    them."""
     assert WindowRule("clamped", 0.29, 1000).window(100) == 29
     assert [Tier(4, share).num_channels(64) for share in (0.2, 0.19, 0.001)] == [13, 12, 1]
 

@@ -1,5 +1,5 @@
-"""A plan that is wrong is refused, one test per way (those of the container are in test_artifact), and the document
-says what readers say."""
+"""A plan that is wrong is refused, one test per way (those of the container are in test_artifact), and the
+document says what readers say."""
 
 import re
 from collections.abc import Callable
@@ -136,7 +136,8 @@ def test_lists_within_lists(path):
 
 
 def test_a_paged_window_that_hardly_shrinks_ends():
-    """The rule adds a little less than 128 tokens a page, for 10^7 pages, of which max_tokens lets the first count."""
+    """The rule adds a little less than 128 tokens a page, for 10^7 pages, of which max_tokens lets the first
+    count."""
     with limited(5):
         rule = WindowRule("paged", 0.9999999, 1000)
         assert [rule.window(128 * pages) for pages in (0, 1, 2, 7, 8, 10**6)] == [0, 127, 254, 889, 1000, 1000]
@@ -272,8 +273,8 @@ def shear(size: float) -> Tensor:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_basis_and_an_inverse_that_is_not_its_own(path: Path, side: Side) -> None:
-    """Of one head as of both; a basis of 0, or one that is not finite, has none. Rounding to fp32 is no fault, however
-    ill-conditioned a basis is."""
+    """Of one head as of both; a basis of 0, or one that is not finite, has none. Rounding to fp32 is no
+    fault, however ill-conditioned a basis is."""
     plan, name = static_plan_for("basis"), f"layers.0.{side}_basis"
     for size in (0.1, 3.0, 20.0):
         exact = shear(size).double()

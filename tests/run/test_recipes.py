@@ -1,7 +1,8 @@
-"""The recipes that come with kvcal: the layers they give are those that their descriptions promise. Every one runs from
-its profile to its evaluated table, on a tiny model with fewer texts, problems and trials.
+"""The recipes that come with kvcal: the layers they give are those that their descriptions promise. Every one
+runs from its profile to its evaluated table, on a tiny model with fewer texts, problems and trials.
 
-What a recipe does is left as it is: formats, budget, stages, and more sequences at once than its workload has."""
+What a recipe does is left as it is: formats, budget, stages, and more sequences at once than its workload
+has."""
 
 import itertools
 import tomllib

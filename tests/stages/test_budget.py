@@ -1,4 +1,5 @@
-"""Budgets: what is asked is what the compiled plan takes, with transforms and scratch, however it was stated."""
+"""Budgets: what is asked is what the compiled plan takes, with transforms and scratch, however it was
+stated."""
 
 from dataclasses import replace
 
@@ -128,8 +129,8 @@ def test_the_smallest_bits_have_the_reserved_bytes_in_them() -> None:
 
 @pytest.mark.parametrize("kind", ["budget", "kv_budget", "bits"])
 def test_a_refused_budget_says_what_takes_the_smallest(kind: str) -> None:
-    """By hand: three layers with two heads of 32, 2 bits with a scale and a zero for each token, a sink, windows, and
-    of a whole device weights and workspace."""
+    """By hand: three layers with two heads of 32, 2 bits with a scale and a zero for each token, a sink,
+    windows, and of a whole device weights and workspace."""
     cache = CacheSpec(num_sink_tokens=1, k_recent_window=16, v_recent_window=0)
     found = profile(spec=ProfileSpec(num_bits=(2,), k_axes=("token",), group_sizes=(32,), kl_samples=0), cache=cache)
     knobs = {"budget": {"budget": "1MB"}, "kv_budget": {"kv_budget": "1KB"}, "bits": {"bits": 1.0}}[kind]
@@ -237,8 +238,8 @@ def test_a_whole_device_without_room_for_the_scratch_of_predictors_is_refused() 
 
 
 def test_the_workspace_by_hand() -> None:
-    """Logits and softmax in fp32, one layer's keys and values, the pages of one side on their way there, 32 bytes a
-    value that is encoded at once, and indices of rows and of places in a ring."""
+    """Logits and softmax in fp32, one layer's keys and values, the pages of one side on their way there, 32
+    bytes a value that is encoded at once, and indices of rows and of places in a ring."""
     split = allocated(budget="20MB").split
     one_side, indices = BATCH * CONTEXT * 2 * 32, 64 * BATCH + 16 * 128
     assert split.workspace == 2 * 4 * BATCH * VOCABULARY + 3 * 2 * one_side + 32 * one_side + indices

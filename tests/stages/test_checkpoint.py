@@ -1,5 +1,5 @@
-"""Unfinished statistics: saved on every way out, taken up by the same inputs alone, gone when the stage is done. And
-batches that are measured together where memory suffices, and alone before they are halved."""
+"""Unfinished statistics: saved on every way out, taken up by the same inputs alone, gone when the stage is
+done. And batches that are measured together where memory suffices, and alone before they are halved."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,8 +83,8 @@ def test_statistics_are_saved_now_and_then_and_on_every_error(tmp_path: Path, mo
 
 
 def groups_within(room: int, at_once: int, path: Path) -> tuple[list[list[int]], int, list[str]]:
-    """Numbers of sequences in the batches of each group that was tried, of 7 sequences of 8 tokens in batches of two,
-    on a device with room for so many sequences; the most tokens at the end; and what was said."""
+    """Numbers of sequences in the batches of each group that was tried, of 7 sequences of 8 tokens in batches
+    of two, on a device with room for so many sequences; the most tokens at the end; and what was said."""
     tried, listener = list[list[int]](), Listener()
 
     def measure(batches: Sequence[Batch]) -> list[dict[str, Mean]]:

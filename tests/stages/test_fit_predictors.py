@@ -1,5 +1,5 @@
-"""The predictor stage (AQUA-KV, Alg. 1) against numbers computed apart: quantizer by loops, regression by least
-squares, keys before RoPE as the model has them."""
+"""The predictor stage (AQUA-KV, Alg. 1) against numbers computed apart: quantizer by loops, regression by
+least squares, keys before RoPE as the model has them."""
 
 import copy
 import math
@@ -49,8 +49,8 @@ SINKS = 4
 
 
 def captured_rows(tokens_T: Tensor) -> list[dict[str, np.ndarray]]:
-    """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them; sinks, as
-    pages have them, by the first token after."""
+    """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them;
+    sinks, as pages have them, by the first token after."""
     loaded, seen = loaded_llama(), []
     with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
         loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
@@ -115,14 +115,15 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
         hook.remove()
     assert contents[0] == contents[1] == contents[2]
     none, some, every = (calls.count(number) for number in range(3))
-    # Of 4 sequences, pass l ends in layer l, counted from 0, and begins at layer l - 2; the last two end in layer 4.
+    # Of 4 sequences, pass l ends in layer l, counted from 0, and begins at layer l - 2; the last two end in
+    # layer 4.
     assert none - every == 4 * ((2 + 3 + 4 + 5 + 5) - (2 + 3 + 3 + 3 + 2))
     assert every < some < none
 
 
 def test_sequences_of_a_batch_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any lengths, fitted on and held out: what each of them gives alone, to the rounding of forwards of other
-    shapes, by which a code may flip."""
+    """Of any lengths, fitted on and held out: what each of them gives alone, to the rounding of forwards of
+    other shapes, by which a code may flip."""
     loaded, data = loaded_llama(), sequences([260, 400, 140, 300, 260, 700])
     widths: list[list[int]] = []
     raw_pages, records = reconstruct._raw_pages, []
@@ -169,8 +170,8 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch:
 
 
 def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
-    """Alg. 1 line by line, all pages before RoPE. Keys that go through RoPE and back, and weights that are stored in
-    fp32, differ in the last bits, so a code may flip: weights agree to 3 % of the largest."""
+    """Alg. 1 line by line, all pages before RoPE. Keys that go through RoPE and back, and weights that are
+    stored in fp32, differ in the last bits, so a code may flip: weights agree to 3 % of the largest."""
     layers, record = fitted_llama("pre")
     data = sequences([260] * 6)
     splits = split_sequences(data)

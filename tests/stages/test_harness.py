@@ -1,5 +1,5 @@
-"""Tasks of the lm-evaluation-harness: two small ones from a folder, by `kvcal eval` and by the harness's own command,
-and what is read from its results."""
+"""Tasks of the lm-evaluation-harness: two small ones from a folder, by `kvcal eval` and by the harness's own
+command, and what is read from its results."""
 
 import functools
 import importlib.util

@@ -33,9 +33,9 @@ def profiled(folder: Path, sequences: list[Tensor], masks: list[Tensor]) -> dict
 
 
 def autograd_scores(sequences: list[Tensor], masks: list[Tensor], shift: int = 1) -> dict[tuple[int, str], float]:
-    """fp64; transformers' loss, which shifts ``labels`` once by itself; one sequence at a time, one ``autograd.grad``
-    for each weight; -100 where there is no loss. ``shift`` = 2: labels shifted before they are given, as the paper's
-    text says and its public code does."""
+    """fp64; transformers' loss, which shifts ``labels`` once by itself; one sequence at a time, one
+    ``autograd.grad`` for each weight; -100 where there is no loss. ``shift`` = 2: labels shifted before they
+    are given, as the paper's text says and its public code does."""
     model = gqa_model("llama", torch.float64, NUM_LAYERS)
     scores = {(layer, side): 0.0 for layer in range(NUM_LAYERS) for side in ("k", "v")}
     for tokens_T, mask_T in zip(sequences, masks, strict=True):
@@ -103,7 +103,8 @@ def random_scores(layers: list[int], seed: int) -> dict[str, dict[int, float]]:
 
 
 def test_formats_are_the_papers() -> None:
-    """20 % of the layers at 3 (K) and 4 (V) bits with a window share of 20 %, the others at 2 bits with 10 %."""
+    """20 % of the layers at 3 (K) and 4 (V) bits with a window share of 20 %, the others at 2 bits with 10
+    %."""
     layers = [0, 1, 2, 4, 5, 6, 8, 9, 10, 12]
     scores = random_scores(layers, 3)
     formats = kvmix_formats(scores, ImportanceSpec(), 0, "float16")

@@ -1,6 +1,8 @@
-"""Multi-head latent attention through the stages: sensitivities, budgets, refusals, and plans from end to end.
+"""Multi-head latent attention through the stages: sensitivities, budgets, refusals, and plans from end to
+end.
 
-The models are transformers' own modules, tiny, with random weights: a latent of 32 and a rotary key of 8 in each layer.
+The models are transformers' own modules, tiny, with random weights: a latent of 32 and a rotary key of 8 in
+each layer.
 """
 
 import math
@@ -55,8 +57,8 @@ def layers_in(name: str, latent: Format, rotary: Format = RAW) -> tuple[LayerPla
 
 
 def test_the_sensitivity_is_of_what_is_cached() -> None:
-    """The gradients of latents and rotary keys, as the official cache is given them; norms of their projection's rows,
-    the norms' and the rotation's own included."""
+    """The gradients of latents and rotary keys, as the official cache is given them; norms of their
+    projection's rows, the norms' and the rotation's own included."""
     tokens_T, mask_T = sample_of(4 + 128 + 20)
     model = TINY_MODELS["deepseek_v3"]()
     found = measure(GradientPass(model, measured("deepseek_v3"), FEW, 4, "float16"), 0, tokens_T, mask_T)
@@ -202,7 +204,8 @@ def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "kimi_linear"])
 def test_latents_on_a_gpu(name: str) -> None:
-    """The torch path: bytes as on a CPU, text of a 16-bit plan as with transformers' own cache, pages as on a CPU."""
+    """The torch path: bytes as on a CPU, text of a 16-bit plan as with transformers' own cache, pages as on a
+    CPU."""
     model = TINY_MODELS[name]().to("cuda")
     ids = torch.randint(3, 100, (2, 200), generator=torch.Generator().manual_seed(0)).to("cuda")
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}

@@ -1,5 +1,5 @@
-"""Sensitivity and gradient norms against references that share no code with them: NumPy scalars, retained gradients,
-finite differences."""
+"""Sensitivity and gradient norms against references that share no code with them: NumPy scalars, retained
+gradients, finite differences."""
 
 import gc
 import math
@@ -70,7 +70,8 @@ def loss_by_hand(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
-    """Sinks, one whole page, a partial page with a partial group; channels that are no multiple of a group."""
+    """Sinks, one whole page, a partial page with a partial group; channels that are no multiple of a
+    group."""
     torch.manual_seed(0)
     x_NTD, g_NTD = torch.randn(1, 4 + 128 + 41, 40) * 3, torch.randn(1, 4 + 128 + 41, 40)
     for wanted in (Candidate(1, "channel", 32), Candidate(3, "channel", 128), Candidate(2, "token", 32)):
@@ -126,8 +127,9 @@ def test_a_range_beyond_the_parameters_is_refused() -> None:
 
 
 def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference() -> None:
-    """Reference: the model in fp64 with all weights trained and every key and value retaining its gradient. Pairing
-    a layer's error with the gradient of the layer at the other end, as the paper's public code does, must fail."""
+    """Reference: the model in fp64 with all weights trained and every key and value retaining its gradient.
+    Pairing a layer's error with the gradient of the layer at the other end, as the paper's public code does,
+    must fail."""
     tokens_T, mask_T = sample_of(4 + 128 + 41)
     found = measure(observer(gqa_model("qwen3"), FEW), 0, tokens_T, mask_T)
     model = gqa_model("qwen3", torch.float64)
@@ -146,8 +148,8 @@ def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference() -> None
 
 
 def test_sensitivities_agree_with_finite_differences_of_the_loss() -> None:
-    """No gradient at all: every cached key and value of every layer is nudged up and down, and the loss is measured.
-    A reversed or shifted order of the layers fails, and so does a gradient of another loss."""
+    """No gradient at all: every cached key and value of every layer is nudged up and down, and the loss is
+    measured. A reversed or shifted order of the layers fails, and so does a gradient of another loss."""
     tokens_T, mask_T = sample_of(9, num_prompt=2)
     wanted = {"k": (Candidate(2, "token", 32),), "v": (Candidate(2, "token", 32),)}
     found = measure(observer(gqa_model("llama"), wanted, sinks=0), 0, tokens_T, mask_T)
@@ -170,7 +172,8 @@ def test_sensitivities_agree_with_finite_differences_of_the_loss() -> None:
 def finite_differences(
     model: PreTrainedModel, tokens_T: Tensor, mask_T: Tensor, number: int, side: str
 ) -> tuple[Tensor, Tensor]:
-    """(the loss's slopes [N, T, D], the states themselves) for one layer's side: one row of the batch a nudge."""
+    """(the loss's slopes [N, T, D], the states themselves) for one layer's side: one row of the batch a
+    nudge."""
     N, T, D = 2, len(tokens_T), 16
     nudge = 2e-2  # norms and rotations are fp32 in any model: a smaller one would drown in their rounding
     unit = nudge * torch.eye(N * T * D, dtype=torch.float64).view(-1, N, T, D)
@@ -200,8 +203,8 @@ def test_labels_are_shifted_once_and_the_prompt_is_left_out() -> None:
 
 
 def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
-    """Appending tokens outside the loss must not change the earlier tokens' sensitivity; a mean over all tokens
-    would scale it."""
+    """Appending tokens outside the loss must not change the earlier tokens' sensitivity; a mean over all
+    tokens would scale it."""
     model = gqa_model("llama")
     tokens_T, mask_T = sample_of(132 + 128)
     half = measure(observer(model), 0, tokens_T[:132], mask_T[:132])
@@ -218,10 +221,10 @@ def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
 def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> None:
     """Padded on the right: after two pages, within the first, and after the sinks alone.
 
-    Forwards of other shapes round otherwise: 1e-6 of a value, 1e-5 with room for any CPU. Errors are continuous in the
-    values, since a value in the middle between two codes is as far from both, and with parameters in fp32 only: the
-    next fp16 scale is another one by 1e-3. A sum of squared errors then moves by 2e-5 times the ratio of values to
-    errors, which is below 50 at up to 4 bits (root mean square of both)."""
+    Forwards of other shapes round otherwise: 1e-6 of a value, 1e-5 with room for any CPU. Errors are
+    continuous in the values, since a value in the middle between two codes is as far from both, and with
+    parameters in fp32 only: the next fp16 scale is another one by 1e-3. A sum of squared errors then moves by
+    2e-5 times the ratio of values to errors, which is below 50 at up to 4 bits (root mean square of both)."""
     model, geometry = built(name), measured(name)
     wanted = {"k": (*FEW["k"], Candidate(4, "channel", 64)), "v": (*FEW["v"], Candidate(2, "token", 128, "rotated"))}
     gradients = GradientPass(model, geometry, wanted, 4, "float32")
@@ -300,7 +303,8 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
 
 
 def test_observers_stream_and_merge_to_the_statistic_of_the_batch() -> None:
-    """Of any observer: the declared shape; streaming equals batch; parts merge in any order; results change nothing."""
+    """Of any observer: the declared shape; streaming equals batch; parts merge in any order; results change
+    nothing."""
     gradients, place = observer(gqa_model("llama"), FEW), (3, "k")
     batches = [batch_of(n, *sample_of(length, seed=n)) for n, length in enumerate((140, 30, 60))]
     samples = gradients.measure_together(batches)

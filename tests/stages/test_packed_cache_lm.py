@@ -1,5 +1,5 @@
-"""The lm-evaluation-harness's model, through the packed cache: its calls of the model by themselves, and the harness's
-questions."""
+"""The lm-evaluation-harness's model, through the packed cache: its calls of the model by themselves, and the
+harness's questions."""
 
 from dataclasses import dataclass
 from typing import Any

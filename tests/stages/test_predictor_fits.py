@@ -1,5 +1,5 @@
-"""The regression that fits AQUA-KV's predictors, against loops over numbers; and its weights rounded to two thin
-matrices or to 4 bits, against other ways to compute the same."""
+"""The regression that fits AQUA-KV's predictors, against loops over numbers; and its weights rounded to two
+thin matrices or to 4 bits, against other ways to compute the same."""
 
 import math
 from dataclasses import replace
@@ -116,8 +116,8 @@ def added_error(fit: LinearFit, weight: Tensor) -> float:
 
 @pytest.mark.parametrize("rank", [1, 4, 10])
 def test_low_rank_is_the_best_of_its_rank_in_the_metric_of_the_inputs(rank: int) -> None:
-    """The error added equals the sum of the squared singular values of W M^(1/2) that are cut (Eckart-Young), and is
-    less than that of the cut singular value decomposition of W."""
+    """The error added equals the sum of the squared singular values of W M^(1/2) that are cut (Eckart-Young),
+    and is less than that of the cut singular value decomposition of W."""
     fit = fitted(24, 16)
     low_rank, _ = to_low_rank(fit, rank, "float32").dense()
     values, vectors = torch.linalg.eigh(fit.metric_FF)
@@ -130,7 +130,8 @@ def test_low_rank_is_the_best_of_its_rank_in_the_metric_of_the_inputs(rank: int)
 
 
 def rounded_codes(fit: LinearFit, group_size: int) -> list[list[int]]:
-    """Codes less 8, one weight after the other; the compensation from inverses of what is left, not by Cholesky."""
+    """Codes less 8, one weight after the other; the compensation from inverses of what is left, not by
+    Cholesky."""
     num_outputs, num_inputs = fit.weight_OF.shape
     found = []
     for output in range(num_outputs):

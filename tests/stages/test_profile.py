@@ -46,7 +46,8 @@ def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other)
 
 @pytest.fixture(scope="module", autouse=True)
 def small_groups() -> Iterator[None]:
-    """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
+    """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2
+    steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profile_stage.BATCH_TOKENS, "cpu", 1)
         patch.setitem(divergence.KL_BATCH, "cpu", 1)
@@ -77,8 +78,8 @@ def test_sensitivities_norms_and_loss_are_means_over_samples(finished) -> None:
 
 
 def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
-    """Against one plan at a time, without lockstep groups. The sequence of 60 tokens fills no page and is passed
-    over; the others are cut at 175 tokens."""
+    """Against one plan at a time, without lockstep groups. The sequence of 60 tokens fills no page and is
+    passed over; the others are cut at 175 tokens."""
     found, _ = finished
     loaded = loaded_model()
     reference = unquantized_plan(loaded.identity, loaded.geometry)
@@ -195,7 +196,8 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
 
 
 def test_importance_is_the_score_times_the_relative_error(finished) -> None:
-    """By hand, from the keys and values themselves, page by page; then the exact solver's choice, by enumeration."""
+    """By hand, from the keys and values themselves, page by page; then the exact solver's choice, by
+    enumeration."""
     found, _ = finished
     loaded = loaded_model()
     stored = CACHE_DTYPES[found.setup.geometry.cache_dtype]
@@ -294,7 +296,8 @@ def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_the_graph_of_a_backward_is_as_large_as_estimated(name: str) -> None:
-    """Within a third, in bfloat16, against what autograd keeps for a forward of 300 tokens, weights left out."""
+    """Within a third, in bfloat16, against what autograd keeps for a forward of 300 tokens, weights left
+    out."""
     model, held = TINY_MODELS[name]().to(torch.bfloat16), {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 

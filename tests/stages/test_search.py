@@ -85,8 +85,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedModel) -> Path
 
 
 def test_the_plan_that_ships_is_the_plan_that_was_measured(whole: Path, loaded: LoadedModel) -> None:
-    """It is a system's own plan, its figures are those of a measurement by hand, and it has the least KL or is simpler
-    than one that cannot be told from it."""
+    """It is a system's own plan, its figures are those of a measurement by hand, and it has the least KL or
+    is simpler than one that cannot be told from it."""
     report, plan = load_search(whole / "search.safetensors").report, load_plan(whole / "plan.safetensors")
     recipe, rows = recipe_of(whole, 5.0), {one.name: one for one in report.systems}
     assert rows.keys() == {"solved", *SYSTEMS}

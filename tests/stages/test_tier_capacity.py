@@ -1,4 +1,5 @@
-"""Scores of calibration pages, and the room that tiers need there: against loops, and against the runtime's own."""
+"""Scores of calibration pages, and the room that tiers need there: against loops, and against the runtime's
+own."""
 
 import math
 
@@ -73,7 +74,8 @@ def test_scores_against_loops(fmt: Format, num_pages: int) -> None:
 
 @pytest.mark.parametrize("boost", [BOOST, RUNNING])
 def test_scores_are_those_that_the_cache_decides_by(boost: Boost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 0, whose keys and queries do not depend on what was quantized; fed in chunks that end where pages do."""
+    """Layer 0, whose keys and queries do not depend on what was quantized; fed in chunks that end where pages
+    do."""
     loaded = as_loaded(tiny_llama())
     plan = make_plan(loaded, (format_of(boost, sinks=3, window=20), V))
     data = text(300)

@@ -1,4 +1,5 @@
-"""The threshold search: a study that goes on, that processes share; its front, its choice, its damaged journal."""
+"""The threshold search: a study that goes on, that processes share; its front, its choice, its damaged
+journal."""
 
 import math
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ SCORES = [4.0 / (1 + channel) + 0.02 * channel for channel in range(40)]
 
 
 class Tiers:
-    """What three tiers cost and keep: the mean over channels of 1 - score x the step of the channel's bits. Counts
-    its calls, and interrupts the ``stop_at``-th."""
+    """What three tiers cost and keep: the mean over channels of 1 - score x the step of the channel's bits.
+    Counts its calls, and interrupts the ``stop_at``-th."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop_at, self.calls = stop_at, 0

@@ -1,4 +1,5 @@
-"""What a dynamic cache takes for a moment while it packs and shrinks: measured storages against the stated bound."""
+"""What a dynamic cache takes for a moment while it packs and shrinks: measured storages against the stated
+bound."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +44,8 @@ def held_by(cache: PlanCache) -> list[torch.Tensor]:
 
 
 def default_plan(heads: int, head_dim: int, cache_dtype: str = "bfloat16") -> Plan:
-    """One layer with what the default recipe gives every layer: rotated, in bases, with error feedback and gains."""
+    """One layer with what the default recipe gives every layer: rotated, in bases, with error feedback and
+    gains."""
     attention = AttentionGeometry(0, heads, heads, head_dim, head_dim)
     plan = plan_of(Geometry("llama", cache_dtype, (attention,)), ROTATED, ROTATED)
     return with_transforms(plan, "basis", 0.01)
@@ -66,8 +68,8 @@ def default_cache(plan: Plan) -> PlanCache:
 
 
 def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes alive while any layer shrinks its pages or stores ``states`` [B, N, T, D]: the whole cache and
-    what that takes."""
+    """The most bytes alive while any layer shrinks its pages or stores ``states`` [B, N, T, D]: the whole
+    cache and what that takes."""
     peak = 0
 
     def watched(call: Callable[..., None]) -> Callable[..., None]:
@@ -165,7 +167,8 @@ def test_one_part_is_held_twice_when_pages_are_added(monkeypatch: pytest.MonkeyP
 def test_the_bound_holds_in_a_basis(
     heads: int, head_dim: int, cache_dtype: str, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts longer than what enters at once, steps, chunks, and the step that fills a page; of several rows."""
+    """Of prompts longer than what enters at once, steps, chunks, and the step that fills a page; of several
+    rows."""
     plan = default_plan(heads, head_dim, cache_dtype)
     plan = plan if has_feedback else without_feedback(plan)
     cache = default_cache(plan)
@@ -179,8 +182,8 @@ def test_the_bound_holds_in_a_basis(
 @pytest.mark.parametrize("has_feedback", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_an_update_in_a_basis_takes_no_copy_of_a_prompt(batch: int, has_feedback: bool) -> None:
-    """The whole of an update, what it hands to attention included: of a prompt that enters in several parts, and of
-    the step after it, which reads all of it."""
+    """The whole of an update, what it hands to attention included: of a prompt that enters in several parts,
+    and of the step after it, which reads all of it."""
     heads, head_dim, tokens = 2, 64, 128 * ENCODE_PAGES * 3
     plan = default_plan(heads, head_dim)
     plan = plan if has_feedback else without_feedback(plan)

@@ -1,5 +1,5 @@
-"""Stored forms (lattices, predicted pages, keys before RoPE) in a dynamic cache: chunks store what single steps store,
-tokens are removed and moved with their pages, and each token is near what it was."""
+"""Stored forms (lattices, predicted pages, keys before RoPE) in a dynamic cache: chunks store what single
+steps store, tokens are removed and moved with their pages, and each token is near what it was."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,8 @@ def test_chunks_store_what_steps_store(name: str) -> None:
     ("name", "kept", "held"), [("lattice d=2", 162, 170), ("lattice d=2", 125, 260), ("linear", 140, 290)]
 )
 def test_tokens_can_be_removed(name: str, kept: int, held: int) -> None:
-    """Within the ring, and into pages: the pages that stay, and those after them, are as if nothing had been there."""
+    """Within the ring, and into pages: the pages that stay, and those after them, are as if nothing had been
+    there."""
     plan, inputs = form_plan(name), [states(layer, 2, 300) for layer in LAYERS]
     cache = fed(plan, (kept,), inputs)
     advance(cache, kept, held, [states(layer, 2, 300, seed=7) for layer in LAYERS])

@@ -1,4 +1,5 @@
-"""Dynamic caches on a GPU with pages that only they hold: the CPU's bytes, but for the rounding of predictions."""
+"""Dynamic caches on a GPU with pages that only they hold: the CPU's bytes, but for the rounding of
+predictions."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""One small artifact of every kind, and what a file of that kind is used for: load it, and rely on what it says."""
+"""One small artifact of every kind, and what a file of that kind is used for: load it, and rely on what it
+says."""
 
 import functools
 import hashlib
@@ -42,7 +43,8 @@ SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "gro
 
 @dataclass(frozen=True)
 class Subject:
-    """``write`` writes the sound file; ``use`` loads a file and relies on it, with AssertionError where it errs."""
+    """``write`` writes the sound file; ``use`` loads a file and relies on it, with AssertionError where it
+    errs."""
 
     kind: str
     name: str
@@ -76,7 +78,8 @@ def model_for(plan: Plan) -> PreTrainedModel:
 
 
 def use_plan(plan: Plan) -> None:
-    """Everything that is said about it can be said; its cache takes the bytes it predicts, and finite logits come."""
+    """Everything that is said about it can be said; its cache takes the bytes it predicts, and finite logits
+    come."""
     views.plan_json(plan, plan.workload)
     views.plan_table(plan, plan.workload, None)
     views.layer_table(plan.layers, plan.cache_dtype, plan.workload)

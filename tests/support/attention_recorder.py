@@ -1,5 +1,5 @@
-"""Attention as an engine's process computes it, layer by layer, in a file that the environment names: a part of the
-recorders of steps. ``AttentionReplay`` computes it again from the same queries, keys and values."""
+"""Attention as an engine's process computes it, layer by layer, in a file that the environment names: a part
+of the recorders of steps. ``AttentionReplay`` computes it again from the same queries, keys and values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ VARIABLE = "KVCAL_TEST_ATTENTION"
 
 
 class Attended(NamedTuple):
-    """Of one request in layer ``index``: ``num_past`` tokens before, ``table``: the block of each page, what comes
-    after is nobody's; q [T, H, D], k and v [T, N, D], attention ``out`` [T, H, D], fp32."""
+    """Of one request in layer ``index``: ``num_past`` tokens before, ``table``: the block of each page, what
+    comes after is nobody's; q [T, H, D], k and v [T, N, D], attention ``out`` [T, H, D], fp32."""
 
     index: int
     num_past: int
@@ -30,7 +30,8 @@ class Attended(NamedTuple):
 
 
 def register() -> None:
-    """Wrap the two attentions of ``PagedStep``, of tokens that come alone and of chunks. Drafts are not recorded."""
+    """Wrap the two attentions of ``PagedStep``, of tokens that come alone and of chunks. Drafts are not
+    recorded."""
     from kvcal.engines.step import PagedStep
 
     if VARIABLE not in os.environ or hasattr(PagedStep, "kvcal_recorded"):

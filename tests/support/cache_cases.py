@@ -89,7 +89,8 @@ def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def random_states(batch: int, heads: int, tokens: int, dim: int = HEAD_DIM, seed: int = 0) -> Tensor:
-    """[batch, heads, tokens, dim] with an outlier channel, rounded to bf16 so that every cache dtype holds it."""
+    """[batch, heads, tokens, dim] with an outlier channel, rounded to bf16 so that every cache dtype holds
+    it."""
     states = torch.randn(batch, heads, tokens, dim, generator=torch.Generator().manual_seed(seed))
     states[..., 1] *= 20.0
     return states.bfloat16().float()
@@ -120,7 +121,8 @@ def padded(rows: Sequence[Tensor], width: int, side: str, filling: float = 0.0) 
 
 
 def ragged_ids(lengths: Sequence[int], more: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [B, columns]: prompts of these lengths, padded on the left; then ``more`` tokens in every row."""
+    """ids and mask [B, columns]: prompts of these lengths, padded on the left; then ``more`` tokens in every
+    row."""
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], max(lengths), "left")
     return torch.cat([ids, random_ids(len(lengths), more, seed=9)], 1), pad(mask, (0, more), value=1)
 
@@ -149,9 +151,10 @@ def feed(
 
 @torch.no_grad()
 def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[int] | None = ()) -> Tensor:
-    """Outputs [B, H, T, D] of the one layer of ``cache``, dynamic or static, given q [B, H, T, D], k and v [B, N, T, D]
-    in chunks that end at ``cuts``; None: in the longest chunks that are like single steps. To compare chunks of unlike
-    sizes: a model's own products differ in their last bits with the number of tokens."""
+    """Outputs [B, H, T, D] of the one layer of ``cache``, dynamic or static, given q [B, H, T, D], k and v
+    [B, N, T, D] in chunks that end at ``cuts``; None: in the longest chunks that are like single steps. To
+    compare chunks of unlike sizes: a model's own products differ in their last bits with the number of
+    tokens."""
     (layer,), start, outputs = cache.layers, 0, []
     if cache.static is not None:
         cache.static.serving = Serving()
@@ -171,9 +174,9 @@ def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[i
 
 
 def after_crop(plan: Plan, side: Side, read: Tensor, raw: Tensor, kept: int) -> Tensor:
-    """What ``kept`` tokens of layer 0 read back as once the others were removed: [B, N, kept, D], from ``read`` and
-    ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no more, tokens are raw, if
-    the ring still has them."""
+    """What ``kept`` tokens of layer 0 read back as once the others were removed: [B, N, kept, D], from
+    ``read`` and ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no
+    more, tokens are raw, if the ring still has them."""
     expected, fmt = read[:, :, :kept].clone(), plan.layers[0].format(side)
     first = max(read.shape[2] - fmt.ring_tokens, 128 * fmt.pages_read(kept), 0)
     expected[:, :, first:] = raw[:, :, first:kept]

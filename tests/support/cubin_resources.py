@@ -1,10 +1,11 @@
-"""What compiled kernels ask of a GPU, read from their cubins alone: a machine without a GPU holds them to budgets.
+"""What compiled kernels ask of a GPU, read from their cubins alone: a machine without a GPU holds them to
+budgets.
 
-A cubin is an ELF file: ``.nv.info`` holds attributes as (format, kind, size, content), of which the per-entry ones are
-pairs of a symbol's index and a value; ``.text.<entry>`` holds the instructions of 16 bytes each (all architectures
-since sm_70), and ``.nv.shared.<entry>`` the declared shared memory, after 1024 bytes that the system keeps for itself
-since sm_90. Left out: spills apart from arrays in local memory, which only ptxas' own log tells apart, and attributes
-of functions that are called (an entry's stack already includes theirs).
+A cubin is an ELF file: ``.nv.info`` holds attributes as (format, kind, size, content), of which the per-entry
+ones are pairs of a symbol's index and a value; ``.text.<entry>`` holds the instructions of 16 bytes each (all
+architectures since sm_70), and ``.nv.shared.<entry>`` the declared shared memory, after 1024 bytes that the
+system keeps for itself since sm_90. Left out: spills apart from arrays in local memory, which only ptxas' own
+log tells apart, and attributes of functions that are called (an entry's stack already includes theirs).
 """
 
 import struct
@@ -26,14 +27,16 @@ _SYSTEM_SHARED_BYTES = 1024
 
 
 def old_compiler_bytes() -> int:
-    """Local bytes that NVRTC before 13.5 gives some kernels beyond their budgets, which newer ones must keep."""
+    """Local bytes that NVRTC before 13.5 gives some kernels beyond their budgets, which newer ones must
+    keep."""
     return 0 if tuple(map(int, nvrtc_version().split("."))) >= (13, 5) else 16
 
 
 @dataclass(frozen=True)
 class Resources:
-    """One entry: ``registers`` a thread, ``local_bytes`` of stack and spills a thread, ``static_shared_bytes`` a block
-    (the declared ones), and ``instructions``, the padding after the last one included (less than 16)."""
+    """One entry: ``registers`` a thread, ``local_bytes`` of stack and spills a thread,
+    ``static_shared_bytes`` a block (the declared ones), and ``instructions``, the padding after the last one
+    included (less than 16)."""
 
     registers: int
     local_bytes: int

@@ -1,8 +1,8 @@
 """Cases of the decode kernel: formats, the memory of a layer, and attention in fp64 over the decoded pages.
 
-What no token lies in is poisoned: slots without a page with 0xff bytes, sinks and rings with NaN, the parts in the
-workspace too. Pages lie at scattered slots, heads in the middle of larger tensors. Scores are sharp enough for the
-softmax to matter, and keys carry outlier channels.
+What no token lies in is poisoned: slots without a page with 0xff bytes, sinks and rings with NaN, the parts
+in the workspace too. Pages lie at scattered slots, heads in the middle of larger tensors. Scores are sharp
+enough for the softmax to matter, and keys carry outlier channels.
 """
 
 import dataclasses
@@ -104,9 +104,10 @@ def variant_of(k: Format, v: Format, dim: int = 128, group: int = 4, dtype: str 
 
 
 class Case:
-    """A cache after an append: ``lengths`` tokens a row before the step, the new one stored. ``seen``: keys and values
-    as they are read back. ``seed`` of the tokens; pages lie one after the other unless they are ``scattered``.
-    ``alike``: channels, for the query, too; one token of a page has the largest code in all, another the smallest."""
+    """A cache after an append: ``lengths`` tokens a row before the step, the new one stored. ``seen``: keys
+    and values as they are read back. ``seed`` of the tokens; pages lie one after the other unless they are
+    ``scattered``. ``alike``: channels, for the query, too; one token of a page has the largest code in all,
+    another the smallest."""
 
     device = "cuda"
 

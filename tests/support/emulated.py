@@ -1,7 +1,8 @@
 """``decode`` on a CPU: its source compiled by g++ against ``cuda_on_cpu.h``, in place of a kernel on a GPU.
 
-So a machine without a GPU runs the kernel as it is launched: fragments, shuffles, limbs, the merge of the parts. What
-stays untested is what fibers do not have: races, and the rounding of tensor cores within a product.
+So a machine without a GPU runs the kernel as it is launched: fragments, shuffles, limbs, the merge of the
+parts. What stays untested is what fibers do not have: races, and the rounding of tensor cores within a
+product.
 """
 
 import ctypes
@@ -121,7 +122,8 @@ class EmulatedKernel:
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Lets ``launch_decode`` take tensors of the CPU. Skips without g++ or an x86-64 CPU with half precision."""
+    """Lets ``launch_decode`` take tensors of the CPU. Skips without g++ or an x86-64 CPU with half
+    precision."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if shutil.which("g++") is None or " f16c" not in flags:
         pytest.skip("needs g++ and an x86-64 CPU with F16C")

@@ -1,4 +1,5 @@
-"""An engine's memory without an engine: blocks and rings that are handed out at random, poisoned where nobody wrote."""
+"""An engine's memory without an engine: blocks and rings that are handed out at random, poisoned where nobody
+wrote."""
 
 from __future__ import annotations
 
@@ -88,8 +89,8 @@ def based(plan: Plan) -> Plan:
 
 
 class Memory:
-    """One layer's blocks and rings, as an engine of ``num_blocks`` lends them; block and ring 0 are nobody's. They lie
-    ``gap`` bytes apart, as those of other layers would have it."""
+    """One layer's blocks and rings, as an engine of ``num_blocks`` lends them; block and ring 0 are nobody's.
+    They lie ``gap`` bytes apart, as those of other layers would have it."""
 
     def __init__(
         self, shard: HeadShard, num_blocks: int = 64, num_rings: int = 9, device: str = "cpu", gap: int = 48
@@ -113,8 +114,8 @@ class Memory:
 
 
 class Sequence:
-    """A sequence in an engine's memory, and the same in a dynamic ``PlanCache``. ``shared``: blocks that another one
-    filled, which it begins after."""
+    """A sequence in an engine's memory, and the same in a dynamic ``PlanCache``. ``shared``: blocks that
+    another one filled, which it begins after."""
 
     def __init__(self, memory: Memory, plan: Plan, shared: list[int] | None = None) -> None:
         self.memory, self.blocks = memory, list(shared or ())
@@ -144,8 +145,8 @@ class Sequence:
 def decode(
     sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, kept: list[int] | None = None
 ) -> Tensor:
-    """One token of every sequence: q [B, H, D], k, v [B, N, D]. Or S, [B, S, ...], of which the first ``kept`` of each
-    stay; there is a block for the first of them."""
+    """One token of every sequence: q [B, H, D], k, v [B, N, D]. Or S, [B, S, ...], of which the first
+    ``kept`` of each stay; there is a block for the first of them."""
     for sequence in sequences:
         sequence.grow(1)
     width = max(len(sequence.blocks) for sequence in sequences)

@@ -1,8 +1,10 @@
-"""What an engine did, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a time.
+"""What an engine did, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a
+time.
 
-An engine cuts prompts into chunks, begins after blocks that others filled, and drops a request's blocks to compute
-them again later. All of that changes which tokens are seen packed. So the steps are replayed as they were recorded.
-Drafts leave no trace: those that were right are fed as single tokens, and the others not at all.
+An engine cuts prompts into chunks, begins after blocks that others filled, and drops a request's blocks to
+compute them again later. All of that changes which tokens are seen packed. So the steps are replayed as they
+were recorded. Drafts leave no trace: those that were right are fed as single tokens, and the others not at
+all.
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.store.layer_store import DecodedCopy
 
-# Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last bits, so
-# that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to units away.
+# Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last
+# bits, so that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to
+# units away.
 MOST, MEDIAN = 0.1, 0.02
 PAGE = 128
 
 
 class Replay:
-    """``steps``, ``requests``: as vllm_host records them. ``alone``: new tokens of a request, at most, that the engine
-    serves as it serves a token and its drafts; ``logits``: what they are rounded to. ``cached``: tokens of every
-    request that came from blocks of others; ``restarts``: how often a request was computed again; ``distances``: of
-    log-probabilities, of all tokens; ``ties``: of tokens that are not the most likely ones, by request and place: how
-    much less likely they are; ``loaded``: pages that came from the host; ``moved``: that a running request has in
-    another block than before; ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft
-    that was rejected."""
+    """``steps``, ``requests``: as vllm_host records them. ``alone``: new tokens of a request, at most, that
+    the engine serves as it serves a token and its drafts; ``logits``: what they are rounded to. ``cached``:
+    tokens of every request that came from blocks of others; ``restarts``: how often a request was computed
+    again; ``distances``: of log-probabilities, of all tokens; ``ties``: of tokens that are not the most
+    likely ones, by request and place: how much less likely they are; ``loaded``: pages that came from the
+    host; ``moved``: that a running request has in another block than before; ``accepted``, ``rejected``:
+    drafts, and ``split``: pages whose last token was a draft that was rejected."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1, logits: torch.dtype = torch.float32) -> None:
         self.model, self.plan, self.alone, self.logits = model, plan, alone, logits
@@ -54,8 +57,8 @@ class Replay:
 
     @torch.no_grad()
     def run(self, found: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-        """Log-probabilities [vocabulary] of every output token of every request, in order. Called again, it goes on
-        with later steps, of other requests."""
+        """Log-probabilities [vocabulary] of every output token of every request, in order. Called again, it
+        goes on with later steps, of other requests."""
         results: dict[str, list[torch.Tensor]] = {name: [] for name in found["requests"]}
         ids = {name: prompt + output for name, (prompt, output) in found["requests"].items()}
         for step in found["steps"]:
@@ -93,8 +96,9 @@ class Replay:
                 to.pop(key, None)
 
     def _cache_at(self, name: str, tokens: int, blocks: list[int], begins: bool) -> PlanCache:
-        """The cache of a request with so many tokens: its own, or one of pages of those who filled these blocks. A page
-        may lie in another block than before: SGLang keeps one of equal prefixes, and frees the others' pages."""
+        """The cache of a request with so many tokens: its own, or one of pages of those who filled these
+        blocks. A page may lie in another block than before: SGLang keeps one of equal prefixes, and frees the
+        others' pages."""
         own = self._caches.get(name)
         if own is not None and own.get_seq_length() == tokens and not begins:
             held = zip(self._blocks[name], blocks[: tokens // PAGE], strict=False)
@@ -135,10 +139,11 @@ class Replay:
 
 
 class AttentionReplay(Replay):
-    """Attention of every layer from the queries, keys and values that the engine had there, so that no layer adds to
-    what another one rounded. ``errors``: of all requests and steps, the largest one of any layer's attention. The unit
-    is 2^-24 (s + 1) |v|, with the largest |v|, and of a score the largest sum s of products without their signs: what
-    one rounding of such a score in fp32 moves. Products of D channels round up to D times."""
+    """Attention of every layer from the queries, keys and values that the engine had there, so that no layer
+    adds to what another one rounded. ``errors``: of all requests and steps, the largest one of any layer's
+    attention. The unit is 2^-24 (s + 1) |v|, with the largest |v|, and of a score the largest sum s of
+    products without their signs: what one rounding of such a score in fp32 moves. Products of D channels
+    round up to D times."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         super().__init__(model, plan)
@@ -147,7 +152,8 @@ class AttentionReplay(Replay):
 
     @torch.no_grad()
     def attend(self, steps: Sequence[list[Any]], kept: Sequence[list[Any]], calls: Iterable[Attended]) -> None:
-        """``steps``: all later ones of the engine, as recorded; ``kept``: those requests of them that are replayed."""
+        """``steps``: all later ones of the engine, as recorded; ``kept``: those requests of them that are
+        replayed."""
         for call in calls:
             self._calls[call.index, call.num_past, len(call.q)].append(call)
         for step, wanted in zip(steps, kept, strict=True):
@@ -168,7 +174,8 @@ class AttentionReplay(Replay):
 
 
 def _error(cache: PlanCache, call: Attended) -> float:
-    """Of a layer's attention against the cache's, which gets the new tokens; in fp64, after the cache's fp32."""
+    """Of a layer's attention against the cache's, which gets the new tokens; in fp64, after the cache's
+    fp32."""
     q, k, v, out = (torch.from_numpy(x).transpose(0, 1).unsqueeze(0) for x in call[-4:])
     keys, values = (x.double() for x in cache.update(k, v, call.index))
     seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - q.shape[2])
@@ -203,9 +210,9 @@ def assert_replayed(
     is_greedy: bool = True,
     alone: int = 1,
 ) -> Replay:
-    """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, or as likely as
-    far as single codes decide, and, but for requests that were aborted, of the same log-probability. ``alone``: see
-    ``Replay``."""
+    """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, or as
+    likely as far as single codes decide, and, but for requests that were aborted, of the same
+    log-probability. ``alone``: see ``Replay``."""
     replay = Replay(model, plan, alone)
     with attached_for(model, plan):
         results = replay.run(found)
@@ -220,8 +227,8 @@ def assert_answers(
     is_greedy: bool = True,
     limits: tuple[float, float] = (MOST, MEDIAN),
 ) -> None:
-    """As :func:`assert_replayed`, of a replay's ``results``. ``limits``: how far log-probabilities may be apart, at
-    most and in the middle of a request."""
+    """As :func:`assert_replayed`, of a replay's ``results``. ``limits``: how far log-probabilities may be
+    apart, at most and in the middle of a request."""
     finished, (most, median) = 0, limits
     for name, (_, output) in found["requests"].items():
         answered, chances = found["outputs"].get(name, [output, [None] * len(output)])

@@ -1,4 +1,5 @@
-"""A serving engine's own HTTP server in a process, started by the command line that ``kvcal serve-args`` prints."""
+"""A serving engine's own HTTP server in a process, started by the command line that ``kvcal serve-args``
+prints."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ START_SECONDS = 900
 
 @dataclass(frozen=True)
 class Server:
-    """``address``: http://127.0.0.1:port; ``steps`` and ``attention``: files of what it computes, as the recorders
-    write them."""
+    """``address``: http://127.0.0.1:port; ``steps`` and ``attention``: files of what it computes, as the
+    recorders write them."""
 
     engine: str
     address: str
@@ -43,8 +44,9 @@ class Server:
     attention: Path
 
     def complete(self, prompts: Mapping[str, list[int]], tokens: int, together: bool = False) -> dict[str, Any]:
-        """Greedy completions of prompts, one after the other or all at once, by name: [new tokens, log-probability of
-        each]. SGLang's end where the model ends them: of requests that ignore ends it never runs short of pages."""
+        """Greedy completions of prompts, one after the other or all at once, by name: [new tokens,
+        log-probability of each]. SGLang's end where the model ends them: of requests that ignore ends it
+        never runs short of pages."""
         with concurrent.futures.ThreadPoolExecutor(len(prompts) if together else 1) as threads:
             found = threads.map(lambda name: self._one(name, prompts[name], tokens), prompts)
             return dict(zip(prompts, found, strict=True))
@@ -80,8 +82,8 @@ class Server:
 def serving(
     words: Sequence[str], model: str, folder: Path, python: Path, variables: Mapping[str, str]
 ) -> Iterator[Server]:
-    """A server of ``words`` with the engine of this interpreter, until the end of the context. ``folder`` / log: what
-    it writes. RuntimeError where it does not start."""
+    """A server of ``words`` with the engine of this interpreter, until the end of the context. ``folder`` /
+    log: what it writes. RuntimeError where it does not start."""
     engine = "vllm" if words[0] == "vllm" else "sglang"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,5 @@
-"""What the evaluation tests share: a tiny model as loaded, plans for it, random text, and a noting reporter."""
+"""What the evaluation tests share: a tiny model as loaded, plans for it, random text, and a noting
+reporter."""
 
 from functools import cache
 

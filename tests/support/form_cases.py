@@ -1,5 +1,5 @@
-"""What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to feed
-queries, keys and values to a dynamic cache, layer by layer, without a model."""
+"""What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to
+feed queries, keys and values to a dynamic cache, layer by layer, without a model."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -82,8 +82,8 @@ NAMES = list(LAYERS)
 
 
 def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None = None) -> Plan:
-    """The plan with other layers, and random tensors for their transforms; ``rotary`` for all of them: RoPE of all
-    channels if None."""
+    """The plan with other layers, and random tensors for their transforms; ``rotary`` for all of them: RoPE
+    of all channels if None."""
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, spec in needed_tensors(layers, plan.cache_dtype).items():
         normal = torch.randn([extent or 1 for extent in spec.shape], generator=generator)
@@ -136,7 +136,8 @@ def states(layer: int, batch: int, tokens: int, dim: int = HEAD_DIM, seed: int =
 def advance(
     cache: PlanCache, start: int, stop: int, all_states: Sequence[tuple[Tensor, ...]], device: str = "cpu"
 ) -> list[tuple[Tensor, Tensor]]:
-    """Columns [start, stop) of every layer's queries, keys and values; what each layer hands to attention: (K, V)."""
+    """Columns [start, stop) of every layer's queries, keys and values; what each layer hands to attention:
+    (K, V)."""
     found = []
     for layer, states_of_layer in zip(cache.layers, all_states, strict=True):
         q, k, v = (x[:, :, start:stop].to(device) for x in states_of_layer)

@@ -2,9 +2,9 @@
 
     python tests/support/fuzz_artifacts.py --count 1000000 --seed 0
 
-prints how many files were refused, accepted and held what they say, accepted and did not ("wrong"),
-raised another kvcal error than ArtifactError ("other"), raised anything else ("raw"), or took too long ("hang"). Every
-second file carries two mutations of its JSON or its tensors.
+prints how many files were refused, accepted and held what they say, accepted and did not ("wrong"), raised
+another kvcal error than ArtifactError ("other"), raised anything else ("raw"), or took too long ("hang").
+Every second file carries two mutations of its JSON or its tensors.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def places_in(text: str) -> list[tuple[Any, ...]]:
 
 
 def mutated_json(text: str, rng: random.Random) -> str:
-    """The canonical JSON of another object than ``text`` spells: a value that is deleted, doubled, exchanged, put into
-    lists, or another one."""
+    """The canonical JSON of another object than ``text`` spells: a value that is deleted, doubled, exchanged,
+    put into lists, or another one."""
     body = json.loads(text)
     found = places_in(text)
     if not found:
@@ -245,8 +245,8 @@ def outcome(subject: Subject, path: Path) -> tuple[str, str]:
 
 
 def states_other_bytes(path: Path, message: str) -> bool:
-    """Whether a plan was refused for stating other bytes than its layers take. It is made to state these: the mutation
-    has to fail by something else."""
+    """Whether a plan was refused for stating other bytes than its layers take. It is made to state these: the
+    mutation has to fail by something else."""
     taken = re.search(r"but its layers take (\d+)", message)
     if taken:
         content = content_of(path.read_bytes())
@@ -256,7 +256,8 @@ def states_other_bytes(path: Path, message: str) -> bool:
 
 
 def fuzz(subject: Subject, numbers: Iterable[int], seed: int) -> tuple[Counter[str], list[str]]:
-    """How many files of each outcome, and what is wrong with the bad ones. A file's number and the seed make it."""
+    """How many files of each outcome, and what is wrong with the bad ones. A file's number and the seed make
+    it."""
     counts: Counter[str] = Counter()
     bad = []
     with tempfile.TemporaryDirectory() as folder, limited_memory(SPARE_BYTES):

@@ -1,5 +1,5 @@
-"""What ``append``, ``pack`` and ``unpack`` must store: the torch reference, on the CPU, for formats over the whole
-range that a plan can hold; and tokens that try the quantizer."""
+"""What ``append``, ``pack`` and ``unpack`` must store: the torch reference, on the CPU, for formats over the
+whole range that a plan can hold; and tokens that try the quantizer."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -91,7 +91,8 @@ class Case:
         )
 
     def tokens(self, *shape: int) -> Tensor:
-        """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with outliers."""
+        """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with
+        outliers."""
         generator = torch.Generator().manual_seed(sum(shape))
         x = torch.randn(*shape, self.dim, generator=generator) * (0.1 + 5 * torch.rand(self.dim, generator=generator))
         x = x + torch.randn(self.dim, generator=generator)
@@ -129,7 +130,8 @@ MIXKVQ = boosted("query_range", Tier(16, 0.0625, 8.5), Tier(4, 0.25, 3.5), param
 UNIFORM = [
     *_every_uniform_format(),
     *(Case(side, Format(16), dim, cache) for side, dim, cache in [("k", 128, "bfloat16"), ("v", 80, "float16")]),
-    # Heads whose planes have rows one after the other, segments of 1 or 2 bytes, padding, or more than 128 channels.
+    # Heads whose planes have rows one after the other, segments of 1 or 2 bytes, padding, or more than 128
+    # channels.
     Case("k", Format(3, "channel", 64), 16),
     Case("k", Format(3, "token", 32), 32, "float16"),
     Case("k", Format(2, "channel", 32), 72, offset=True),
@@ -204,8 +206,9 @@ POISON = 77
 
 
 class Paged:
-    """A head range with memory of its own, fed through the operators: ``step`` by step. Everything that nobody wrote is
-    poison. ``seed`` shuffles the slots of pages; ``is_slice``: the heads lie in the middle of larger tensors."""
+    """A head range with memory of its own, fed through the operators: ``step`` by step. Everything that
+    nobody wrote is poison. ``seed`` shuffles the slots of pages; ``is_slice``: the heads lie in the middle of
+    larger tensors."""
 
     def __init__(
         self, variant: Variant, batch: int, max_pages: int, device: str = "cpu", heads: int = 2,
@@ -296,7 +299,8 @@ class Paged:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
 
-# Pairs of formats whose steps are compared: alignment, sinks within a page and beyond one, windows, rings that wrap.
+# Pairs of formats whose steps are compared: alignment, sinks within a page and beyond one, windows, rings
+# that wrap.
 PAIRS = {
     "2 bits": (Format(2, "channel", 32), Format(2, "token", 32)),
     "sinks": (Format(3, "channel", 64, 4), Format(4, "token", 32, 4)),

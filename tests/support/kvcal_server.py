@@ -1,5 +1,5 @@
-"""A ``kvcal`` for a script or torchrun that a test runs: each call is a process of its own, forked from one that has
-imported what commands import. That takes seconds, and a script calls many commands.
+"""A ``kvcal`` for a script or torchrun that a test runs: each call is a process of its own, forked from one
+that has imported what commands import. That takes seconds, and a script calls many commands.
 
     python tests/support/kvcal_server.py SOCKET     serves the program of ``installed``, until it is killed
 """
@@ -33,7 +33,8 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @contextlib.contextmanager
 def installed(folder: Path) -> Iterator[Path]:
-    """The program ``kvcal``, in a folder of its own. ``folder`` has a short name: that of a socket takes 100 bytes."""
+    """The program ``kvcal``, in a folder of its own. ``folder`` has a short name: that of a socket takes 100
+    bytes."""
     address, program = folder / "socket", folder / "bin" / "kvcal"
     program.parent.mkdir()
     program.write_text(CLIENT.format(python=sys.executable, socket=str(address)))
@@ -50,8 +51,8 @@ def installed(folder: Path) -> Iterator[Path]:
 
 
 def answer(client: socket.socket) -> None:
-    """Run one call (of kvcal, or of a script of Python) with the caller's folder, environment and streams; reply with
-    its exit code."""
+    """Run one call (of kvcal, or of a script of Python) with the caller's folder, environment and streams;
+    reply with its exit code."""
     message, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
     folder, environment, arguments = json.loads(message)
     os.chdir(folder)

@@ -1,12 +1,12 @@
-"""Every family that transformers lists for causal language models: built tiny from its config, and taken to a plan by
-`kvcal plan` as it is, with its default recipe, and to generated tokens; where that is refused, by the recipe that the
-error's hint names.
+"""Every family that transformers lists for causal language models: built tiny from its config, and taken to a
+plan by `kvcal plan` as it is, with its default recipe, and to generated tokens; where that is refused, by the
+recipe that the error's hint names.
 
     python tests/support/model_families.py [FAMILY ...] [--out docs/families.json]
 
-prints a line for each family and the counts. A config is made tiny by the names of its sizes; a family whose config
-takes no such sizes, or needs other inputs than token ids, is "not built". Weights are random: nothing is said about a
-model's quality.
+prints a line for each family and the counts. A config is made tiny by the names of its sizes; a family whose
+config takes no such sizes, or needs other inputs than token ids, is "not built". Weights are random: nothing
+is said about a model's quality.
 """
 
 import argparse
@@ -95,9 +95,10 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """``outcome``: "supported", "refused" by kvcal, or "not built". ``layers``: such as "full and sliding"; ``recipe``:
-    of its plan; ``reason``: why it is refused, or has another recipe than the default one; ``is_decoder``: whether its
-    config.json has to say so, since models of this type are encoders otherwise."""
+    """``outcome``: "supported", "refused" by kvcal, or "not built". ``layers``: such as "full and sliding";
+    ``recipe``: of its plan; ``reason``: why it is refused, or has another recipe than the default one;
+    ``is_decoder``: whether its config.json has to say so, since models of this type are encoders
+    otherwise."""
 
     model_type: str
     model_class: str
@@ -117,7 +118,8 @@ class TooLong(BaseException):
 
 
 def tiny_config(kind: type[hf.PreTrainedConfig]) -> hf.PreTrainedConfig:
-    """A config with small sizes, in its parts, too; raises what the config raises where they do not fit it."""
+    """A config with small sizes, in its parts, too; raises what the config raises where they do not fit
+    it."""
     names = set(inspect.signature(kind.__init__).parameters)
     names |= {name for one in kind.__mro__ for name in getattr(one, "__annotations__", ())}
     names -= {name for name in names if isinstance(getattr(kind, name, None), property)}
@@ -144,8 +146,9 @@ def tiny_model(model_type: str, is_decoder: bool = True) -> hf.PreTrainedModel:
 
 
 def planned(folder: Path) -> tuple[str, str, str]:
-    """What `kvcal plan` makes of the model: the kinds of layers, the plan's recipe, and why that is another than the
-    default one, "" if it is not. Refused where the recipe that the error's hint names does not serve it, either."""
+    """What `kvcal plan` makes of the model: the kinds of layers, the plan's recipe, and why that is another
+    than the default one, "" if it is not. Refused where the recipe that the error's hint names does not serve
+    it, either."""
     out, given = folder / "out", ("--data", "tasks", "--samples", 2, "--seq-len", 256, "--json", "--quiet")
     plan = ("plan", folder, "--batch", 8, "--context", CONTEXT, "--out", out, *given)
     done, reason = run_kvcal(*plan, "--bits", BITS), ""
@@ -174,7 +177,8 @@ def refusal_of(done: Outcome) -> dict[str, Any]:
 
 
 def generated(folder: Path, plan: Plan) -> str:
-    """Tokens generated through the plan's cache; the kinds of layers. AssertionError for other bytes than predicted."""
+    """Tokens generated through the plan's cache; the kinds of layers. AssertionError for other bytes than
+    predicted."""
     loaded = load(str(folder), device="cpu")
     model, prompt = loaded.model, sequences([300], 2, vocab_size=VOCABULARY).sequences[0][None]
     cache, mask = PlanCache(plan, model.config), torch.ones_like(prompt)

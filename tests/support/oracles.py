@@ -1,8 +1,8 @@
-"""Independent oracles: the quantizer, the bit layout and the record, written from their specifications with Python
-loops over numbers, so that no tensor operation of the package is trusted.
+"""Independent oracles: the quantizer, the bit layout and the record, written from their specifications with
+Python loops over numbers, so that no tensor operation of the package is trusted.
 
-A Python float is an IEEE fp64; rounding the fp64 result of one +, -, * or / to fp32 gives the fp32 operation exactly,
-because 53 >= 2 * 24 + 2 bits.
+A Python float is an IEEE fp64; rounding the fp64 result of one +, -, * or / to fp32 gives the fp32 operation
+exactly, because 53 >= 2 * 24 + 2 bits.
 """
 
 import math
@@ -51,7 +51,8 @@ def dequantize_code(code: int, scale: float, zero: float) -> float:
 
 
 def group_members(page: Tensor, axis: str, group_size: int) -> list[tuple[list[tuple[int, int]], int, int]]:
-    """Groups of a page [tokens, channels]: ((token, channel) of its members, group number, the other index)."""
+    """Groups of a page [tokens, channels]: ((token, channel) of its members, group number, the other
+    index)."""
     num_tokens, num_channels = page.shape
     along, others = (num_tokens, num_channels) if axis == "channel" else (num_channels, num_tokens)
     groups = []
@@ -82,8 +83,9 @@ def widths(num_bits: int) -> list[int]:
 def bit_position(row: int, column: int, rows: int, columns: int, width: int) -> tuple[int, int]:
     """(byte, lowest bit) of code (row, column) in a plane.
 
-    A row is columns * width bits, little-endian, cut in four segments. Where R whole segments make 16 bytes and 8 R
-    divides the rows, the byte order is [block][g][quad thread][r][segment bytes] with row = (block R + r) 8 + g.
+    A row is columns * width bits, little-endian, cut in four segments. Where R whole segments make 16 bytes
+    and 8 R divides the rows, the byte order is [block][g][quad thread][r][segment bytes] with row = (block R
+    + r) 8 + g.
     """
     row_bytes = columns * width // 8
     byte_in_row, bit = column * width // 8, column * width % 8
@@ -161,8 +163,8 @@ def _aligned(record: bytes) -> bytes:
 
 
 def pages_read(num_tokens: int, recent_window: int) -> int:
-    """Pages that are read once ``num_tokens`` have come one by one: one whenever all of its tokens have left the
-    window."""
+    """Pages that are read once ``num_tokens`` have come one by one: one whenever all of its tokens have left
+    the window."""
     pages = 0
     for count in range(num_tokens + 1):
         if count - recent_window >= PAGE * (pages + 1):
@@ -171,14 +173,16 @@ def pages_read(num_tokens: int, recent_window: int) -> int:
 
 
 class StoredHead:
-    """What one head of one sequence must read back as: ``original`` [T, D] in the cache's dtype, ``fmt`` a Format."""
+    """What one head of one sequence must read back as: ``original`` [T, D] in the cache's dtype, ``fmt`` a
+    Format."""
 
     def __init__(self, original: Tensor, fmt) -> None:
         self.original, self.fmt = original, fmt
         self.pages: dict[int, Tensor] = {}
 
     def page_tokens(self, page: int) -> Tensor:
-        """[128, D]: tokens 128 p ... 128 p + 127, but for sinks, which the first token after them stands for."""
+        """[128, D]: tokens 128 p ... 128 p + 127, but for sinks, which the first token after them stands
+        for."""
         tokens = []
         for token in range(PAGE * page, PAGE * (page + 1)):
             while token < self.fmt.num_sink_tokens and token % PAGE < PAGE - 1:
@@ -199,8 +203,8 @@ class StoredHead:
         return page_record(values, side, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype, cache_dtype)
 
     def after(self, num_tokens: int, read: int | None = None) -> Tensor:
-        """[num_tokens, D] fp32: sinks raw, pages quantized once from the original values, recent tokens raw. ``read``:
-        the pages that are read, where the window is not a fixed one."""
+        """[num_tokens, D] fp32: sinks raw, pages quantized once from the original values, recent tokens raw.
+        ``read``: the pages that are read, where the window is not a fixed one."""
         fmt, found = self.fmt, self.original[:num_tokens].float().clone()
         for page in range(pages_read(num_tokens, fmt.recent_window) if read is None else read):
             if page not in self.pages:

@@ -1,4 +1,5 @@
-"""The most bytes that tensors take at a time while something runs: every storage from its first tensor to its last."""
+"""The most bytes that tensors take at a time while something runs: every storage from its first tensor to its
+last."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the storages of ``held`` and those made within the context. ``now`` and ``peak`` in bytes; scratch inside
-    of an operator of torch is not seen."""
+    """Counts the storages of ``held`` and those made within the context. ``now`` and ``peak`` in bytes;
+    scratch inside of an operator of torch is not seen."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()

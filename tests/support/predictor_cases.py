@@ -8,8 +8,8 @@ from kvcal.stages.predictors.regression import LinearFit, NormalEquations
 
 
 def correlated(num_tokens: int, num_inputs: int, num_outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs with variances over four decades in random directions and a mean far from zero; outputs that follow them
-    linearly, with noise. fp64."""
+    """Inputs with variances over four decades in random directions and a mean far from zero; outputs that
+    follow them linearly, with noise. fp64."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.logspace(1, -3, num_inputs, dtype=torch.float64)
     directions = torch.linalg.qr(torch.randn(num_inputs, num_inputs, generator=generator, dtype=torch.float64))[0]

@@ -1,4 +1,5 @@
-"""What the tests of the predictor stage and of prefixes share: a tiny loaded model, data, formats, and one run."""
+"""What the tests of the predictor stage and of prefixes share: a tiny loaded model, data, formats, and one
+run."""
 
 import functools
 import tempfile

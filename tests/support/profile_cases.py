@@ -1,4 +1,5 @@
-"""What the tests of profiles share: models whose layers differ, samples, and references in scalar arithmetic."""
+"""What the tests of profiles share: models whose layers differ, samples, and references in scalar
+arithmetic."""
 
 import numpy as np
 import torch
@@ -70,7 +71,8 @@ def row_of(found: BatchGradients, row: int) -> BatchGradients:
 
 
 class Watched(DynamicCache):
-    """Keeps the keys and values that a model caches, with their gradients, and adds ``nudges`` to them first."""
+    """Keeps the keys and values that a model caches, with their gradients, and adds ``nudges`` to them
+    first."""
 
     def __init__(self, config, nudges: dict | None = None) -> None:
         super().__init__(config=config)

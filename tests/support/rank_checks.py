@@ -1,5 +1,5 @@
-"""Messages between ranks, without a model: `torchrun ... rank_checks.py FOLDER`. Each rank writes what it has seen to
-FOLDER/RANK.json."""
+"""Messages between ranks, without a model: `torchrun ... rank_checks.py FOLDER`. Each rank writes what it has
+seen to FOLDER/RANK.json."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The calls that test_sanitizer.py makes under compute-sanitizer: `python sanitizer_calls.py CASE`.
 
-A layer of a static cache, two rows of unlike lengths: a prompt that is packed and read back, then steps until each row
-has packed a page by itself. Small, since every access is checked: 2 KV heads, 45 steps.
+A layer of a static cache, two rows of unlike lengths: a prompt that is packed and read back, then steps until
+each row has packed a page by itself. Small, since every access is checked: 2 KV heads, 45 steps.
 """
 
 import sys

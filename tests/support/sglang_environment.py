@@ -1,5 +1,5 @@
-"""Environments of SGLang, next to those of vLLM and made in the same way: from the wheel alone and what it imports,
-with the torch and transformers of the environment that runs the tests."""
+"""Environments of SGLang, next to those of vLLM and made in the same way: from the wheel alone and what it
+imports, with the torch and transformers of the environment that runs the tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _fill(pip: list[str], folder: Path, wanted: str) -> None:
 def run_sglang(
     wanted: str, folder: Path, plan: str | None, given: Any, program: str = "sglang_host.py"
 ) -> tuple[Any, str]:
-    """What a program of tests/support answers on a CPU, None where SGLang did not start, and what was logged."""
+    """What a program of tests/support answers on a CPU, None where SGLang did not start, and what was
+    logged."""
     # SGLang wants cores for each rank, where there are more ranks than memories.
     cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": cores} | ({} if plan is None else {"KVCAL_PLAN": plan})
@@ -46,8 +47,8 @@ def run_sglang(
 
 
 def variables_in_sglang(folder: Path, paths: Sequence[str] = (STAND_INS,)) -> dict[str, str]:
-    """Of a process that finds this checkout's plug-in, and modules in ``paths``; ``folder`` has the files of its
-    installation."""
+    """Of a process that finds this checkout's plug-in, and modules in ``paths``; ``folder`` has the files of
+    its installation."""
     # The radix tree's compiled core is built for one torch.
     return {
         "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
@@ -59,7 +60,8 @@ def answer_of_sglang(
     python: Path, folder: Path, given: Any, paths: list[str], variables: dict[str, str], seconds: int = 900,
     program: str = "sglang_host.py",
 ) -> tuple[Any, str]:  # fmt: skip
-    """What a program of tests/support answers with this interpreter, and what was logged, as in ``folder`` / log."""
+    """What a program of tests/support answers with this interpreter, and what was logged, as in ``folder`` /
+    log."""
     shared = variables_in_sglang(folder, paths) | {"HF_HUB_OFFLINE": "1", VARIABLE: str(folder / "steps")}
     (folder / "steps").unlink(missing_ok=True)
     with open(folder / "log", "w") as log:
@@ -86,8 +88,8 @@ def recorded(found: Any, rounds: list[list[list[int]]]) -> dict[str, Any]:
 
 
 def without_discarded(steps: list[list[list[Any]]]) -> list[list[list[Any]]]:
-    """Steps without those whose token SGLang dropped: it takes a request's pages back while a step computes its next
-    token, and computes that token again, after the tokens that it knows."""
+    """Steps without those whose token SGLang dropped: it takes a request's pages back while a step computes
+    its next token, and computes that token again, after the tokens that it knows."""
     places: dict[str, list[tuple[int, int]]] = {}  # of each request, by step: its first token and the one after
     kept: list[list[list[Any]]] = []
     for step in reversed(steps):

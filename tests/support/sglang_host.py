@@ -1,9 +1,11 @@
-"""A program of SGLang's environment: serves rounds of prompts with a plan, given as JSON on its input, and prints what
-came out.
+"""A program of SGLang's environment: serves rounds of prompts with a plan, given as JSON on its input, and
+prints what came out.
 
-    {"engine": arguments of Engine, "rounds": [[[id, ...], ...] of each round], "tokens": 40, "together": false,
+    {"engine": arguments of Engine, "rounds": [[[id, ...], ...] of each round], "tokens": 40, "together":
+    false,
      "weights": null, or a folder: those from the second round on}
-    -> {"rounds": [[{"output": [id, ...], "chances": [log-probability, ...], "cached": tokens} of each prompt] of each
+    -> {"rounds": [[{"output": [id, ...], "chances": [log-probability, ...], "cached": tokens} of each prompt]
+    of each
         round], "steps": what SGLang computed (sglang_recorder); request p of round r has the name "r.p"}
 
 A round's prompts are served one after the other, or all ``together``.

@@ -1,5 +1,5 @@
-"""What SGLang computes, step by step: a plug-in of the tests, which writes a line of JSON for every step to the file
-that the environment names."""
+"""What SGLang computes, step by step: a plug-in of the tests, which writes a line of JSON for every step to
+the file that the environment names."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _recorded(original: Any, worker: Any, batch: Any = None, *args: Any, **kwarg
 
 
 def _step(batch: Any) -> list[list[Any]]:
-    """Of each request, as ``engine_replay.Replay`` has it: its name, first token, count, pages, no drafts, and whether
-    it begins with this step, in a row that it did not have."""
+    """Of each request, as ``engine_replay.Replay`` has it: its name, first token, count, pages, no drafts,
+    and whether it begins with this step, in a row that it did not have."""
     if batch.forward_mode.is_decode():
         places = [(length - 1, 1) for length in batch.seq_lens_cpu.tolist()]
     else:

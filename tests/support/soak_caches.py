@@ -1,12 +1,14 @@
-"""Tokens without end through caches that are reset again and again: of ragged batches, and of pages that shrink.
+"""Tokens without end through caches that are reset again and again: of ragged batches, and of pages that
+shrink.
 
     python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 384]
 
-Each round has its own padding, prompts of up to eight lengths, chunks and steps. Free memory is poisoned before it: all
-of a static cache, and what a dynamic one takes anew, holds NaN. After every chunk the logits are finite, the cache's
-bytes are the predicted ones and, of the pages that shrink, within their budget; at its end a row of the ragged batch is
-as it is alone. Prints tokens (of all rows, padding apart), rounds, what was wrong, and how much the most memory after
-the first tenth is above the most in it: of the process, or of the GPU.
+Each round has its own padding, prompts of up to eight lengths, chunks and steps. Free memory is poisoned
+before it: all of a static cache, and what a dynamic one takes anew, holds NaN. After every chunk the logits
+are finite, the cache's bytes are the predicted ones and, of the pages that shrink, within their budget; at
+its end a row of the ragged batch is as it is alone. Prints tokens (of all rows, padding apart), rounds, what
+was wrong, and how much the most memory after the first tenth is above the most in it: of the process, or of
+the GPU.
 """
 
 import argparse

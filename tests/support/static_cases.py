@@ -49,10 +49,11 @@ TRANSFORMED = {
 
 
 def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype: str = "bfloat16") -> Plan:
-    """For ``tiny_llama(num_kv_heads, num_layers)``; "transformed": λ, offset; "feedback": with error feedback of both
-    sides, too, and "rotated, feedback": the same of rotated pages.
+    """For ``tiny_llama(num_kv_heads, num_layers)``; "transformed": λ, offset; "feedback": with error feedback
+    of both sides, too, and "rotated, feedback": the same of rotated pages.
 
-    With one layer, keys, values and queries depend on the tokens alone, so both caches store the very same bytes.
+    With one layer, keys, values and queries depend on the tokens alone, so both caches store the very same
+    bytes.
     """
     if name not in TRANSFORMED:
         return llama_plan(*FORMATS[name], num_kv_heads, cache_dtype, num_layers)
@@ -104,8 +105,8 @@ def drifting_ids(batch: int, length: int) -> Tensor:
 
 
 def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | None = None) -> int:
-    """Every page is stored with the same bytes, in every row and head of all layers, or of the first ones, and the
-    queries since the last one were counted alike; how many pages there are."""
+    """Every page is stored with the same bytes, in every row and head of all layers, or of the first ones,
+    and the queries since the last one were counted alike; how many pages there are."""
     count = 0
     lengths = dynamic.lengths
     assert static.lengths == lengths
@@ -121,8 +122,8 @@ def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | N
 
 
 def assert_same_queries(our: PagedTensor, their: PagedTensor, lengths: list[int]) -> None:
-    """The running query statistic: on a GPU to the last bit but one, as torch adds the queries of a group there in an
-    order of its own."""
+    """The running query statistic: on a GPU to the last bit but one, as torch adds the queries of a group
+    there in an order of its own."""
     if our.format.needs_queries:
         held = [row for row, length in enumerate(lengths) if length]
         assert torch.equal(our.query_since[held].cpu(), their.query_since[held].cpu())

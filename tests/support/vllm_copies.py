@@ -1,5 +1,6 @@
-"""Copies of blocks between a GPU and the host, of vLLM's two connectors, in the memory of a CPU. What is copied is
-vLLM's own; each copy is made when it is asked for, in place of CUDA's streams and batched copies."""
+"""Copies of blocks between a GPU and the host, of vLLM's two connectors, in the memory of a CPU. What is
+copied is vLLM's own; each copy is made when it is asked for, in place of CUDA's streams and batched
+copies."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Environments of vLLM's pure-Python build, from the official source distribution, kept outside of the repository.
+"""Environments of vLLM's pure-Python build, from the official source distribution, kept outside of the
+repository.
 
     folder of caches / kvcal-tests / vllm-0.32.0-py3.11-torch2.13.0
 
-An environment sees the packages of the one that runs the tests (torch, transformers), and has vLLM and what that
-imports besides them. It is made once, in a minute or two, from the package index; tests that cannot have one are
-skipped with the reason.
+An environment sees the packages of the one that runs the tests (torch, transformers), and has vLLM and what
+that imports besides them. It is made once, in a minute or two, from the package index; tests that cannot have
+one are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Fill = Callable[[list[str], Path, str], None]
 
 
 def environment(engine: str, wanted: str, fill: Fill, needed: Sequence[str]) -> Path:
-    """The interpreter of an environment with this version of an engine, and what it needs besides; those that were made
-    with less get the rest. Unavailable where it cannot be made."""
+    """The interpreter of an environment with this version of an engine, and what it needs besides; those that
+    were made with less get the rest. Unavailable where it cannot be made."""
     name = (
         f"{engine}-{wanted}-py{sys.version_info.major}.{sys.version_info.minor}-torch{version('torch').split('+')[0]}"
     )
@@ -108,8 +109,8 @@ def run(command: list[str], variables: Mapping[str, str] = MappingProxyType({}))
 
 
 def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
-    """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and, where ``has_stubs``,
-    the tests' own operators. numba is a stand-in."""
+    """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and, where
+    ``has_stubs``, the tests' own operators. numba is a stand-in."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     own = {"sglang.srt.plugins": {"recorder": "sglang_recorder:register"}}
     own["vllm.general_plugins"] = {"recorder": "vllm_recorder:register"}
@@ -130,12 +131,14 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
 def run_in(
     wanted: str, folder: Path, program: str, given: Any = None, more: Mapping[str, str] = MappingProxyType({})
 ) -> Any:
-    """What a program of tests/support answers in the environment of this version of vLLM; ``more``: its variables."""
+    """What a program of tests/support answers in the environment of this version of vLLM; ``more``: its
+    variables."""
     return answer_of(python_with_vllm(wanted), folder, program, given, variables_in(folder) | more)
 
 
 def variables_in(folder: Path) -> dict[str, str]:
-    """Of a process on a CPU that finds this checkout's plug-in; ``folder`` has the files of its installation."""
+    """Of a process on a CPU that finds this checkout's plug-in; ``folder`` has the files of its
+    installation."""
     return {
         "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -143,7 +146,8 @@ def variables_in(folder: Path) -> dict[str, str]:
 
 
 def answer_of(python: Path, folder: Path, program: str, given: Any, variables: Mapping[str, str]) -> Any:
-    """What a program of tests/support answers to ``given``; ``folder`` / log: what all of its processes write."""
+    """What a program of tests/support answers to ``given``; ``folder`` / log: what all of its processes
+    write."""
     shared = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(folder / "root"),

@@ -1,13 +1,14 @@
-"""A program of vLLM's environment: serves the requests of one scenario, given as JSON on its input, and prints what the
-engine did as JSON, so that all of it can be computed again without vLLM (engine_replay).
+"""A program of vLLM's environment: serves the requests of one scenario, given as JSON on its input, and
+prints what the engine did as JSON, so that all of it can be computed again without vLLM (engine_replay).
 
     {"llm": arguments of LLM,
      "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": step, "temperature": 0, "n": 1,
                    "after": number of a request, whose prompt and answer come before this prompt}, ...]}
-    -> {"steps": [[[request, first token, count, [block of each page], drafts, tokens that the engine took for right],
+    -> {"steps": [[[request, first token, count, [block of each page], drafts, tokens that the engine took for
+    right],
                    ...] of each step],
-        "requests": {request: [[prompt], [output]]},
-        "outputs": {request: [[output], [log-probability of each]]}, "log": [lines of kvcal's], "blocks": vLLM's}
+        "requests": {request: [[prompt], [output]]}, "outputs": {request: [[output], [log-probability of
+        each]]}, "log": [lines of kvcal's], "blocks": vLLM's}
     or {"error": name of the class, "message": text, "trace": text} where vLLM does not start
 
 or only starts vLLM: {"starts": [arguments of LLM, ...]} -> {"starts": [error, ...]}

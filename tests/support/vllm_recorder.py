@@ -1,5 +1,5 @@
-"""What vLLM schedules, step by step: a plug-in of the tests, which writes a line of JSON for every step to the file
-that the environment names (sglang_recorder.py does so in SGLang)."""
+"""What vLLM schedules, step by step: a plug-in of the tests, which writes a line of JSON for every step to
+the file that the environment names (sglang_recorder.py does so in SGLang)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def register() -> None:
 
 
 def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
-    """Hand over every step once its tokens are known: of each request its name, first token, count, the block of each
-    page, drafts, tokens that the engine took for right, and whether it begins. Blocks that go to the host and come back
-    are entries, too, without a name: ``[None, 0, 0, blocks, is store, the host's blocks]``. Returns vLLM's requests by
-    name, as they come."""
+    """Hand over every step once its tokens are known: of each request its name, first token, count, the block
+    of each page, drafts, tokens that the engine took for right, and whether it begins. Blocks that go to the
+    host and come back are entries, too, without a name: ``[None, 0, 0, blocks, is store, the host's
+    blocks]``. Returns vLLM's requests by name, as they come."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: dict[str, Any] = {}

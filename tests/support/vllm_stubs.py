@@ -1,9 +1,9 @@
-"""The compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch, and those
-with which it verifies drafts. It is a plug-in of vLLM's, so that every one of its processes has them.
+"""The compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch, and
+those with which it verifies drafts. It is a plug-in of vLLM's, so that every one of its processes has them.
 
-KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told.
-KVCAL_TEST_DENSE: attention to sliding windows reads dense blocks alone, as vLLM's on a CPU does.
-KVCAL_TEST_OFFLOAD: blocks that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory.
+KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told. KVCAL_TEST_DENSE:
+attention to sliding windows reads dense blocks alone, as vLLM's on a CPU does. KVCAL_TEST_OFFLOAD: blocks
+that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def register() -> None:
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    # The compiled attention reads dense blocks of multiples of 32 tokens; that of the tests reads what GPUs read.
+    # The compiled attention reads dense blocks of multiples of 32 tokens; that of the tests reads what GPUs
+    # read.
     if "KVCAL_TEST_DENSE" not in os.environ:
         CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: None)
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
@@ -79,8 +80,8 @@ def _read_other_plan() -> None:
 
 
 def _slot_mapping_of_kernel(*args: object) -> None:
-    """In place of the Triton kernel, by position: 0.32 hands over its arguments in the order of the kernel, and its own
-    replacement expects the block size one place earlier."""
+    """In place of the Triton kernel, by position: 0.32 hands over its arguments in the order of the kernel,
+    and its own replacement expects the block size one place earlier."""
     starts, positions, table, _, *others = args[2:]
     if isinstance(others[0], Tensor):
         slots, block_size = others[:2]
@@ -97,7 +98,8 @@ def _sampled(logits: Tensor, seeds: Tensor) -> Tensor:
 
 
 def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tensor, block_size: int) -> None:
-    """The slot of every token; of a table that is too narrow (rings), some slot of its last block: nobody reads it."""
+    """The slot of every token; of a table that is too narrow (rings), some slot of its last block: nobody
+    reads it."""
     counts = starts[1:] - starts[:-1]
     row = torch.repeat_interleave(torch.arange(len(counts)), counts.long())
     at = positions[: len(row)]
@@ -119,7 +121,8 @@ def _attend(
     causal: bool, alibi: None, window: int, table: Tensor, softcap: float, metadata: Tensor, sinks: Tensor | None,
     *_: Any,
 ) -> None:  # fmt: skip
-    """Of each request from its new tokens' queries [T, H, D] to the last ``window`` tokens up to each one's own."""
+    """Of each request from its new tokens' queries [T, H, D] to the last ``window`` tokens up to each one's
+    own."""
     tokens = keys.shape[2]
     for row, own in enumerate(_of_requests(starts[1:])):
         length = int(lengths[row])
@@ -161,7 +164,8 @@ def _verify_by_chance(
 
 
 def _accept(out: Tensor, drafts: Tensor, others: Tensor, accepted: Tensor, bonus: Tensor) -> None:
-    """Drafts up to the first that is not accepted, the other token in its place; after all drafts, the bonus."""
+    """Drafts up to the first that is not accepted, the other token in its place; after all drafts, the
+    bonus."""
     right = int(accepted.int().cumprod(0).sum())
     out[:right] = drafts[:right]
     out[right] = others[right] if right < len(drafts) else bonus.squeeze()

@@ -1,4 +1,5 @@
-"""SGLang's plug-in (0.5.23 and newer): ``KVCAL_PLAN=plan.safetensors``, ``--attention-backend kvcal --page-size 128``.
+"""SGLang's plug-in (0.5.23 and newer): ``KVCAL_PLAN=plan.safetensors``, ``--attention-backend kvcal
+--page-size 128``.
 
 plugin.py     the entry point, of every process of SGLang, and the three functions of SGLang that are wrapped
 serving.py    the plan of a process: what is checked at start, this rank's share and pool, and shared sinks

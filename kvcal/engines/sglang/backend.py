@@ -1,10 +1,11 @@
 """The attention backend: SGLang's batch, as the core's decodes and chunks; and the rings.
 
-A request keeps its row of ``req_to_token`` as long as it runs, so that row is its ring, too. Row 0 is for padding. A
-request's pages are every 128th entry of its row.
+A request keeps its row of ``req_to_token`` as long as it runs, so that row is its ring, too. Row 0 is for
+padding. A request's pages are every 128th entry of its row.
 
-A batch of decodes may be captured in a CUDA graph. Its lengths, blocks and rings are computed in the graph, from
-tensors of SGLang that keep their addresses. Rows that fill a batch up have a length of 0, and the ring of row 0.
+A batch of decodes may be captured in a CUDA graph. Its lengths, blocks and rings are computed in the graph,
+from tensors of SGLang that keep their addresses. Rows that fill a batch up have a length of 0, and the ring
+of row 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
 class PlanAttentionBackend(AttentionBackend):
-    """See the module's docstring. Of ``needs_cpu_seq_lens``: SGLang copies no lengths of decodes to the host."""
+    """See the module's docstring. Of ``needs_cpu_seq_lens``: SGLang copies no lengths of decodes to the
+    host."""
 
     needs_cpu_seq_lens = False
 
@@ -51,8 +53,8 @@ class PlanAttentionBackend(AttentionBackend):
         self._chunks: list[tuple[slice, Chunk]] = []  # rows of the queries, and places of one request each
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Requests with more than one new token: their sizes come from the host. Sinks and windows of those that begin
-        come into rings before."""
+        """Requests with more than one new token: their sizes come from the host. Sinks and windows of those
+        that begin come into rings before."""
         self._scratch.report_errors(logger)
         if self._beginnings is not None:
             self._beginnings.copy()

@@ -1,8 +1,8 @@
 """The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in each of its processes.
 
-SGLang lets a plug-in wrap any of its functions. Three are: which class of pool it makes, what a token of it costs, and
-what is taken off the memory before (the rings). ``Beginnings`` wraps more where a plan has sinks or windows. Without
-KVCAL_PLAN, or with an empty one, a process is left as it is.
+SGLang lets a plug-in wrap any of its functions. Three are: which class of pool it makes, what a token of it
+costs, and what is taken off the memory before (the rings). ``Beginnings`` wraps more where a plan has sinks
+or windows. Without KVCAL_PLAN, or with an empty one, a process is left as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The plan of a process of SGLang: what is checked before memory is allocated, this rank's share, and its pool.
+"""The plan of a process of SGLang: what is checked before memory is allocated, this rank's share, and its
+pool.
 
-Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, and a feature
-of SGLang that has not been tried with it are refused, with the reason.
+Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, and
+a feature of SGLang that has not been tried with it are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ WRAPPED = f"{TREE}.match_prefix", f"{TREE}.checkpoint", f"{TREE}.reset", f"{ROWS
 
 
 class Serving:
-    """A plan in a process; ``shard`` is this rank's. Bytes of a token in blocks, rounded up, and of rings and sinks."""
+    """A plan in a process; ``shard`` is this rank's. Bytes of a token in blocks, rounded up, and of rings and
+    sinks."""
 
     def __init__(self, kvc: Any) -> None:
         """
@@ -115,17 +117,19 @@ def serving_of(kvc: Any) -> Serving:
 
 
 class Beginnings:
-    """Sinks of cached prompts, and the requests that begin after cached pages. The radix tree shares pages alone: sinks
-    and windows lie in a request's ring.
+    """Sinks of cached prompts, and the requests that begin after cached pages. The radix tree shares pages
+    alone: sinks and windows lie in a request's ring.
 
-    A prompt's first ``num_tokens`` tokens alone decide its sinks. So these lie in a table of ``size`` places, by the
-    tokens and what else names a branch of the tree (LoRA, salt). A request's sinks enter the table with its pages in
-    the tree; one that begins after pages gets them into its ring. A hit of the tree counts where the table has its
-    beginning; else the prompt is computed anew. The beginning that was used least recently leaves.
+    A prompt's first ``num_tokens`` tokens alone decide its sinks. So these lie in a table of ``size`` places,
+    by the tokens and what else names a branch of the tree (LoRA, salt). A request's sinks enter the table
+    with its pages in the tree; one that begins after pages gets them into its ring. A hit of the tree counts
+    where the table has its beginning; else the prompt is computed anew. The beginning that was used least
+    recently leaves.
 
-    Copies wait for the next step, and are made before it, in order, on its stream: who had a ring or a place before is
-    done with it then. No pages enter the tree between a hit and the request's ring. ``begun``: rings of requests that
-    begin with that step, and their tokens in the tree; plans with windows and no sinks need the table for it alone."""
+    Copies wait for the next step, and are made before it, in order, on its stream: who had a ring or a place
+    before is done with it then. No pages enter the tree between a hit and the request's ring. ``begun``:
+    rings of requests that begin with that step, and their tokens in the tree; plans with windows and no sinks
+    need the table for it alone."""
 
     def __init__(self, num_tokens: int, size: int) -> None:
         self._num_tokens, self._size = num_tokens, size
@@ -190,9 +194,9 @@ class Beginnings:
 
 
 class PlanPool(MHATokenToKVPool):
-    """SGLang's pool of tokens. It hands out places in pages of 128, each of one request: page p of the pool is block p
-    of every layer; page 0 is nobody's. The radix tree shares full pages. What would read single tokens is refused.
-    ``blocks``: of every layer, by index, uint8 [pages, block_bytes]."""
+    """SGLang's pool of tokens. It hands out places in pages of 128, each of one request: page p of the pool
+    is block p of every layer; page 0 is nobody's. The radix tree shares full pages. What would read single
+    tokens is refused. ``blocks``: of every layer, by index, uint8 [pages, block_bytes]."""
 
     def _create_buffers(self) -> None:
         assert _latest is not None, "SGLang sizes its pool before it makes it"

@@ -1,4 +1,5 @@
-"""vLLM's plug-in (0.32 and newer): ``--additional-config '{"kvcal_plan": "plan.safetensors"}' --block-size 128``.
+"""vLLM's plug-in (0.32 and newer): ``--additional-config '{"kvcal_plan": "plan.safetensors"}' --block-size
+128``.
 
 plugin.py     the entry point, of every process of vLLM, and the methods of its attention layer that are wrapped
 serving.py    the plan of a process: what is checked at start, and this rank's share

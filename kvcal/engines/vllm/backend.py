@@ -1,14 +1,15 @@
 """The attention backend: vLLM's metadata of a batch, as the core's decodes and chunks.
 
-vLLM puts requests with one new token, or a token and drafts, first. They are decodes, served by one call; every other
-request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a request begin after
-blocks that another one fills in the same step.
+vLLM puts requests with one new token, or a token and drafts, first. They are decodes, served by one call;
+every other request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a
+request begin after blocks that another one fills in the same step.
 
-A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to step lies
-in tensors of fixed addresses, which are written while the metadata is built, outside of the graph.
+A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to
+step lies in tensors of fixed addresses, which are written while the metadata is built, outside of the graph.
 
-Besides the full-attention layers of a plan there is a layer with the rings of all of them (rings.py), and one with
-their shared sinks where prefixes are cached. Layers with a sliding window are vLLM's, but for the size of their blocks.
+Besides the full-attention layers of a plan there is a layer with the rings of all of them (rings.py), and one
+with their shared sinks where prefixes are cached. Layers with a sliding window are vLLM's, but for the size
+of their blocks.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
 class PlanLayer:
-    """Attachment of one of vLLM's attention layers with pages: its step, and where it lies in blocks and rings."""
+    """Attachment of one of vLLM's attention layers with pages: its step, and where it lies in blocks and
+    rings."""
 
     def __init__(self, serving: Serving, attention: Any, config: VllmConfig) -> None:
-        """ArtifactError where the layer is not in the plan, or has other heads; UnsupportedModel where more is asked of
-        its attention."""
+        """ArtifactError where the layer is not in the plan, or has other heads; UnsupportedModel where more
+        is asked of its attention."""
         self.index, self.serving = _planned(serving, attention), serving
         _require_asked(attention, config)
         self.step = PagedStep(serving.shard, self.index, serving.scratch)
@@ -84,7 +86,8 @@ class PlanLayer:
         return _metadata(self.serving.ring).rings[self._ring_block]
 
     def share_sinks(self, rings: Tensor) -> None:
-        """After a step has stored all tokens: sinks of first pages to their blocks, and to requests after them."""
+        """After a step has stored all tokens: sinks of first pages to their blocks, and to requests after
+        them."""
         if self.serving.sinks:
             layer = self.serving.sinks[self.serving.pool.sinks.at[self.index][0]]
             _metadata(layer).copy(layer.copies[self.index], rings)
@@ -96,7 +99,8 @@ class PlanLayer:
             self.step.begin(Chunk(one.num_past, one.table, self._ring_of(one)), one.total)
 
     def tail(self, chunk: Chunk, tail: Tail) -> Tail:
-        """The ``tail`` of a chunk; where a request begins with it, of pages that another may have filled just now."""
+        """The ``tail`` of a chunk; where a request begins with it, of pages that another may have filled just
+        now."""
         for one in (one for one in self.serving.begun if one.num_past == chunk.num_past):
             tail = self.step.begun_tail(chunk, tail, chunk.ring == self._ring_of(one))
         return tail
@@ -172,7 +176,8 @@ def _require_asked(attention: Any, config: VllmConfig) -> None:
 
 
 class NewTokens(NamedTuple):
-    """A request with more than one new token: its row of the batch, its rows of the queries, tokens before."""
+    """A request with more than one new token: its row of the batch, its rows of the queries, tokens
+    before."""
 
     row: int
     tokens: slice
@@ -275,8 +280,8 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [tokens, H, D], key and value [tokens, N, D] -> output [tokens, H, D]; padding after the tokens of the
-        batch is left as it is."""
+        """query [tokens, H, D], key and value [tokens, N, D] -> output [tokens, H, D]; padding after the
+        tokens of the batch is left as it is."""
         plan: PlanLayer = layer.kvcal_layer
         if attn_metadata is None:  # vLLM measures the memory of a model without a cache
             plan.step.warm_up(len(query), query.dtype)

@@ -1,10 +1,12 @@
-"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes, maybe more than once.
+"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes, maybe more
+than once.
 
 A process without a plan in its configuration is left as it is.
 
-vLLM lets a backend change a layer's cache by a class method that does not know the layer. So ``Attention.__init__``
-gets our backend, and attaches the layer's step; and ``Attention.get_kv_cache_spec`` says how large its block is. Layers
-with a sliding window keep vLLM's backend. Without a plan both do what they did.
+vLLM lets a backend change a layer's cache by a class method that does not know the layer. So
+``Attention.__init__`` gets our backend, and attaches the layer's step; and ``Attention.get_kv_cache_spec``
+says how large its block is. Layers with a sliding window keep vLLM's backend. Without a plan both do what
+they did.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ BACKEND_PATH = "kvcal.engines.vllm.backend.PlanBackend"
 
 
 def register() -> None:
-    """Make the backend known and wrap the attention layer. A version of vLLM without a part that is needed is left as
-    it is, with a warning: a plan is refused there by vLLM, which does not know its backend."""
+    """Make the backend known and wrap the attention layer. A version of vLLM without a part that is needed is
+    left as it is, with a warning: a plan is refused there by vLLM, which does not know its backend."""
     if (reason := refusal("vllm")) is not None:
         logger.warning("kvcal cannot serve plans in vLLM: %s", reason)
         return
@@ -43,7 +45,8 @@ def backend(name: str) -> Any:
 
 
 def _reduced(member: Any) -> tuple[Callable[[str], Any], tuple[str]]:
-    """A member, pickled. `vllm serve` spawns its engine, which unpickles its configuration before it loads plug-ins."""
+    """A member, pickled. `vllm serve` spawns its engine, which unpickles its configuration before it loads
+    plug-ins."""
     return backend, (member.name,)
 
 

@@ -1,7 +1,9 @@
-"""After which blocks vLLM lets a request begin, where a process has a plan: whole pages that are packed already.
+"""After which blocks vLLM lets a request begin, where a process has a plan: whole pages that are packed
+already.
 
     pages    that a token fills, or one with its drafts, are shared from the next step on. The windows of requests that
-             begin are decoded before a step of decodes alone, which may be a CUDA graph; the page is packed within it
+             begin are decoded before a step of decodes alone, which may be a CUDA graph; the page is packed
+             within it
     loads    from the host's memory end with a page. Of a prompt of whole pages vLLM would take all but the last token
              from there, whose page's other tokens no ring has
 
@@ -41,7 +43,8 @@ def share(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -
 
 @functools.wraps(LOADABLE)
 def loadable(self: Any, request: Any, num_computed_tokens: int) -> int:
-    """Tokens that a request may get from the host after ``num_computed_tokens``: all but those from its last on."""
+    """Tokens that a request may get from the host after ``num_computed_tokens``: all but those from its last
+    on."""
     bound = LOADABLE(self, request, num_computed_tokens)
     most = max(0, (request.num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS - num_computed_tokens)
     return most if bound is None else min(most, bound)

@@ -1,14 +1,16 @@
 """Rings and sinks of a request in vLLM's memory, of all layers, each as a layer of its own.
 
     rings   16-bit tokens, in a few blocks for the life of a request. vLLM allocates one such block for models that
-            compress keys in groups (``CircularBufferSpec``): never hashed, never shared, freed with the request
+            compress keys in groups (``CircularBufferSpec``): never hashed, never shared, freed with the
+            request
     sinks   where prefixes are cached: those of the first page of a prompt. One block a request, hashed with that page.
-            So vLLM hands it to each request that begins after the page, and evicts it like a page. A prompt whose sinks
-            are gone is computed anew, as one whose first page is gone
+            So vLLM hands it to each request that begins after the page, and evicts it like a page. A prompt
+            whose sinks are gone is computed anew, as one whose first page is gone
 
-Groups of layers come in the order in which their layers were made: pages, rings, sinks. When the metadata of sinks is
-built, that of rings is there. Copies between them are made there, outside of a CUDA graph; and once more by attention,
-in a step that also computes parts of prompts: a request may begin after a page that another one fills in that step.
+Groups of layers come in the order in which their layers were made: pages, rings, sinks. When the metadata of
+sinks is built, that of rings is there. Copies between them are made there, outside of a CUDA graph; and once
+more by attention, in a step that also computes parts of prompts: a request may begin after a page that
+another one fills in that step.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class SinkSpec(RingSpec):
 
 
 def register_managers() -> None:
-    """Tell vLLM who hands out blocks of rings and sinks. Its own managers come first: it registers them where there are
-    none."""
+    """Tell vLLM who hands out blocks of rings and sinks. Its own managers come first: it registers them where
+    there are none."""
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     begin_after_packed_pages()
     for spec, manager in ((RingSpec, RingManager), (SinkSpec, SinkManager)):
@@ -95,7 +97,8 @@ class RingManager(CircularBufferManager):
 
 
 class SinkManager(RingManager):
-    """Hands out a block of sinks for each request: that of its first page, where a request before it has filled one."""
+    """Hands out a block of sinks for each request: that of its first page, where a request before it has
+    filled one."""
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int = 0, new_computed_blocks: Sequence[Any] = (), *args: Any, **kwargs: Any
@@ -153,7 +156,8 @@ class RingLayer(nn.Module, AttentionLayerBase):
 
 
 class SinkLayer(RingLayer):
-    """Sinks of the layers that have them in block ``number``, of a :class:`~kvcal.engines.vllm.serving.Serving`."""
+    """Sinks of the layers that have them in block ``number``, of a
+    :class:`~kvcal.engines.vllm.serving.Serving`."""
 
     kind = SinkSpec
 
@@ -193,14 +197,15 @@ class RingMetadata(AttentionMetadata):
 
 @dataclass
 class SinkMetadata(RingMetadata):
-    """``rings`` [1, B]: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose first page
-    ends with this step; ``at_ends``, where any begins after pages of others."""
+    """``rings`` [1, B]: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose
+    first page ends with this step; ``at_ends``, where any begins after pages of others."""
 
     begun: Tensor
     at_ends: Tensor
 
     def copy(self, copies: SharedSinks, rings: Tensor) -> None:
-        """Sinks of first pages from rings, int32 [B], to their blocks; then back, of requests at the end of a page."""
+        """Sinks of first pages from rings, int32 [B], to their blocks; then back, of requests at the end of a
+        page."""
         rings, blocks = rings.long(), self.rings[0].long()
         if len(self.begun):
             copies.save(rings[self.begun], blocks[self.begun])
@@ -216,8 +221,8 @@ def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
 
 
 class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
-    """Rings lie in a tensor of a fixed address, for CUDA graphs. ``latest``, by layer of rings: the lengths of the step
-    whose metadata was built last, and its rings."""
+    """Rings lie in a tensor of a fixed address, for CUDA graphs. ``latest``, by layer of rings: the lengths
+    of the step whose metadata was built last, and its rings."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     latest: ClassVar[dict[str, tuple[Tensor, Tensor]]] = {}
@@ -312,12 +317,13 @@ class SinkBackend(RingBackend):
 
 
 class SharedSinks:
-    """Sinks of one layer that requests share: ``rings``, uint8 [rings, ring_bytes or more], and ``blocks``, uint8
-    [blocks, sink_bytes or more], with keys before values.
+    """Sinks of one layer that requests share: ``rings``, uint8 [rings, ring_bytes or more], and ``blocks``,
+    uint8 [blocks, sink_bytes or more], with keys before values.
 
-    Attention reads sinks from a request's ring. A request that begins after blocks of another has a ring without them.
-    So there is one small block more for each first page of a prompt: the sinks of all layers at 16 bits. The request
-    that fills a first page copies its sinks there; one that begins after it copies them back, into its ring."""
+    Attention reads sinks from a request's ring. A request that begins after blocks of another has a ring
+    without them. So there is one small block more for each first page of a prompt: the sinks of all layers at
+    16 bits. The request that fills a first page copies its sinks there; one that begins after it copies them
+    back, into its ring."""
 
     def __init__(self, layout: BlockLayout, rings: Tensor, blocks: Tensor) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []

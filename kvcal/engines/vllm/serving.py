@@ -1,7 +1,7 @@
 """The plan of a process of vLLM: what is checked before the model is built, and this rank's share.
 
-Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, a vLLM feature
-that has not been tried with it, and ranks with unequal plans are refused, with the reason.
+Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, a
+vLLM feature that has not been tried with it, and ranks with unequal plans are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ logger = logging.getLogger("vllm.kvcal")
 PLAN_KEY = "kvcal_plan"
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
 DRAFTS = "ngram"  # vLLM's method of speculative decoding that is served
-# vLLM's KV connectors that are served, with blocks in the host's memory; the second one knows blocks of pages alone.
+# vLLM's KV connectors that are served, with blocks in the host's memory; the second one knows blocks of pages
+# alone.
 CONNECTORS = "SimpleCPUOffloadConnector", "OffloadingConnector"
 IN_MEMORY = {"kv_offload_backend": "cpu", "spec_name": "CPUOffloadingSpec", "canonical_layout": False}
 
@@ -116,9 +117,9 @@ class Serving:
             [self.ring, *self.sinks][-1].begin = self.begin
 
     def note(self, groups: list[Any], step: Any) -> None:
-        """Requests that begin with a step of vLLM's scheduler, after blocks of others, and so after whole pages: one
-        that goes on with new input, within a page, has its ring. ``groups``: of layers, in the order in which a
-        request has its blocks."""
+        """Requests that begin with a step of vLLM's scheduler, after blocks of others, and so after whole
+        pages: one that goes on with new input, within a page, has its ring. ``groups``: of layers, in the
+        order in which a request has its blocks."""
         known = step.scheduled_cached_reqs
         begun = [(one.req_id, one.num_computed_tokens, one.block_ids) for one in step.scheduled_new_reqs]
         again = zip(known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True)
@@ -156,8 +157,8 @@ class Serving:
 
 
 class Begun(NamedTuple):
-    """A request that begins after ``num_past`` tokens in blocks of others, and will have ``total``. ``table`` int32
-    [pages]: its pages; ``rings`` int32 [blocks]: of its rings."""
+    """A request that begins after ``num_past`` tokens in blocks of others, and will have ``total``. ``table``
+    int32 [pages]: its pages; ``rings`` int32 [blocks]: of its rings."""
 
     num_past: int
     total: int
@@ -167,7 +168,8 @@ class Begun(NamedTuple):
 
 @functools.cache
 def note_beginnings() -> None:
-    """Wrap, once a process, the method with which a worker runs a step: the step says which requests begin."""
+    """Wrap, once a process, the method with which a worker runs a step: the step says which requests
+    begin."""
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.execute_model
@@ -190,8 +192,8 @@ _latest: Serving | None = None
 
 
 def serving_of(config: VllmConfig) -> Serving | None:
-    """The plan that ``config`` names, loaded and checked once; None without one. UsageError where it chooses the
-    plug-in's backend without a plan."""
+    """The plan that ``config`` names, loaded and checked once; None without one. UsageError where it chooses
+    the plug-in's backend without a plan."""
     global _latest
     path = plan_path(config.additional_config)
     if path is None:
@@ -263,8 +265,8 @@ def _served_model(config: VllmConfig) -> ServedModel:
 
 
 def flash_attention() -> Flash:
-    """The FlashAttention that vLLM has built for this GPU, newer than torch's, for the parts of a prompt; torch's where
-    there is none. Called on CUDA alone."""
+    """The FlashAttention that vLLM has built for this GPU, newer than torch's, for the parts of a prompt;
+    torch's where there is none. Called on CUDA alone."""
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
     except ImportError:

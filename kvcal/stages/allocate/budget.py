@@ -1,9 +1,10 @@
-"""Budgets: the four ways to state one, in bytes; what a plan takes of one; and the errors when it does not fit.
+"""Budgets: the four ways to state one, in bytes; what a plan takes of one; and the errors when it does not
+fit.
 
-A budget covers the plan as it is compiled: the cache at its largest, the tensors of transforms, and, of a whole device,
-the weights and the workspace of a decode step. Formats are chosen before the tensors are there, so bytes are reserved
-for these. Compilation puts the allocated layers, with their transforms and tensors, into the plan, and holds it against
-the budget.
+A budget covers the plan as it is compiled: the cache at its largest, the tensors of transforms, and, of a
+whole device, the weights and the workspace of a decode step. Formats are chosen before the tensors are there,
+so bytes are reserved for these. Compilation puts the allocated layers, with their transforms and tensors,
+into the plan, and holds it against the budget.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def workload_of(spec: AllocateSpec) -> Workload:
 
 
 def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> int:
-    """The workspace of one decode step besides its logits: kvcal.store.workspace. A long prompt that is fed in
-    one piece needs more: state ``workspace`` then."""
+    """The workspace of one decode step besides its logits: kvcal.store.workspace. A long prompt that is fed
+    in one piece needs more: state ``workspace`` then."""
     return step_workspace(layers, cache_dtype, workload.batch, workload.context).nbytes
 
 
@@ -56,9 +57,9 @@ def resolve_budget(
     vocab_size: int,
     reserved: int = 0,
 ) -> BudgetSplit:
-    """The budget in bytes, before pages are chosen. ``layers``: in the formats, among those to be chosen from, that
-    need the most workspace; ``weight_bytes``: in the checkpoint's dtype. Bits per value do not count bounded layers and
-    states."""
+    """The budget in bytes, before pages are chosen. ``layers``: in the formats, among those to be chosen
+    from, that need the most workspace; ``weight_bytes``: in the checkpoint's dtype. Bits per value do not
+    count bounded layers and states."""
     workload = workload_of(spec)
     fixed, _ = layer_bytes(layers, cache_dtype, workload)
     unspent = {"fixed": fixed, "paged": 0, "reserved": reserved}
@@ -93,9 +94,9 @@ def reserved_bytes(
     device_workload: Workload | None = None,
     calibration: FeedbackSpec | None = None,
 ) -> int:
-    """Upper bound of the bytes that the transforms of a recipe take: λ of every layer, all predictors that can
-    be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback with
-    their bases."""
+    """Upper bound of the bytes that the transforms of a recipe take: λ of every layer, all predictors that
+    can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback
+    with their bases."""
     k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
     layers = layers_in(geometry, k, v)
     lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.takes_transforms)
@@ -117,8 +118,8 @@ def reserved_bytes(
 
 
 def transform_bytes(allocation: Allocation, layers: Sequence[LayerPlan], tensor_bytes: int) -> int:
-    """Bytes that the transforms of ``layers`` take of the allocation's budget: tensors, and the workspace that they
-    need beyond what was counted (below zero where the plan needs less)."""
+    """Bytes that the transforms of ``layers`` take of the allocation's budget: tensors, and the workspace
+    that they need beyond what was counted (below zero where the plan needs less)."""
     split = allocation.split
     if split.logits is None or split.workspace is None:
         return tensor_bytes
@@ -127,8 +128,8 @@ def transform_bytes(allocation: Allocation, layers: Sequence[LayerPlan], tensor_
 
 
 def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_bytes: int) -> int | None:
-    """Bytes that the allocation's ``layers``, with transforms by now, and their tensors leave of its budget; below zero
-    beyond it, None without a budget."""
+    """Bytes that the allocation's ``layers``, with transforms by now, and their tensors leave of its budget;
+    below zero beyond it, None without a budget."""
     split, workload = allocation.split, allocation.workload
     if split.kind is None:
         return None
@@ -142,8 +143,8 @@ def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_byt
 def compile_plan(
     allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: Mapping[str, Tensor] | None = None
 ) -> Plan:
-    """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the versions of the
-    libraries that made it (local build tags such as +cpu left out)."""
+    """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the
+    versions of the libraries that made it (local build tags such as +cpu left out)."""
     libraries = {name: version(name).split("+")[0] for name in LIBRARIES}
     with refusing("the artifacts do not make a plan", hint="run the stages again that made them"):
         plan = Plan(
@@ -174,7 +175,8 @@ def require_budget(allocation: Allocation, plan: Plan) -> None:
 
 
 def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
-    """Bytes of λ of layers without it, where others have it: with other formats, these may gain by it, too."""
+    """Bytes of λ of layers without it, where others have it: with other formats, these may gain by it,
+    too."""
     post = [layer for layer in layers if layer.takes_transforms and layer.k_pages == "post"]
     without = [layer.attention.num_kv_heads * layer.head_dim("k") for layer in post if not layer.k_rescale]
     return FLOAT_BYTES * sum(without) if len(without) < len(post) else 0
@@ -190,8 +192,8 @@ def reserve_hint(nbytes: int) -> str:
 def infeasible(
     spec: AllocateSpec, split: BudgetSplit, layers: tuple[LayerPlan, ...], cache_dtype: CacheDtype
 ) -> InfeasibleBudget:
-    """The error where the smallest ``layers`` are beyond the budget: what it would have to be, in bytes and in bits per
-    cached value (rounded up, so that it is feasible), and what takes it."""
+    """The error where the smallest ``layers`` are beyond the budget: what it would have to be, in bytes and
+    in bits per cached value (rounded up, so that it is feasible), and what takes it."""
     workload = workload_of(spec)
     others = {"transforms": split.reserved, "engine": split.engine}
     device = {"weights": split.weights or 0, "workspace": split.workspace or 0}

@@ -1,16 +1,18 @@
-"""The allocation: which Format every layer's K and V got, for which workload, and where the budget's bytes go.
+"""The allocation: which Format every layer's K and V got, for which workload, and where the budget's bytes
+go.
 
-Formats come from the solver (``stages.allocate``), from a recipe that fixes them, or from KVmix's ranking; what
-follows (progressive schedule, λ, predictors, compilation) does not depend on which.
+Formats come from the solver (``stages.allocate``), from a recipe that fixes them, or from KVmix's ranking;
+what follows (progressive schedule, λ, predictors, compilation) does not depend on which.
 
 KVmix gives more bits and a longer window for the layers whose projections the loss depends on most.
 
-A layer's score is the norm of the gradient of the ordinary next-token loss with respect to its key, or its value,
-projection's weight, as a mean over prompts (Eq. 10-11; ``Profile.grad_norm``). K and V are ranked apart. The
-floor(share L) layers of the highest scores, one at least when share > 0, are the important ones. The floor is the
-paper's: its names k2.19 v2.38 (20 %) and k2.28 v2.56 (30 %) stand for 6 and 9 of 32 layers. Of equal scores the lower
-layer comes first. Important layers get 3 bits for K, 4 for V, and 20 % of recent tokens in full precision; the others
-2 bits and 10 %, by the rule of ``WindowRule``: page by page, which is not the paper's update by update.
+A layer's score is the norm of the gradient of the ordinary next-token loss with respect to its key, or its
+value, projection's weight, as a mean over prompts (Eq. 10-11; ``Profile.grad_norm``). K and V are ranked
+apart. The floor(share L) layers of the highest scores, one at least when share > 0, are the important ones.
+The floor is the paper's: its names k2.19 v2.38 (20 %) and k2.28 v2.56 (30 %) stand for 6 and 9 of 32 layers.
+Of equal scores the lower layer comes first. Important layers get 3 bits for K, 4 for V, and 20 % of recent
+tokens in full precision; the others 2 bits and 10 %, by the rule of ``WindowRule``: page by page, which is
+not the paper's update by update.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
 
 @dataclass(frozen=True, config=STRICT)
 class BudgetSplit:
-    """The bytes of a budget by what takes them. ``weights`` and ``workspace`` are None when only
-    the cache was budgeted; ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what
+    """The bytes of a budget by what takes them. ``weights`` and ``workspace`` are None when only the cache
+    was budgeted; ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what
     transforms will take.
 
     ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
@@ -81,8 +83,8 @@ class BudgetSplit:
 
 @dataclass(frozen=True, config=STRICT)
 class Allocation:
-    """The chosen layers of a model. ``provenance`` says what they were chosen from; ``loss``, ``bound``, ``gap`` and
-    ``proof`` are the solver's (see solver.Solution), None where a recipe fixed the formats."""
+    """The chosen layers of a model. ``provenance`` says what they were chosen from; ``loss``, ``bound``,
+    ``gap`` and ``proof`` are the solver's (see solver.Solution), None where a recipe fixed the formats."""
 
     model: ModelIdentity
     cache_dtype: CacheDtype
@@ -168,8 +170,8 @@ def layer_format(
 
 
 def window_rule(spec: ImportanceSpec, share: float) -> WindowRule | None:
-    """None where nothing is to be kept but ``min_window`` tokens. A paged window that never reaches ``max_window`` is
-    bounded by what it does reach, so that no plan pays for a ring that stays empty."""
+    """None where nothing is to be kept but ``min_window`` tokens. A paged window that never reaches
+    ``max_window`` is bounded by what it does reach, so that no plan pays for a ring that stays empty."""
     if spec.window == "none" or share == 0:
         return None
     rule = WindowRule(spec.window, share, spec.max_window, spec.min_window)
@@ -177,8 +179,8 @@ def window_rule(spec: ImportanceSpec, share: float) -> WindowRule | None:
 
 
 def num_important(share: float, num_layers: int) -> int:
-    """floor(share num_layers), at least 1 when share > 0; ``share`` is the decimal number as written, so that 0.29 of
-    100 layers are 29."""
+    """floor(share num_layers), at least 1 when share > 0; ``share`` is the decimal number as written, so that
+    0.29 of 100 layers are 29."""
     if share == 0 or num_layers == 0:
         return 0
     return max(1, int(Fraction(repr(share)) * num_layers))
@@ -191,8 +193,8 @@ def important_layers(scores: Mapping[int, float], share: float) -> frozenset[int
 
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
-    """The allocation with pages that begin at 16 bits and shrink when the budget for the tokens so far is used up;
-    ``reserved`` bytes of it, if there is one, are kept for what transforms take."""
+    """The allocation with pages that begin at 16 bits and shrink when the budget for the tokens so far is
+    used up; ``reserved`` bytes of it, if there is one, are kept for what transforms take."""
     layers, split = allocation.layers, allocation.split
     budget, kind = split.for_cache, split.kind
     if spec.bits is not None:

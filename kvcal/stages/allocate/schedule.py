@@ -1,18 +1,21 @@
-"""Progressive quantization (PM-KVQ Sec. 3.1): at which token counts pages shrink 16 -> 8 -> 4 -> 2 bits, for a budget.
+"""Progressive quantization (PM-KVQ Sec. 3.1): at which token counts pages shrink 16 -> 8 -> 4 -> 2 bits, for
+a budget.
 
-Pages are written with 16 bits, and a layer halves its bits when the budget for the tokens so far is used up: at the
-first token count for which the layers as they are would take more bytes than the budget. The order is fixed: all layers
-at 16 bits go to 8 before the first goes to 4, and so on; within a round they follow each other in layer order, K and V
-and all heads of a layer together, until each format has its final bits. So a state is a prefix of one list of steps,
-and the schedule that keeps every page as wide as possible for as long as possible is found step by step: by bisection,
-because the bytes of a state never fall as tokens come.
+Pages are written with 16 bits, and a layer halves its bits when the budget for the tokens so far is used up:
+at the first token count for which the layers as they are would take more bytes than the budget. The order is
+fixed: all layers at 16 bits go to 8 before the first goes to 4, and so on; within a round they follow each
+other in layer order, K and V and all heads of a layer together, until each format has its final bits. So a
+state is a prefix of one list of steps, and the schedule that keeps every page as wide as possible for as long
+as possible is found step by step: by bisection, because the bytes of a state never fall as tokens come.
 
-A step that its layer's record sizes make useless or worse (head sizes far below 16) is taken together with the next
-ones. Where the budget is more than the final formats take at the workload's context, the last steps lie beyond it.
+A step that its layer's record sizes make useless or worse (head sizes far below 16) is taken together with
+the next ones. Where the budget is more than the final formats take at the workload's context, the last steps
+lie beyond it.
 
-Other than the paper: there, every block has a budget of its own, and code bits alone are counted. Here layers share one
-budget, and every byte counts (``LayerPlan.nbytes``): sinks, windows, rings, fp32 scales and zeros, layers that cannot
-shrink. Those are 16-bit and 3-bit formats (3 is not half of anything), lattices and boosted channels.
+Other than the paper: there, every block has a budget of its own, and code bits alone are counted. Here layers
+share one budget, and every byte counts (``LayerPlan.nbytes``): sinks, windows, rings, fp32 scales and zeros,
+layers that cannot shrink. Those are 16-bit and 3-bit formats (3 is not half of anything), lattices and
+boosted channels.
 """
 
 from __future__ import annotations
@@ -48,10 +51,12 @@ def progressive_layers(
     cache_dtype: CacheDtype,
     budget_bytes: int,
 ) -> tuple[LayerPlan, ...]:
-    """``layers`` with ``shrink_at`` (and fp32 scales and zeros, which shrinking needs) in every format that can shrink.
+    """``layers`` with ``shrink_at`` (and fp32 scales and zeros, which shrinking needs) in every format that
+    can shrink.
 
-    For ``workload.batch`` sequences, at every number of tokens up to ``workload.context``, the bytes of the layers
-    (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take more."""
+    For ``workload.batch`` sequences, at every number of tokens up to ``workload.context``, the bytes of the
+    layers (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take
+    more."""
     bits, reached = [RAW_BITS] * len(layers), 1
     final = _Cost(layers, [min(NARROWER_BITS)] * len(layers), workload.batch, cache_dtype).nbytes(workload.context)
     if final > budget_bytes:
@@ -81,7 +86,8 @@ def _steps(layers: Sequence[LayerPlan]) -> list[tuple[int, int]]:
 
 
 def _shrinking(layer: LayerPlan, counts: Mapping[int, int]) -> LayerPlan:
-    """The layer with pages of at most ``bits`` bits from ``counts[bits]`` tokens on, down to each format's own."""
+    """The layer with pages of at most ``bits`` bits from ``counts[bits]`` tokens on, down to each format's
+    own."""
 
     def shrinking(fmt: Format) -> Format:
         if not can_shrink(fmt):

@@ -1,12 +1,13 @@
 """The option of every unit for which the sum of losses is smallest and the bytes fit, with a proven gap.
 
-This is the multiple-choice knapsack of PM-KVQ's Eq. 6-8: one option per unit (a layer's or a head's K or V), one byte
-constraint, a sum of losses. HiGHS solves it as a 0/1 program through cvxpy.
+This is the multiple-choice knapsack of PM-KVQ's Eq. 6-8: one option per unit (a layer's or a head's K or V),
+one byte constraint, a sum of losses. HiGHS solves it as a 0/1 program through cvxpy.
 
-HiGHS works in float64, takes a row as kept when it is broken by less than 1e-6, and ignores improvements below that.
-So dominated options go first (another one of the unit has no more bytes and no more loss), the smallest option's bytes
-are taken off, the rest is divided by its greatest common divisor, and losses are scaled to at most 1e4. Every answer is
-counted again in integers: one that takes too many bytes is forbidden by one more row, and the program solved again.
+HiGHS works in float64, takes a row as kept when it is broken by less than 1e-6, and ignores improvements
+below that. So dominated options go first (another one of the unit has no more bytes and no more loss), the
+smallest option's bytes are taken off, the rest is divided by its greatest common divisor, and losses are
+scaled to at most 1e4. Every answer is counted again in integers: one that takes too many bytes is forbidden
+by one more row, and the program solved again.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Solution:
-    """``choice``: an option's number for each unit. ``bound``: no choice within ``budget_bytes`` has a smaller loss;
-    ``gap`` = (loss - bound) / loss. ``proof``: "solver", or "none" where the time ran out before the gap closed."""
+    """``choice``: an option's number for each unit. ``bound``: no choice within ``budget_bytes`` has a
+    smaller loss; ``gap`` = (loss - bound) / loss. ``proof``: "solver", or "none" where the time ran out
+    before the gap closed."""
 
     choice: tuple[int, ...]
     budget_bytes: int
@@ -58,8 +60,8 @@ class Solution:
 
 
 def solve(units: Sequence[Unit], budget_bytes: int, *, time_limit_s: float = 30.0) -> Solution:
-    """The choice of least loss within ``budget_bytes``. The same input gives the same answer in any process, unless the
-    time runs out."""
+    """The choice of least loss within ``budget_bytes``. The same input gives the same answer in any process,
+    unless the time runs out."""
     kept = [_undominated(unit) for unit in units]
     base = sum(options[0][0] for options in kept)
     if budget_bytes < base:
@@ -89,8 +91,8 @@ def _undominated(unit: Unit) -> list[Entry]:
 
 
 def _program(kept: Sequence[Sequence[Entry]], room: int, time_limit_s: float) -> tuple[list[int], float]:
-    """A position in every unit's entries, within ``room`` bytes above the smallest, and a bound on the loss; the
-    smallest entries and no bound where the time ran out before anything was found."""
+    """A position in every unit's entries, within ``room`` bytes above the smallest, and a bound on the loss;
+    the smallest entries and no bound where the time ran out before anything was found."""
     import cvxpy as cp  # takes a second
     from scipy import sparse
 

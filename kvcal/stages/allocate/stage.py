@@ -1,12 +1,14 @@
-"""The allocate stage: which Format every layer's (or KV head's) K and V gets, within a byte budget (PM-KVQ Eq. 6-8).
+"""The allocate stage: which Format every layer's (or KV head's) K and V gets, within a byte budget (PM-KVQ
+Eq. 6-8).
 
-A unit of the integer program is one layer's K or V, or one head's, or a layer's K and V together; its options are the
-profile's candidates, each with its measured loss and with the bytes that ``Format.nbytes`` predicts for the runtime at
-the workload. What does not depend on the choice (bounded layers, states) is taken off the budget first. 16 bits is
-always an option, with loss 0, and the only one of rotary keys of latent attention, unless the recipe asks for more.
+A unit of the integer program is one layer's K or V, or one head's, or a layer's K and V together; its options
+are the profile's candidates, each with its measured loss and with the bytes that ``Format.nbytes`` predicts
+for the runtime at the workload. What does not depend on the choice (bounded layers, states) is taken off the
+budget first. 16 bits is always an option, with loss 0, and the only one of rotary keys of latent attention,
+unless the recipe asks for more.
 
-What every option of a layer costs (``kvcal inspect --why``) is told from the artifacts that a plan was made from. After
-a search, it is of the system that ships. Nothing is measured anew.
+What every option of a layer costs (``kvcal inspect --why``) is told from the artifacts that a plan was made
+from. After a search, it is of the system that ships. Nothing is measured anew.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from kvcal.strict import parse
 
 
 def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], reserved: int = 0) -> Allocation:
-    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``)."""
+    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take
+    (``budget.transform_bytes``)."""
     problem = Problem(profile, spec)
     split = _split(problem, profile, spec, reserved)
     smallest = problem.nbytes(problem.smallest)
@@ -57,7 +60,8 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
 
 
 def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) -> None:
-    """Raises what ``allocate`` will, whatever was measured: the bytes of formats follow from ``profile.setup``."""
+    """Raises what ``allocate`` will, whatever was measured: the bytes of formats follow from
+    ``profile.setup``."""
     _split(Problem(profile, spec), profile, spec, reserved)
 
 
@@ -113,7 +117,8 @@ class Problem:
     def _costs(
         self, profile: Profile, spec: AllocateSpec, layer: LayerPlan, side: Side
     ) -> dict[str, tuple[Format, int, float]]:
-        """Formats of a layer's keys or values, their bytes, and their loss; by name, equal for keys and values."""
+        """Formats of a layer's keys or values, their bytes, and their loss; by name, equal for keys and
+        values."""
         is_fixed = side == "v" and layer.attention.is_latent and not spec.rotary
         losses = {} if is_fixed else profile.losses(spec.objective, layer.geometry.index, side)
         costs = {profile.setup.cache.format(side, *candidate): sum(loss) for candidate, loss in losses.items()}
@@ -169,8 +174,8 @@ def option_name(fmt: Format) -> str:
 
 @dataclass(frozen=True)
 class OptionCost:
-    """An option of a ``place`` ("layer 0 K"). ``kl`` (nats per token) and ``sensitivity`` (PM-KVQ, Eq. 5): of the place
-    alone; None where they were not measured."""
+    """An option of a ``place`` ("layer 0 K"). ``kl`` (nats per token) and ``sensitivity`` (PM-KVQ, Eq. 5): of
+    the place alone; None where they were not measured."""
 
     place: str
     option: str
@@ -189,7 +194,8 @@ class Choices:
     options: tuple[OptionCost, ...]
 
     def of_layer(self, layer: int | None) -> Choices:
-        """Those of the layer with this cache index; of all of them, if None. UsageError for one without options."""
+        """Those of the layer with this cache index; of all of them, if None. UsageError for one without
+        options."""
         shown = [one for one in self.options if layer is None or one.place.startswith(f"layer {layer} ")]
         if layer is not None and not shown:
             places = dict.fromkeys(one.place.split()[1] for one in self.options)
@@ -225,7 +231,8 @@ MEASURE, OPTIONS = "choices.measure", "choices.options"
 
 
 def reasons_of(plan: Plan, folder: Folder) -> dict[str, Any]:
-    """The options of all layers for the plan's own file, numbers to six digits; nothing where none was chosen."""
+    """The options of all layers for the plan's own file, numbers to six digits; nothing where none was
+    chosen."""
     try:
         found = choices_of(plan, folder)
     except ArtifactError:
@@ -235,7 +242,8 @@ def reasons_of(plan: Plan, folder: Folder) -> dict[str, Any]:
 
 
 def read_choices(path: Path, layer: int | None = None) -> Choices | None:
-    """Those that a plan's own file has. None where it has none: it lies in its folder, or is of an earlier kvcal."""
+    """Those that a plan's own file has. None where it has none: it lies in its folder, or is of an earlier
+    kvcal."""
     inputs = read_inputs(path)
     if OPTIONS not in inputs:
         return None
@@ -243,8 +251,8 @@ def read_choices(path: Path, layer: int | None = None) -> Choices | None:
 
 
 def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any]]:
-    """The allocation in ``folder`` that ``plan`` was compiled from, and its inputs. ArtifactError where there is none,
-    or another plan's."""
+    """The allocation in ``folder`` that ``plan`` was compiled from, and its inputs. ArtifactError where there
+    is none, or another plan's."""
     if not folder.allocation.is_file():
         raise ArtifactError(
             f"{folder.allocation} is missing: a plan by itself does not hold why it was chosen",

@@ -1,7 +1,7 @@
 """The time that the plans of an evaluation take: told when the first part of each one's text is through.
 
-A plan's seconds are those of that part times its share of the text, or those of the slowest plan before it, which were
-spent on tasks, too. The first plan is often 16 bits, and the fastest one: so each plan tells anew.
+A plan's seconds are those of that part times its share of the text, or those of the slowest plan before it,
+which were spent on tasks, too. The first plan is often 16 bits, and the fastest one: so each plan tells anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ TEXT = "evaluate: text"
 
 
 class AllPlans:
-    """A Reporter for ``num_plans`` measurements of one text after the other, whose progress it shows as one."""
+    """A Reporter for ``num_plans`` measurements of one text after the other, whose progress it shows as
+    one."""
 
     def __init__(self, reporter: Reporter, num_plans: int, has_tasks: bool) -> None:
         self._reporter, self._num_plans, self._has_tasks = reporter, num_plans, has_tasks

@@ -1,11 +1,11 @@
 """Accuracy of a plan on tasks of the lm-evaluation-harness (lm-eval), through the packed cache.
 
-``lm_eval`` is optional, and imported when a task needs it; its model is ``packed_lm.PackedCacheLM``. Each task is run
-alone, with the harness's own number of shots, prompts and metric. Left out: chat templates.
+``lm_eval`` is optional, and imported when a task needs it; its model is ``packed_lm.PackedCacheLM``. Each
+task is run alone, with the harness's own number of shots, prompts and metric. Left out: chat templates.
 
-An accuracy's standard error is the harness's. Where it has none, or 0, it is half the width of Wilson's interval (see
-``tasks``), which no metric between 0 and 1 exceeds. Problems are the task's first ones: a plan that was tuned on a task
-has seen them.
+An accuracy's standard error is the harness's. Where it has none, or 0, it is half the width of Wilson's
+interval (see ``tasks``), which no metric between 0 and 1 exceeds. Problems are the task's first ones: a plan
+that was tuned on a task has seen them.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _task_manager(include_path: str) -> Any:
 
 
 def measure_harness(loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter) -> tuple[TaskResult, ...]:
-    """Accuracy of ``plan`` on the first ``spec.num_problems`` problems of each of the harness's tasks (or groups) in
-    ``spec``; those of a folder of the user's are found in ``spec.include_path``. A task is NAME, or NAME:METRIC;
-    without a metric, the task's first of which more is better."""
+    """Accuracy of ``plan`` on the first ``spec.num_problems`` problems of each of the harness's tasks (or
+    groups) in ``spec``; those of a folder of the user's are found in ``spec.include_path``. A task is NAME,
+    or NAME:METRIC; without a metric, the task's first of which more is better."""
     if not spec.harness_tasks:
         return ()
     require_tasks(spec)

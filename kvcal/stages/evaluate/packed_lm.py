@@ -1,12 +1,14 @@
-"""The lm-evaluation-harness's model "kvcal": a model of transformers with a plan's packed cache. Needs ``lm_eval``.
+"""The lm-evaluation-harness's model "kvcal": a model of transformers with a plan's packed cache. Needs
+``lm_eval``.
 
-    python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks gsm8k
+    python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks
+    gsm8k
 
-The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; only its two calls of the model are
-replaced. Likelihoods are decode-faithful: context and continuation are fed in chunks that end where pages are written
-(``divergence.feed``), so that every token reads what it would read in decoding. Generation is ``model.generate``, whose
-prompt attends to itself at full precision, as in use. After each call the cache's bytes are compared with the plan's
-prediction, and after generation what was read with the packed pages.
+The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; only its two calls of the model
+are replaced. Likelihoods are decode-faithful: context and continuation are fed in chunks that end where pages
+are written (``divergence.feed``), so that every token reads what it would read in decoding. Generation is
+``model.generate``, whose prompt attends to itself at full precision, as in use. After each call the cache's
+bytes are compared with the plan's prediction, and after generation what was read with the packed pages.
 
 Importing this module registers the model (see kvcal.lm_eval).
 """
@@ -33,8 +35,8 @@ from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 @register_model("kvcal")
 class PackedCacheLM(HFLM):
-    """HFLM with a packed cache for every batch. ``lengths``: tokens of each sequence that it was asked about, cut to
-    the model's context; ``generated_tokens``: those of completions, padding apart."""
+    """HFLM with a packed cache for every batch. ``lengths``: tokens of each sequence that it was asked about,
+    cut to the model's context; ``generated_tokens``: those of completions, padding apart."""
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class PackedCacheLM(HFLM):
         batch_size: int | str = 1,
         **settings: Any,
     ) -> None:
-        """``pretrained``: a loaded model, or what ``kvcal --model`` takes; ``plan``: a plan, or its file; ``settings``:
-        others of HFLM, such as ``max_length`` and ``add_bos_token``."""
+        """``pretrained``: a loaded model, or what ``kvcal --model`` takes; ``plan``: a plan, or its file;
+        ``settings``: others of HFLM, such as ``max_length`` and ``add_bos_token``."""
         self.plan = load_plan(plan) if isinstance(plan, str) else plan
         loaded = load(pretrained, dtype=dtype, device=device) if isinstance(pretrained, str) else pretrained
         require_same_model(self.plan, loaded)

@@ -1,20 +1,25 @@
-"""The evaluation of several plans of one model: text quality and task accuracy next to exact bytes, saved row by row.
+"""The evaluation of several plans of one model: text quality and task accuracy next to exact bytes, saved row
+by row.
 
 Every number comes through the packed cache (text, tasks).
 
-The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan (formats,
-workload and model, not its name or provenance) and the evaluation's inputs are the same; other inputs start the file
-anew. Plans that are equal under two names are measured once. Of several processes, each measures a plan at a time.
+The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan
+(formats, workload and model, not its name or provenance) and the evaluation's inputs are the same; other
+inputs start the file anew. Plans that are equal under two names are measured once. Of several processes, each
+measures a plan at a time.
 
-A plan is priced at its workload, and measured on sequences that are mostly shorter, of which sinks, windows and
-unfilled pages are a larger part. So each row states the bits at the measured lengths, too:
+A plan is priced at its workload, and measured on sequences that are mostly shorter, of which sinks, windows
+and unfilled pages are a larger part. So each row states the bits at the measured lengths, too:
 
-    sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its end
+    sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its
+    end
 
-with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
+with the workload's batch, which shares the plan's tensors as the price does, and bytes as in
+``Plan.bits_per_value``.
 
-Gates are limits that a row is held against, such as those of a CI job: of KL, of accuracy, and of bytes. A measured
-value is compared as it stands. Its standard error is told next to it; a limit should leave room for it.
+Gates are limits that a row is held against, such as those of a CI job: of KL, of accuracy, and of bytes. A
+measured value is compared as it stands. Its standard error is told next to it; a limit should leave room for
+it.
 """
 
 from __future__ import annotations
@@ -74,9 +79,9 @@ class MeasuredBits:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Row:
-    """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
-    ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths, prompt and completion;
-    ``seconds`` is what measuring took, on whatever else the machine was doing."""
+    """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at
+    ``workload``; ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths,
+    prompt and completion; ``seconds`` is what measuring took, on whatever else the machine was doing."""
 
     name: str
     plan_sha256: str
@@ -100,8 +105,8 @@ class Row:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Evaluation:
-    """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for people;
-    ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""
+    """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for
+    people; ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""
 
     inputs: dict[str, Any]
     data: str
@@ -117,8 +122,8 @@ def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
 
 
 def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
-    """The rows as (header, one cell a row) columns, those first that say most: text, ready to print. None without
-    rows."""
+    """The rows as (header, one cell a row) columns, those first that say most: text, ready to print. None
+    without rows."""
     if not rows:
         return []
     workload = rows[0].workload
@@ -149,8 +154,8 @@ def _with_error(value: float, error: float | None, digits: int) -> str:
 
 
 def percent(share: float, error: float | None, interval: tuple[float, float]) -> str:
-    """A cell: a share and its standard error, None if unknown, in %; or its interval, where the error would lead out of
-    0 to 100 %."""
+    """A cell: a share and its standard error, None if unknown, in %; or its interval, where the error would
+    lead out of 0 to 100 %."""
     if error is None or 0 <= share - error <= share + error <= 1:
         return _with_error(100 * share, None if error is None else 100 * error, 1)
     low, high = interval
@@ -182,8 +187,8 @@ def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
 
 
 def load_evaluation(path: str | Path) -> Evaluation:
-    """Read what ``save_evaluation`` wrote. ArtifactError: missing, unreadable, not JSON, of another kind or version,
-    corrupt, or values out of range."""
+    """Read what ``save_evaluation`` wrote. ArtifactError: missing, unreadable, not JSON, of another kind or
+    version, corrupt, or values out of range."""
     return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")
 
 
@@ -200,15 +205,17 @@ class GateResult:
 
 @dataclass(frozen=True)
 class Gates:
-    """Limits of one plan: ``max_kl`` in nats per token, ``min_accuracy`` as a share by task or "all" for their mean,
-    ``max_bytes`` of the cache at the plan's workload; what is None or not named is not limited."""
+    """Limits of one plan: ``max_kl`` in nats per token, ``min_accuracy`` as a share by task or "all" for
+    their mean, ``max_bytes`` of the cache at the plan's workload; what is None or not named is not
+    limited."""
 
     max_kl: float | None = None
     min_accuracy: Mapping[str, float] = field(default_factory=dict)
     max_bytes: int | None = None
 
     def require_measured(self, tasks: Sequence[str]) -> None:
-        """UsageError for a limit out of range, or for a task that is not among ``tasks``, those to be measured."""
+        """UsageError for a limit out of range, or for a task that is not among ``tasks``, those to be
+        measured."""
         if self.max_kl is not None and not (math.isfinite(self.max_kl) and self.max_kl >= 0):
             raise UsageError(f"--max-kl {self.max_kl}; expected a number from 0 on, in nats per token")
         allowed = (*tasks, ALL_TASKS) if tasks else ()
@@ -236,7 +243,8 @@ class Gates:
 
 
 def read_accuracies(texts: Sequence[str]) -> dict[str, float]:
-    """Least shares by task, of ``task=share`` texts; a share alone is of all tasks together. UsageError for others."""
+    """Least shares by task, of ``task=share`` texts; a share alone is of all tasks together. UsageError for
+    others."""
     found = {}
     for text in texts:
         task, equals, share = text.rpartition("=")
@@ -328,7 +336,8 @@ def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], repor
 
 
 def require_scheduled_texts(plans: Iterable[tuple[str, Plan]], data: TokenDataset) -> None:
-    """UsageError where a text of ``data`` is longer than the schedule of a (name, plan) whose pages shrink."""
+    """UsageError where a text of ``data`` is longer than the schedule of a (name, plan) whose pages
+    shrink."""
     longest = max(sequence.numel() for sequence in data.sequences)
     for name, plan in plans:
         if plan.is_progressive and longest > plan.workload.context:

@@ -1,17 +1,18 @@
 """Accuracy of a plan on tasks whose problems are made here; the lm-evaluation-harness's are in ``harness``.
 
-Exact-match accuracy on generated problems is that of greedy generation through the packed cache. Problems of all tasks
-share ragged, left-padded batches, sorted by length. ``model.generate`` decodes in segments: between two of them the
-finished sequences (end-of-sequence token, or a complete answer line) leave the cache. The tokens are those of one long
-``generate``. After every segment the cache's bytes are compared with the plan's prediction, and everything the model
-attended to with a fresh read of the packed pages (PlanCache.verify_decoded).
+Exact-match accuracy on generated problems is that of greedy generation through the packed cache. Problems of
+all tasks share ragged, left-padded batches, sorted by length. ``model.generate`` decodes in segments: between
+two of them the finished sequences (end-of-sequence token, or a complete answer line) leave the cache. The
+tokens are those of one long ``generate``. After every segment the cache's bytes are compared with the plan's
+prediction, and everything the model attended to with a fresh read of the packed pages
+(PlanCache.verify_decoded).
 
 Long contexts are read (``kvcal.data.reading``: retrieval and completion): texts are fed decode-faithfully
 (``divergence.feed``), so that every token of an answer reads packed pages, as in decoding.
 
-The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n + 1 / (4
-n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved. The interval lies
-around (p + 1 / (2 n)) / (1 + 1 / n), within 0 and 1.
+The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n +
+1 / (4 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
+The interval lies around (p + 1 / (2 n)) / (1 + 1 / n), within 0 and 1.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class TaskResult:
-    """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at ``max_new_tokens``;
-    ``generated_tokens`` counts those up to the end of each completion; ``lengths``: tokens of each problem, prompt and
-    completion. The harness does not count ``num_correct`` and ``num_unfinished``: None."""
+    """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at
+    ``max_new_tokens``; ``generated_tokens`` counts those up to the end of each completion; ``lengths``:
+    tokens of each problem, prompt and completion. The harness does not count ``num_correct`` and
+    ``num_unfinished``: None."""
 
     task: str
     accuracy: Share
@@ -89,8 +91,8 @@ class Sequence:
 def measure_tasks(
     loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
 ) -> tuple[TaskResult, ...]:
-    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each embedded task of ``spec``, in their order;
-    ``purpose``: of which pool."""
+    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each embedded task of ``spec``, in their
+    order; ``purpose``: of which pool."""
     if not spec.embedded_tasks:
         return ()
     sequences = _sequences(loaded, spec, purpose)
@@ -104,7 +106,8 @@ def measure_tasks(
 
 @torch.inference_mode()
 def read_answers(loaded: LoadedModel, plan: Plan, texts: tuple[Reading, ...], batch: int) -> list[list[bool]]:
-    """Of every text, which answers greedy decoding gives. Texts have one length; ``batch`` are fed at once."""
+    """Of every text, which answers greedy decoding gives. Texts have one length; ``batch`` are fed at
+    once."""
     length = texts[0].tokens_T.numel()
     _require_room(loaded, plan, length, "a text", "name shorter tasks")
     found = []
@@ -209,8 +212,8 @@ def _complete(
 def generate_packed(
     cache: PlanCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through ``cache``; then
-    the cache's bytes and its decoded copy are checked."""
+    """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through
+    ``cache``; then the cache's bytes and its decoded copy are checked."""
     with attached_for(model, cache.plan):
         processors = LogitsProcessorList([RefuseNaN()])
         output = generate(*args, **kwargs, **with_cache(model, cache), logits_processor=processors)
@@ -256,7 +259,8 @@ def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskRe
 
 
 def _require_room(loaded: LoadedModel, plan: Plan, width: int, what: str, hint: str) -> float:
-    """The columns that the model's context and the plan's schedule allow. UsageError where ``width`` is more."""
+    """The columns that the model's context and the plan's schedule allow. UsageError where ``width`` is
+    more."""
     limits = {"the model's context": loaded.max_context}
     if plan.is_progressive:
         limits["the schedule of pages that shrink"] = plan.workload.context

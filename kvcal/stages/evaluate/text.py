@@ -1,18 +1,19 @@
 """Text quality of a plan: KL to the 16-bit model, top-1 agreement and perplexity, decode-faithfully.
 
-The text is fed through the packed cache in chunks that end where pages are written (``divergence.feed``), so every
-token reads back what it would read when generated one by one. The reference is the same model with transformers' own
-cache and nothing quantized. Only tokens of the loss mask count:
+The text is fed through the packed cache in chunks that end where pages are written (``divergence.feed``), so
+every token reads back what it would read when generated one by one. The reference is the same model with
+transformers' own cache and nothing quantized. Only tokens of the loss mask count:
 
     KL = mean over loss tokens of sum_v p_v (log p_v - log q_v),  p: 16 bits, q: quantized, in nats
     perplexity = exp(mean negative log-likelihood)
 
-Standard errors are over sequences, since tokens of one text are not independent: each mean is a ratio of sums, and its
-error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over c_i
-tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
+Standard errors are over sequences, since tokens of one text are not independent: each mean is a ratio of
+sums, and its error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i
+with sum s_i over c_i tokens and mean m; that of the perplexity is the one of its logarithm times the
+perplexity. One sequence has none.
 
-The reference's logits are kept for all plans where they take at most ``KEPT_BYTES``. Elsewhere logits exist for one
-chunk at a time, and the reference runs next to each plan.
+The reference's logits are kept for all plans where they take at most ``KEPT_BYTES``. Elsewhere logits exist
+for one chunk at a time, and the reference runs next to each plan.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ AT_16_BITS = "evaluate: texts at 16 bits"  # of progress
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class TextQuality:
-    """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single sequence."""
+    """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single
+    sequence."""
 
     perplexity: Amount
     perplexity_se: Amount | None
@@ -84,8 +86,8 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
 
 @torch.inference_mode()
 def reference_logits(loaded: LoadedModel, data: TokenDataset, batch: int, reporter: Reporter = SILENT) -> list[Tensor]:
-    """The reference's logits fp32 [M, V] at the predicting positions of each batch, by token, then by sequence; no item
-    where they would take more than ``KEPT_BYTES``."""
+    """The reference's logits fp32 [M, V] at the predicting positions of each batch, by token, then by
+    sequence; no item where they would take more than ``KEPT_BYTES``."""
     found: list[Tensor] = []
     if 4 * data.num_loss_tokens * loaded.vocab_size > KEPT_BYTES:
         return found
@@ -138,7 +140,8 @@ def measure_text(
 
 
 def _reference(loaded: LoadedModel, text: TextBatch, start: int, stop: int, cache: DynamicCache) -> Tensor:
-    """Logits fp32 [M, V] at the predicting positions from ``start`` on, up to which ``cache`` has the text."""
+    """Logits fp32 [M, V] at the predicting positions from ``start`` on, up to which ``cache`` has the
+    text."""
     inputs = {"input_ids": text.input_ids_BT[:, start:stop], **with_cache(loaded.model, cache)}
     return loaded.model(**inputs).logits.transpose(0, 1)[text.scored_TB[start:stop]].float()
 

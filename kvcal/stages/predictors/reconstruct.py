@@ -1,14 +1,16 @@
-"""Sequences' keys and values as the model computes them and as the cache would read them back, layer by layer.
+"""Sequences' keys and values as the model computes them and as the cache would read them back, layer by
+layer.
 
-AQUA-KV's Alg. 1 fits a layer's predictors on what the layers before it are after quantization. A forward of the model
-gives exact keys and values (the paper's lines 5-7: quantization does not act on the hidden states); the taps hand them
-over layer by layer, and each layer's pages are encoded and decoded by the runtime's own codec, with the predictors
-fitted so far. Only the layer before is kept, and the forward ends with the last layer that is asked for. The pages of
-all sequences of a batch go through one call of the codec, whose bits do not depend on how many there are.
+AQUA-KV's Alg. 1 fits a layer's predictors on what the layers before it are after quantization. A forward of
+the model gives exact keys and values (the paper's lines 5-7: quantization does not act on the hidden states);
+the taps hand them over layer by layer, and each layer's pages are encoded and decoded by the runtime's own
+codec, with the predictors fitted so far. Only the layer before is kept, and the forward ends with the last
+layer that is asked for. The pages of all sequences of a batch go through one call of the codec, whose bits do
+not depend on how many there are.
 
-Tokens are those of whole pages after the sinks of their side, also of pages that the sequence's end finds in the
-recent window: these are read as if they had been packed. Query scores take the queries since the page before was
-packed, as in decoding token by token.
+Tokens are those of whole pages after the sinks of their side, also of pages that the sequence's end finds in
+the recent window: these are read as if they had been packed. Query scores take the queries since the page
+before was packed, as in decoding token by token.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ FIT, HELD_OUT = "fit", "held_out"
 STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's
 
 HOLDOUT_SHARE = 0.25  # of the sequences, to measure fits
-# One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row, sequence by
-# sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side next to it.
+# One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row,
+# sequence by sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side
+# next to it.
 LayerPages = Mapping[Side, Tensor]
 
-# Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side that was
-# not wanted is the exact one).
+# Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side
+# that was not wanted is the exact one).
 Receive = Callable[[int, LayerPages, Sequence[LayerPages]], None]
 
 
@@ -61,9 +64,9 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class _RawPages:
-    """One layer's pages as the cache is handed them: K_post, V [P, N, 128, D] in the cache's dtype, with ``page_index``
-    [P] in their sequences; for query scores the mean |q| [P, N, D] that each page of keys is scored with; ``exact``: as
-    predictors see them."""
+    """One layer's pages as the cache is handed them: K_post, V [P, N, 128, D] in the cache's dtype, with
+    ``page_index`` [P] in their sequences; for query scores the mean |q| [P, N, D] that each page of keys is
+    scored with; ``exact``: as predictors see them."""
 
     stored: Mapping[Side, Tensor]
     page_index: Tensor
@@ -73,8 +76,8 @@ class _RawPages:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A place where a forward of a batch can begin: ``hidden_BTC``, the input of layer ``layer``, and in each way
-    the pages of the wanted layer before it, as read back; None where it is the first."""
+    """A place where a forward of a batch can begin: ``hidden_BTC``, the input of layer ``layer``, and in each
+    way the pages of the wanted layer before it, as read back; None where it is the first."""
 
     layer: int
     hidden_BTC: Tensor
@@ -90,8 +93,8 @@ class Start:
 
 
 class Starts:
-    """Starts of batches, kept at ``place``: on the device of a model that lies there, or in host memory, up to a share
-    of what there is when the stage begins."""
+    """Starts of batches, kept at ``place``: on the device of a model that lies there, or in host memory, up
+    to a share of what there is when the stage begins."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         on_device = model.device.type == "cuda" and not is_streamed(model)
@@ -119,8 +122,8 @@ class Starts:
 
 @dataclass(frozen=True, eq=False)
 class _Pages:
-    """The P whole pages of a batch, ``most`` in a sequence: for each ``row`` [P] in the batch and ``index`` [P] in its
-    sequence. ``numbers``: the sequences' in the data."""
+    """The P whole pages of a batch, ``most`` in a sequence: for each ``row`` [P] in the batch and ``index``
+    [P] in its sequence. ``numbers``: the sequences' in the data."""
 
     numbers: Sequence[int]
     most: int
@@ -145,16 +148,16 @@ class _Enough(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """A way to store the layers: their plans (predictors included) and all tensors of these, on the model's device.
-    ``tensors`` need a rotary table for every layer."""
+    """A way to store the layers: their plans (predictors included) and all tensors of these, on the model's
+    device. ``tensors`` need a rotary table for every layer."""
 
     layers: Sequence[LayerPlan]
     tensors: Mapping[str, Tensor]
     cache_dtype: CacheDtype
 
     def _read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
-        """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which is what it
-        is predicted from. Sides not in ``sides`` stay exact."""
+        """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which
+        is what it is predicted from. Sides not in ``sides`` stay exact."""
         found = dict(raw.exact)
         for side in sides:
             inputs = [] if before is None else [before["k"]] if side == "k" else [before["v"], found["k"]]
@@ -189,11 +192,11 @@ class Reconstruction:
 
 @dataclass(frozen=True, eq=False)
 class PageReader:
-    """Forwards of batches, no further than the last of ``wanted`` (in cache order); each of these is handed over, exact
-    and as read back in each of ``ways``. ``tables``: every layer's rotary table.
+    """Forwards of batches, no further than the last of ``wanted`` (in cache order); each of these is handed
+    over, exact and as read back in each of ``ways``. ``tables``: every layer's rotary table.
 
-    Forwards begin at layer ``first``, and layers before are not handed over; what a forward returns can be the start of
-    a later one, at the wanted layer ``kept``, in the same ways up to there."""
+    Forwards begin at layer ``first``, and layers before are not handed over; what a forward returns can be
+    the start of a later one, at the wanted layer ``kept``, in the same ways up to there."""
 
     model: PreTrainedModel
     geometry: Geometry
@@ -204,8 +207,8 @@ class PageReader:
     kept: int | None = None
 
     def read(self, batch: Batch, receive: Receive, start: Start | None = None) -> Start | None:
-        """The forward of a batch, from ``start`` on, of a reader whose ``first`` is no 0. Returns where a later one can
-        begin; None where none was asked for, or layers cannot be begun at."""
+        """The forward of a batch, from ``start`` on, of a reader whose ``first`` is no 0. Returns where a
+        later one can begin; None where none was asked for, or layers cannot be begun at."""
         reading, is_whole = _Reading(self, batch, receive, start), self.first == 0 and self.kept is None
         with (
             torch.no_grad(),
@@ -293,8 +296,8 @@ def _in_pages(x_BHTD: Tensor, count: int) -> Tensor:
 
 
 def _query_means(q_post_BHTD: Tensor, num_heads: int, count: int) -> Tensor:
-    """fp32 [B, N, P, D]: the mean |q| of the tokens and the heads of the group that each of the first ``count`` pages
-    is scored with: its own."""
+    """fp32 [B, N, P, D]: the mean |q| of the tokens and the heads of the group that each of the first
+    ``count`` pages is scored with: its own."""
     by_page = _in_pages(q_post_BHTD, count).float().abs().unflatten(1, (num_heads, -1))
     return by_page.mean((2, 4))
 
@@ -305,8 +308,8 @@ def _as_rows(pages: Tensor) -> Tensor:
 
 
 def split_sequences(data: TokenDataset) -> dict[int, str]:
-    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one. Raises
-    UsageError: fewer than two such sequences."""
+    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least
+    one. Raises UsageError: fewer than two such sequences."""
     lengths = [tokens_T.numel() for tokens_T in data.sequences]
     numbers = [i for i, length in enumerate(lengths) if num_page_tokens(length)]
     if len(numbers) < 2:

@@ -1,12 +1,13 @@
 """The predictors that can be fitted, and the record of those that were: what each explains, costs and saves.
 
-A predictor is worth 1/2 log2(1 / (1 - explained variance)) bits a value: the error of a scaled quantizer is a share of
-the variance that is left, and every bit divides it by 4. Where that, times the quantized values of the workload, is
-less than the predictor's own bytes, or the explained variance is at most ``min_explained``, it is left out.
+A predictor is worth 1/2 log2(1 / (1 - explained variance)) bits a value: the error of a scaled quantizer is a
+share of the variance that is left, and every bit divides it by 4. Where that, times the quantized values of
+the workload, is less than the predictor's own bytes, or the explained variance is at most ``min_explained``,
+it is left out.
 
-The file is an artifact of its own: :meth:`PredictorRecord.apply` puts the predictors that pay into a plan's layers,
-:meth:`PredictorRecord.tensors` gives what these layers then need (predictors, and rotary tables to get at keys before
-RoPE). Predictors that do not pay are named with the reason and leave no tensors.
+The file is an artifact of its own: :meth:`PredictorRecord.apply` puts the predictors that pay into a plan's
+layers, :meth:`PredictorRecord.tensors` gives what these layers then need (predictors, and rotary tables to
+get at keys before RoPE). Predictors that do not pay are named with the reason and leave no tensors.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Fit:
     ``nbytes`` are its tensors, ``saved_bits`` what it is worth per value, 1/2 log2(1 / (1 - explained)), and
     ``saved_bytes`` that times the quantized values of the workload.
 
-    ``error`` and ``plain_error``: of what the cache reads back with the record's predictors and without any, as shares
-    of the variance; None where the predictor was left out."""
+    ``error`` and ``plain_error``: of what the cache reads back with the record's predictors and without any,
+    as shares of the variance; None where the predictor was left out."""
 
     num_inputs: Positive
     num_outputs: Positive
@@ -69,8 +70,8 @@ class Fit:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Finding:
-    """One side of a paged layer. ``source``: the layer it is predicted from, None for the first. ``reason``: why there
-    is no predictor; None where there is one. ``fit`` is None where none was tried."""
+    """One side of a paged layer. ``source``: the layer it is predicted from, None for the first. ``reason``:
+    why there is no predictor; None where there is one. ``fit`` is None where none was tried."""
 
     layer: Index
     side: Side
@@ -114,7 +115,8 @@ class PredictorRecord:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        """The layers that were fitted, with their predictors. ArtifactError for layers that cannot have them."""
+        """The layers that were fitted, with their predictors. ArtifactError for layers that cannot have
+        them."""
         with refusing("the predictors do not go with the layers", hint="fit predictors again for these layers"):
             return with_predictors(layers, self.findings, self.subject.spec)
 
@@ -144,8 +146,8 @@ def with_predictor(layer: LayerPlan, side: Side, source: int, spec: PredictorSpe
 
 @dataclass(frozen=True)
 class Target:
-    """One regression: ``side`` of ``layer`` on the pages of ``source``, the paged layer before it. ``reason``: why
-    there is none, None if there is. ``shape``: of its predictor, None without one."""
+    """One regression: ``side`` of ``layer`` on the pages of ``source``, the paged layer before it.
+    ``reason``: why there is none, None if there is. ``shape``: of its predictor, None without one."""
 
     layer: LayerPlan
     source: LayerPlan | None
@@ -207,7 +209,8 @@ def _obstacle(
 
 
 def decide(target: Target, explained: float | None, spec: PredictorSpec, workload: Workload) -> Finding:
-    """Whether a predictor that explains this share of the variance pays at ``workload``; None: it was not tried."""
+    """Whether a predictor that explains this share of the variance pays at ``workload``; None: it was not
+    tried."""
     source, shape = None if target.source is None else target.source.geometry.index, target.shape
     if explained is None or shape is None:
         return Finding(target.index, target.side, source, target.reason or "was not fitted", None)

@@ -1,21 +1,23 @@
-"""Linear regression with a bias from streaming sums, which fits AQUA-KV's predictors, and the compressed weights.
+"""Linear regression with a bias from streaming sums, which fits AQUA-KV's predictors, and the compressed
+weights.
 
-Alg. 1 of AQUA-KV (lines 13 and 17) asks for arg min_f ||f(X) - Y||^2 with f linear. The sums X'X, X'Y, X'1, Y'1 and the
-diagonal of Y'Y are all that the fit needs, and all that its error on other tokens needs: the explained variance of any
-weights on held-out tokens follows from the sums of those tokens, without a second pass. So memory is F^2 + F O numbers,
-however many tokens there are, and two halves merge into the whole.
+Alg. 1 of AQUA-KV (lines 13 and 17) asks for arg min_f ||f(X) - Y||^2 with f linear. The sums X'X, X'Y, X'1,
+Y'1 and the diagonal of Y'Y are all that the fit needs, and all that its error on other tokens needs: the
+explained variance of any weights on held-out tokens follows from the sums of those tokens, without a second
+pass. So memory is F^2 + F O numbers, however many tokens there are, and two halves merge into the whole.
 
     minimise  1/n sum |y - W x - b|^2  +  p |W|^2,      p = ridge * mean diagonal of cov(x)
 
-The bias carries no penalty, which is what centring with the means gives: W = cov(y, x) (cov(x) + p)^-1 and
-b = mean(y) - W mean(x). The penalty is a share of the variances, not of the second moments: a constant added to inputs
-changes nothing. Sums and products are fp64: centring afterwards loses (mean / deviation)^2 of 16 digits.
+The bias carries no penalty, which is what centring with the means gives: W = cov(y, x) (cov(x) + p)^-1 and b
+= mean(y) - W mean(x). The penalty is a share of the variances, not of the second moments: a constant added to
+inputs changes nothing. Sums and products are fp64: centring afterwards loses (mean / deviation)^2 of 16
+digits.
 
-Sums of fp64 depend on their order in the last digit: two machines, or a CPU and a GPU, fit weights that agree to about
-1e-12, and hardly ever differ once rounded to the cache's dtype.
+Sums of fp64 depend on their order in the last digit: two machines, or a CPU and a GPU, fit weights that agree
+to about 1e-12, and hardly ever differ once rounded to the cache's dtype.
 
-A predictor is stored in the cache's dtype, of low rank (reduced-rank regression), or in 4 bits a weight, rounded column
-by column: the error of one is made good by those after it.
+A predictor is stored in the cache's dtype, of low rank (reduced-rank regression), or in 4 bits a weight,
+rounded column by column: the error of one is made good by those after it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _MOST, _LEAST = 7, -8  # of a 4-bit code less INT4_ZERO
 @dataclass(frozen=True, eq=False)
 class LinearFit:
     """y = weight_OF x + bias_O, fp64 on the CPU. ``metric_FF`` is cov(x) + p: replacing the weight by W' adds
-    trace((W' - W) metric (W' - W)^T) to the minimised sum, so that is what a compressed weight should keep small."""
+    trace((W' - W) metric (W' - W)^T) to the minimised sum, so that is what a compressed weight should keep
+    small."""
 
     weight_OF: Tensor
     x_mean_F: Tensor
@@ -73,8 +76,8 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class NormalEquations:
-    """``sums`` over ``count`` tokens, fp64 on one device, the CPU to be solved, never changed in place: "xx" [F, F] of
-    x x', "xy" [F, O] of x y', "x" [F], "y" [O], and "y2" [O] of y^2."""
+    """``sums`` over ``count`` tokens, fp64 on one device, the CPU to be solved, never changed in place: "xx"
+    [F, F] of x x', "xy" [F, O] of x y', "x" [F], "y" [O], and "y2" [O] of y^2."""
 
     sums: Mapping[str, Tensor]
     count: int
@@ -90,8 +93,8 @@ class NormalEquations:
         return cls({name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}, 0)
 
     def update(self, x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
-        """With n more tokens, any float dtype, on the sums' device. Raises NonFiniteActivations: NaN or infinity among
-        them."""
+        """With n more tokens, any float dtype, on the sums' device. Raises NonFiniteActivations: NaN or
+        infinity among them."""
         seen = self
         for x, y in zip(x_nF.split(_CHUNK_TOKENS), y_nO.split(_CHUNK_TOKENS), strict=True):
             seen = seen.merge(_sums(x.to(torch.float64), y.to(torch.float64)))
@@ -109,8 +112,8 @@ class NormalEquations:
         return Moments(x_mean, y_mean, xx_FF, xy_FO, (mean["y2"] - y_mean * y_mean).clamp(min=0.0))
 
     def solve(self, ridge: float = RIDGE) -> LinearFit:
-        """The ridge regression of y on x. Raises UsageError: not more tokens than inputs, so that the fit would only
-        repeat its own data."""
+        """The ridge regression of y on x. Raises UsageError: not more tokens than inputs, so that the fit
+        would only repeat its own data."""
         num_inputs = len(self.sums["x"])
         if self.count <= num_inputs:
             raise UsageError(
@@ -127,8 +130,8 @@ class NormalEquations:
         return LinearFit(weight, moments.x_mean_F, moments.y_mean_O, metric)
 
     def explained_variance(self, weight_OF: Tensor, bias_O: Tensor) -> float:
-        """1 - sum of squared errors / sum of squares about each channel's mean, both over all channels, of any weights
-        on these tokens: 1 is perfect, 0 is what the mean alone gives, below 0 is worse than that.
+        """1 - sum of squared errors / sum of squares about each channel's mean, both over all channels, of
+        any weights on these tokens: 1 is perfect, 0 is what the mean alone gives, below 0 is worse than that.
 
         Outputs that do not vary at all leave nothing to explain: 0."""
         moments = self.result()
@@ -169,7 +172,8 @@ def to_linear(fit: LinearFit, cache_dtype: CacheDtype) -> LinearPredictor:
 
 
 def to_low_rank(fit: LinearFit, rank: int, cache_dtype: CacheDtype) -> LinearPredictor:
-    """Reduced-rank regression. ValueError for a rank that the weight cannot have; NonFiniteActivations as above."""
+    """Reduced-rank regression. ValueError for a rank that the weight cannot have; NonFiniteActivations as
+    above."""
     shape = PredictorShape("low_rank", *fit.extents, cache_dtype, rank, None)
     predicted = fit.weight_OF @ fit.metric_FF @ fit.weight_OF.T
     vectors = torch.linalg.eigh((predicted + predicted.T) / 2.0).eigenvectors[:, -rank:].flip(-1)
@@ -185,7 +189,8 @@ def to_int4(fit: LinearFit, group_size: int, cache_dtype: CacheDtype) -> LinearP
     shape = PredictorShape("int4", *fit.extents, cache_dtype, None, group_size)
     num_inputs = shape.num_inputs
     weight, codes, scales = fit.weight_OF.clone(), [], []
-    # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns after it, as row i says.
+    # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns after it, as row i
+    # says.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(fit.metric_FF))
     carry = torch.linalg.cholesky(inverse, upper=True)
     for start in range(0, num_inputs, group_size):

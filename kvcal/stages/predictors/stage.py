@@ -1,17 +1,18 @@
 """The predictor stage: fits AQUA-KV's predictors layer by layer (Alg. 1), and keeps those that pay (choice).
 
-Layer l's keys are regressed on the keys of the paged layer before it, its values on that layer's values and its own
-keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
-layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
-and, one layer after, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
-layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``Starts``): of as
-many sequences as a share of the memory holds, others run from the first layer. Either way gives the same bits. An
-interrupted run goes on after the last batch, and several processes take batches in turn.
+Layer l's keys are regressed on the keys of the paged layer before it, its values on that layer's values and
+its own keys, all as the cache will read them back: through the layers' own quantizers and the predictors
+fitted so far. So layers are fitted in order, one pass over the data for each: pass l sums up the normal
+equations of f_key of layer l and, one layer after, of f_value of layer l - 1, whose inputs need f_key of
+layer l - 1. A forward of pass l ends at layer l, and begins where that of the pass before has left its hidden
+states, two layers earlier (``Starts``): of as many sequences as a share of the memory holds, others run from
+the first layer. Either way gives the same bits. An interrupted run goes on after the last batch, and several
+processes take batches in turn.
 
-A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
-predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
-instead of keys and values really brings. Layers after a predictor that is left out are fitted to what the cache reads
-back without it.
+A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance
+of the predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what
+quantizing residuals instead of keys and values really brings. Layers after a predictor that is left out are
+fitted to what the cache reads back without it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def run_fit_predictors(
 ) -> PredictorRecord:
     """Fit, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
 
-    ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay for."""
+    ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay
+    for."""
     if loaded.geometry.has_latents:
         reporter.say(f"predictors: {LATENTS}")
     fitting = _Fitting(loaded, layers, tensors, data, spec, workload, inputs, path, reporter)
@@ -91,7 +93,8 @@ def run_fit_predictors(
 
 
 class _Fitting:
-    """One run of the stage; tensors are on the model's device. Its results lie in the checkpoint's state, so that it
+    """One run of the stage; tensors are on the model's device. Its results lie in the checkpoint's state, so
+    that it
     can be taken up again:
 
     ``sums.{side}.{split}.{sum}``  the normal equations of the pass so far; counts are tokens
@@ -165,7 +168,8 @@ class _Fitting:
         if targets:
             last = max(target.index for target in targets)
             ways = [self._way(self.findings)]
-            # Of the layer before, the values are not needed yet, and are exact until their predictor is known.
+            # Of the layer before, the values are not needed yet, and are exact until their predictor is
+            # known.
             wanted = [Wanted(layer, SIDES) for layer in self.paged[: number - 1]]
             wanted.append(Wanted(self.paged[number - 1], ("k",)))
             wanted += [Wanted(layer, ()) for layer in self.paged[number : number + 1] if layer.geometry.index <= last]
@@ -194,7 +198,8 @@ class _Fitting:
         return {name: Mean(tensor, 1) for name, tensor in tensors.items()}
 
     def _measure_errors(self) -> None:
-        """The last pass, over held-out sequences: what the cache reads back without predictors and with them."""
+        """The last pass, over held-out sequences: what the cache reads back without predictors and with
+        them."""
         findings = self.findings
         kept = [target for target, finding in zip(self.targets, findings, strict=True) if finding.is_kept]
         if kept:
@@ -212,8 +217,8 @@ class _Fitting:
         sums: Sums,
         kept: int | None = None,
     ) -> None:
-        """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the state. The
-        next pass can begin at the layer ``kept``; without one, this pass begins at the first."""
+        """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the
+        state. The next pass can begin at the layer ``kept``; without one, this pass begins at the first."""
 
         def measure(batches: Sequence[Batch]) -> list[dict[str, Mean]]:
             """Sums of a batch, where they were made until the end."""

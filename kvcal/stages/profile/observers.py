@@ -1,14 +1,17 @@
-"""Observers: the statistics of a profile that one backward of a batch of sequences gives, sequence by sequence.
+"""Observers: the statistics of a profile that one backward of a batch of sequences gives, sequence by
+sequence.
 
-The loss is the ordinary next-token cross-entropy, its labels shifted once, as a mean over a sequence's loss tokens; the
-backward is of the sum over the batch, so that each sequence's gradients are those of its own loss. During the
-forward, the taps hand over each layer's keys and values; a hook on each takes its own gradient in the backward, so
-that a layer's error is weighted by its own gradient alone (collecting errors and gradients in two lists that fill in
-opposite orders pairs layer i with layer N - 1 - i, and the ranking of layers comes out inverted).
+The loss is the ordinary next-token cross-entropy, its labels shifted once, as a mean over a sequence's loss
+tokens; the backward is of the sum over the batch, so that each sequence's gradients are those of its own
+loss. During the forward, the taps hand over each layer's keys and values; a hook on each takes its own
+gradient in the backward, so that a layer's error is weighted by its own gradient alone (collecting errors and
+gradients in two lists that fill in opposite orders pairs layer i with layer N - 1 - i, and the ranking of
+layers comes out inverted).
 
-No weight is trained: the backward makes gradients of activations alone. The norm of a projection's weight gradient
-is taken in the same backward, from the projection's inputs and the gradients of its outputs, while both are there; only
-so can the sequences of a batch be told apart. Beyond the autograd graph and these inputs nothing is kept.
+No weight is trained: the backward makes gradients of activations alone. The norm of a projection's weight
+gradient is taken in the same backward, from the projection's inputs and the gradients of its outputs, while
+both are there; only so can the sequences of a batch be told apart. Beyond the autograd graph and these inputs
+nothing is kept.
 
 Layers with a sliding window are not measured: they stay at 16 bits.
 """
@@ -49,8 +52,8 @@ MAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True, eq=False)
 class BatchGradients:
-    """The contribution of B sequences, fp64 on the CPU. ``loss_B`` in nats per loss token; ``errors``: of the side's
-    candidates; ``weight_grad_norms`` [B]: of the projection's weight."""
+    """The contribution of B sequences, fp64 on the CPU. ``loss_B`` in nats per loss token; ``errors``: of the
+    side's candidates; ``weight_grad_norms`` [B]: of the projection's weight."""
 
     loss_B: Tensor
     errors: Mapping[LayerSide, Errors]
@@ -58,11 +61,11 @@ class BatchGradients:
 
 
 class Observer(NamedTuple):
-    """One statistic of a layer's keys or values. The profile keeps its ``checkpoint.Mean`` over sequences (update,
-    merge, result) under the tensor name "OBSERVER.SIDE.LAYER".
+    """One statistic of a layer's keys or values. The profile keeps its ``checkpoint.Mean`` over sequences
+    (update, merge, result) under the tensor name "OBSERVER.SIDE.LAYER".
 
-    ``shape``: of an observation, for N KV heads and C candidates; ``observe``: a batch's, [B, *shape] fp64 on the
-    CPU."""
+    ``shape``: of an observation, for N KV heads and C candidates; ``observe``: a batch's, [B, *shape] fp64 on
+    the CPU."""
 
     shape: Callable[[int, int], tuple[int, ...]]
     observe: Callable[[BatchGradients, LayerSide], Tensor]
@@ -80,10 +83,10 @@ OBSERVERS: dict[str, Observer] = {
 
 
 def next_token_losses(logits_BTV: Tensor, tokens_BT: Tensor, loss_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats, the mean over the tokens that a sequence's mask marks, each predicted from the one before
-    it: fp64 [B]; NaN for a sequence that has none. And the gradient of their sum with respect to the logits, in their
-    dtype and shape, computed a part at a time: autograd would hold four fp32 tensors as large as the logits. No sum is
-    taken by atomics: the same input gives the same bits."""
+    """Cross-entropy in nats, the mean over the tokens that a sequence's mask marks, each predicted from the
+    one before it: fp64 [B]; NaN for a sequence that has none. And the gradient of their sum with respect to
+    the logits, in their dtype and shape, computed a part at a time: autograd would hold four fp32 tensors as
+    large as the logits. No sum is taken by atomics: the same input gives the same bits."""
     B, T, V = logits_BTV.shape
     row_n, position_n = loss_mask_BT[:, 1:].nonzero().unbind(1)
     count_B = loss_mask_BT[:, 1:].sum(1)
@@ -100,8 +103,9 @@ def next_token_losses(logits_BTV: Tensor, tokens_BT: Tensor, loss_mask_BT: Tenso
 
 @dataclass(eq=False)
 class _Pass:
-    """Findings of one forward and backward of ``batch``. ``lengths_B`` int64, on the model's device; ``loss_B`` fp64 on
-    the CPU; ``finite`` [B] bool: of keys or values, then of their gradients, in the order of the hooks."""
+    """Findings of one forward and backward of ``batch``. ``lengths_B`` int64, on the model's device;
+    ``loss_B`` fp64 on the CPU; ``finite`` [B] bool: of keys or values, then of their gradients, in the order
+    of the hooks."""
 
     batch: Batch
     lengths_B: Tensor
@@ -150,8 +154,8 @@ class GradientPass:
                 self._projections.setdefault(projection.module, []).append(projection)
 
     def measure_together(self, batches: Sequence[Batch]) -> list[BatchGradients]:
-        """Errors and norms of each sequence, which has at least one loss token after position 0, of batches side by
-        side. All gradients of their logits are held at once."""
+        """Errors and norms of each sequence, which has at least one loss token after position 0, of batches
+        side by side. All gradients of their logits are held at once."""
         device = self._model.device
         passes = [_Pass(batch, torch.tensor(batch.lengths, device=device)) for batch in batches]
         with ExitStack() as stack:
@@ -221,7 +225,8 @@ class GradientPass:
     def _watch_projection(
         self, projections: Sequence[KVProjection], module: nn.Module, args: tuple[Any, ...], out: Tensor
     ) -> None:
-        """In the forward: hook a projection's output, which begins the autograd graph where none has begun."""
+        """In the forward: hook a projection's output, which begins the autograd graph where none has
+        begun."""
         if not out.requires_grad:
             out.requires_grad_()
         out.register_hook(partial(self._take_norms, _PASS.get(), projections, args[0].detach()))

@@ -1,22 +1,23 @@
 """The profile: the cost of every candidate in every layer's keys and values, measured on calibration data.
 
-Four measures. The allocator takes the first, the second, the sum of their shares ("combined": the first spreads over
-all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break a prediction
-alone, and nothing of what several break together), or the product of the last two ("importance"):
+Four measures. The allocator takes the first, the second, the sum of their shares ("combined": the first
+spreads over all layers and sees nothing that the loss's gradient does not; the second sees the few layers
+that break a prediction alone, and nothing of what several break together), or the product of the last two
+("importance"):
 
 - sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``profile.sensitivity``);
-- KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache: direct, but
-  for few candidates, and per layer only (``stages.divergence``);
+- KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache:
+  direct, but for few candidates, and per layer only (``stages.divergence``);
 - KVmix's score s, the norm of the projection weight's gradient, per layer;
 - the relative error ε = ‖X − Q(X)‖ / ‖X‖ of a layer's keys or values X, per candidate.
 
-KVmix's scores do not depend on bits, and the paper gives the top 20 % of them more. The exact solver needs a cost of
-every candidate: s ε. A relative change ε of W changes its projection by ε, and the loss by up to ε ‖W‖ s to first order
-(Cauchy-Schwarz). ‖W‖ is left out, as in the paper's ranking.
+KVmix's scores do not depend on bits, and the paper gives the top 20 % of them more. The exact solver needs a
+cost of every candidate: s ε. A relative change ε of W changes its projection by ε, and the loss by up to ε
+‖W‖ s to first order (Cauchy-Schwarz). ‖W‖ is left out, as in the paper's ranking.
 
-The file holds sums in fp64 and their counts, so that profiles of parts of the data could be merged. 16 bits is no
-candidate here: it costs nothing, by definition. Layers with a sliding window or a state are not profiled: they
-stay as they are.
+The file holds sums in fp64 and their counts, so that profiles of parts of the data could be merged. 16 bits
+is no candidate here: it costs nothing, by definition. Layers with a sliding window or a state are not
+profiled: they stay as they are.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ SCHEMA = 2
 @pydantic_dataclass(frozen=True, config=STRICT)
 class ProfileSetup:
     """The model, data and settings of a profile. ``weight_bytes``: of the model in its checkpoint's dtype;
-    ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences of the gradients; ``max_positions``: of the
-    model, None where its config states none, or an older profile does not say; ``batch_tokens``: the most tokens of
-    a batch of gradients, padding included, on which the last bits depend (a longer sequence is a batch of its own), or
-    None in an older profile."""
+    ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences of the gradients;
+    ``max_positions``: of the model, None where its config states none, or an older profile does not say;
+    ``batch_tokens``: the most tokens of a batch of gradients, padding included, on which the last bits depend
+    (a longer sequence is a batch of its own), or None in an older profile."""
 
     identity: ModelIdentity
     geometry: Geometry
@@ -81,7 +82,8 @@ class ProfileSetup:
         return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes, self.spec.quantizers)
 
     def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Those of ``candidates`` that have a KL: the columns of ``Profile.kl``; none without ``kl_samples``."""
+        """Those of ``candidates`` that have a KL: the columns of ``Profile.kl``; none without
+        ``kl_samples``."""
         if self.spec.kl_samples == 0:
             return ()
         spec = self.spec
@@ -117,8 +119,8 @@ class Profile:
         return float(self.means["loss"].result())
 
     def sensitivity(self, index: int, side: Side) -> Tensor:
-        """PM-KVQ Eq. 5, mean over samples, [N, C] fp64: KV heads x ``setup.candidates(side)``, for the layer of
-        cache index ``index``."""
+        """PM-KVQ Eq. 5, mean over samples, [N, C] fp64: KV heads x ``setup.candidates(side)``, for the layer
+        of cache index ``index``."""
         return self.means[f"sensitivity.{side}.{index}"].result()
 
     def grad_norm(self, index: int, side: Side) -> float:
@@ -132,9 +134,9 @@ class Profile:
         return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()
 
     def kl(self, index: int, side: Side) -> Tensor:
-        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``: measured, or scaled from
-        the measured one of the fewest bits by the squared error (KL is quadratic in a small error). UsageError for a
-        profile that was made with kl_samples = 0."""
+        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``: measured, or
+        scaled from the measured one of the fewest bits by the squared error (KL is quadratic in a small
+        error). UsageError for a profile that was made with kl_samples = 0."""
         if not self.setup.kl_candidates(side):
             raise UsageError(
                 "the profile holds no KL: it was made with kl_samples = 0",
@@ -150,15 +152,16 @@ class Profile:
         return torch.tensor([kl_of[one] for one in self.setup.kl_candidates(side)], dtype=torch.float64)
 
     def _squared_errors(self, index: int, side: Side) -> dict[Candidate, float]:
-        """Of each candidate; without gradients that of a Gaussian in rotated pages, as a share of its variance."""
+        """Of each candidate; without gradients that of a Gaussian in rotated pages, as a share of its
+        variance."""
         if self.setup.spec.gradients:
             errors = self.means[f"squared_error.{side}.{index}"].result().clamp(min=TINY).tolist()
             return dict(zip(self.setup.candidates(side), errors, strict=True))
         return {one: DISTORTION[one.num_bits] for one in self.setup.candidates(side)}
 
     def losses(self, objective: Objective, index: int, side: Side) -> dict[Candidate, list[float]]:
-        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others). UsageError
-        for one that was not measured."""
+        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others).
+        UsageError for one that was not measured."""
         if objective != "kl" and not self.setup.spec.gradients:
             raise UsageError(
                 f"objective = {objective!r}: the profile was made without gradients",
@@ -182,7 +185,8 @@ class Profile:
 
     @cached_property
     def _totals(self) -> tuple[float, float]:
-        """Sums over all layers, sides and KL candidates of (sensitivity, KL): what "combined" measures them by."""
+        """Sums over all layers, sides and KL candidates of (sensitivity, KL): what "combined" measures them
+        by."""
         sensitivity = kl = 0.0
         for layer, side in product(self.setup.layers, SIDES):
             measured = self.losses("sensitivity", layer.index, side)

@@ -1,13 +1,14 @@
-"""A candidate's quantization error: weighted by the loss's gradient (PM-KVQ's sensitivity, Eq. 5), and squared.
+"""A candidate's quantization error: weighted by the loss's gradient (PM-KVQ's sensitivity, Eq. 5), and
+squared.
 
     s = sum over tokens and channels of |G * (X - Q(X))|
 
 X are the keys after RoPE, before the GQA repeat, or the values; G is the gradient of the loss with respect to
-them. K and V, and the KV heads, are kept apart, so that a solver can choose for each. Both X and Q(X) are what the
-runtime's cache holds: X is rounded to the cache's dtype (so 16 bits cost nothing, by definition), and pages of 128
-tokens begin after the sinks, which are never quantized. Groups divide pages, so that pages need not be cut here;
-the last, partial page is quantized with partial groups. The recent window counts as quantized: in a long text it is
-a vanishing part.
+them. K and V, and the KV heads, are kept apart, so that a solver can choose for each. Both X and Q(X) are
+what the runtime's cache holds: X is rounded to the cache's dtype (so 16 bits cost nothing, by definition),
+and pages of 128 tokens begin after the sinks, which are never quantized. Groups divide pages, so that pages
+need not be cut here; the last, partial page is quantized with partial groups. The recent window counts as
+quantized: in a long text it is a vanishing part.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from kvcal.plan.page_format import UNIFORM, Format, Side
 
 
 class Errors(NamedTuple):
-    """Of one layer's keys or values in B sequences, fp64: ``weighted_BNC`` Eq. 5 for N heads and C candidates,
-    ``squared_BC`` the sum of (X - Q(X))^2 over all heads, ``energy_B`` that of X^2."""
+    """Of one layer's keys or values in B sequences, fp64: ``weighted_BNC`` Eq. 5 for N heads and C
+    candidates, ``squared_BC`` the sum of (X - Q(X))^2 over all heads, ``energy_B`` that of X^2."""
 
     weighted_BNC: Tensor
     squared_BC: Tensor
@@ -52,7 +53,8 @@ def candidates(
     group_sizes: Iterable[int],
     quantizers: Iterable[str] = (UNIFORM,),
 ) -> tuple[Candidate, ...]:
-    """All candidates below 16 bits of ``side`` ("k" or "v"), in a fixed order; values take the axes they have."""
+    """All candidates below 16 bits of ``side`` ("k" or "v"), in a fixed order; values take the axes they
+    have."""
     bits, groups = sorted(set(num_bits)), sorted(set(group_sizes))
     axes = sorted(set(k_axes)) if side == "k" else AXES[side]
     return tuple(Candidate(b, axis, g, q) for q in quantizers for b in bits for axis in axes for g in groups)
@@ -68,8 +70,9 @@ def quantization_errors(
     param_dtype: torch.dtype,
     side: Side = "k",
 ) -> Errors:
-    """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks, not finite
-    where a group's range is one that ``param_dtype`` cannot hold (``range_refusal``). Does not wait for the device.
+    """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks, not
+    finite where a group's range is one that ``param_dtype`` cannot hold (``range_refusal``). Does not wait
+    for the device.
 
     Products, and their sums over at most ``D`` channels, are fp32 (1e-7 relative); all further sums are fp64.
 
@@ -111,8 +114,8 @@ def range_refusal(candidate: Candidate, param_dtype: torch.dtype) -> NonFiniteAc
 
 @dataclass(frozen=True, eq=False)
 class _Values:
-    """Keys or values and their gradients. Padding is read as the last token again, which moves no group's range; it has
-    weight 0, and no part in sums of squares."""
+    """Keys or values and their gradients. Padding is read as the last token again, which moves no group's
+    range; it has weight 0, and no part in sums of squares."""
 
     raw_BNTD: Tensor
     g_BNTD: Tensor
@@ -162,16 +165,18 @@ def _page_errors(
 
 
 def _group_errors(values: _Values, all_bits: Sequence[int], axis: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """Eq. 5, [B, N, C] fp64, and the squared errors, [B, C], for C = len(all_bits) and groups of ``group_size`` along
-    ``axis``.
+    """Eq. 5, [B, N, C] fp64, and the squared errors, [B, C], for C = len(all_bits) and groups of
+    ``group_size`` along ``axis``.
 
     |Q(x) - x| is what pages.uniform does, the same operations in the same order (a test compares bit for bit), but
-    without codes and with the minima and x - zero shared by all bits: 2.4 times faster for the default candidates.
+    without codes and with the minima and x - zero shared by all bits: 2.4 times faster for the default
+    candidates.
     """
     dim = -2 if axis == "channel" else -1
     x_BNTD, weight_BNTD = values.x_BNTD, values.weight_BNTD
     length = x_BNTD.shape[dim]
-    # A partial group is filled up with its own last value, which moves neither minimum nor maximum, at weight 0.
+    # A partial group is filled up with its own last value, which moves neither minimum nor maximum, at weight
+    # 0.
     missing = -length % group_size
     if missing:
         fill = x_BNTD.narrow(dim, length - 1, 1).repeat_interleave(missing, dim)

@@ -1,9 +1,9 @@
 """The profile stage: measures what every candidate format costs in every layer, and writes the profile.
 
-One backward per batch of sequences gives the statistics of ``profile.observers``, PM-KVQ's sensitivities (Eq. 5) and
-KVmix's weight-gradient norms among them; then the KL to the 16-bit cache is measured for one layer's keys or values at
-a time (``stages.divergence``). Both resume where an interrupted run stopped (``stages.checkpoint``), and neither's
-memory grows with the number of sequences.
+One backward per batch of sequences gives the statistics of ``profile.observers``, PM-KVQ's sensitivities (Eq.
+5) and KVmix's weight-gradient norms among them; then the KL to the 16-bit cache is measured for one layer's
+keys or values at a time (``stages.divergence``). Both resume where an interrupted run stopped
+(``stages.checkpoint``), and neither's memory grows with the number of sequences.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def run_profile(
     reporter: Reporter,
     basis: BasisRecord | None = None,
 ) -> Profile:
-    """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
-    ``basis``: of the pages whose KL is measured."""
+    """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is
+    continued. ``basis``: of the pages whose KL is measured."""
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = divergence.kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
@@ -90,9 +90,9 @@ def run_profile(
 
 
 def batch_tokens(loaded: LoadedModel, width: int) -> int:
-    """Tokens of a batch of gradients, padding included: ``BATCH_TOKENS``, halved until the estimated peak fits into the
-    memory that the device has in all, or was given, but not below ``width``, one sequence. Never by what is free: bytes
-    of a profile depend on it."""
+    """Tokens of a batch of gradients, padding included: ``BATCH_TOKENS``, halved until the estimated peak
+    fits into the memory that the device has in all, or was given, but not below ``width``, one sequence.
+    Never by what is free: bytes of a profile depend on it."""
     device = loaded.model.device
     most_tokens = BATCH_TOKENS[device.type]
     if device.type == "cuda":
@@ -105,8 +105,8 @@ def batch_tokens(loaded: LoadedModel, width: int) -> int:
 
 
 def batches_at_once(loaded: LoadedModel, most_tokens: int) -> int:
-    """Batches that share the loads of a streamed model's layers: as many as find room for their layers' inputs in host
-    memory, and for their logits' gradients on the device. Results do not depend on it."""
+    """Batches that share the loads of a streamed model's layers: as many as find room for their layers'
+    inputs in host memory, and for their logits' gradients on the device. Results do not depend on it."""
     residence = loaded.residence
     if residence is None or not is_streamed(loaded.model):
         return 1
@@ -117,8 +117,9 @@ def batches_at_once(loaded: LoadedModel, most_tokens: int) -> int:
 
 
 def gradient_bytes(loaded: LoadedModel, num_tokens: int) -> int:
-    """Bytes of the device while gradients of a batch are measured: weights, the graph, logits with their gradient, and
-    the fp32 parts of the loss; of a streamed model those that its residence counts, of a layer's graph."""
+    """Bytes of the device while gradients of a batch are measured: weights, the graph, logits with their
+    gradient, and the fp32 parts of the loss; of a streamed model those that its residence counts, of a
+    layer's graph."""
     model, residence = loaded.model, loaded.residence
     if residence is not None and is_streamed(model):
         return residence.memory - residence.working + residence.shapes.working(num_tokens)

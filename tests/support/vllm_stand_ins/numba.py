@@ -1,4 +1,5 @@
-"""As much of numba as vLLM's search for n-grams asks for: its functions run as they are written, in Python."""
+"""As much of numba as vLLM's search for n-grams asks for: its functions run as they are written, in
+Python."""
 
 from __future__ import annotations
 

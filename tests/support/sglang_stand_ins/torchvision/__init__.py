@@ -1,5 +1,5 @@
-"""A stand-in for torchvision, whose builds need the torch that they were made with. SGLang imports it for models of
-images, which no test serves."""
+"""A stand-in for torchvision, whose builds need the torch that they were made with. SGLang imports it for
+models of images, which no test serves."""
 
 from torchvision import io, transforms  # noqa: F401
 

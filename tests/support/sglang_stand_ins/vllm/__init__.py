@@ -1,1 +1,2 @@
-"""A stand-in for vLLM, of which SGLang imports one operator on CPUs without AMX, and does not call it there."""
+"""A stand-in for vLLM, of which SGLang imports one operator on CPUs without AMX, and does not call it
+there."""
