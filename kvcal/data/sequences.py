@@ -29,8 +29,8 @@ from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
-from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
 from kvcal.data.lookups import lookup_documents
+from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
 from kvcal.data.sources import (
     AUTO,
     CHAT,

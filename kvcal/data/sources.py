@@ -10,10 +10,10 @@ A source is spelled alike in a recipe's [data] and after --data, as its name and
     owner/name,config=en,split=test      a data set on the hub
 
 Yields three kinds of item: a ``Piece`` of plain text, a ``Pair`` with a prompt and a completion, and a
-``Chat`` (what is generated is a ``Pair``, too, or ``Marked``); of each, those that are dealt to one pool (see kvcal.data.pools). Which of them is decided once per
-source, by the file's extension or by the columns of its first record. Nothing is read before it is asked for,
-so sixteen samples of a 10 GB file cost what sixteen samples cost. A table's document longer than 64 KiB is
-dealt in pieces, as a text file is.
+``Chat`` (what is generated is a ``Pair``, too, or ``Marked``); of each, those that are dealt to one pool (see
+kvcal.data.pools). Which of them is decided once per source, by the file's extension or by the columns of its
+first record. Nothing is read before it is asked for, so sixteen samples of a 10 GB file cost what sixteen
+samples cost. A table's document longer than 64 KiB is dealt in pieces, as a text file is.
 
 ``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it.
 """
