@@ -350,8 +350,8 @@ class Measurement:
 
 
 def table(results: dict[str, Any], names: dict[str, str]) -> str:
-    """Of one context, in Markdown. Of tokens a second, the median pass, the least and the most; of steps, the median, the
-    99th percentile and the longest. Shares are those of the GPU's time."""
+    """Of one context, in Markdown. Of tokens a second, the median pass, the least and the most; of steps, the
+    median, the 99th percentile and the longest. Shares are those of the GPU's time."""
     head = "sequences | step: median, 99th percentile, longest | tokens/s (least, most) | first token | kernels"
     lines = [f"| cache | {head} |", "|---|---|---|---|---|---|"]
     for cache, found in results.items():
