@@ -30,13 +30,13 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.choice import draft_reasons, refusals, slow_reasons
 from kvcal.kernels.variants import variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Side
 from kvcal.store.layer_store import DecodedCopy, LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
+from kvcal.systems.kitty.scores import query_sum
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
