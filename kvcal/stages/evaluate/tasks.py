@@ -302,7 +302,7 @@ def generation_config(model: PreTrainedModel, tokenizer: Tokenizer) -> Generatio
     )
 
 
-def _extend(sequence: Sequence, new: list[int], ends: list[int] | None, tokenizer: Tokenizer) -> None:
+def _extend(sequence: Written, new: list[int], ends: list[int] | None, tokenizer: Tokenizer) -> None:
     """Add a segment up to its end-of-sequence token; a complete answer line is an end, too."""
     stop = next((i for i, token in enumerate(new) if token in (ends or ())), None)
     sequence.completion += new[:stop]
