@@ -29,6 +29,7 @@ with lazy_imports():
     from kvcal.stages import generate as generate_stage
     from kvcal.stages import pipeline
     from kvcal.stages import verify as verify_stage
+    from kvcal.stages.allocate import fixed_widths
     from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.evaluate import harness
     from kvcal.stages.evaluate import stage as evaluate_stage
@@ -65,7 +66,8 @@ def inspect(
         int | None,
         typer.Option(
             metavar="LAYER",
-            help="What each option would cost this layer, from the plan of `kvcal plan`, or its folder.",
+            help="What each option would cost this layer, and what fixed widths lose, from a plan of `kvcal plan`, or "
+            "its folder.",
         ),
     ] = None,
     provenance: Annotated[
@@ -83,7 +85,9 @@ def inspect(
     if why is not None:
         found = allocate_stage.read_choices(plan, why)
         found = found or allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
-        given.show(asdict(found), tables.choices_table(found))
+        widths = fixed_widths.report_of(loaded)
+        value = asdict(found) | ({} if widths is None else {fixed_widths.KEY: strict.dump(widths)})
+        given.show(value, *([] if widths is None else [tables.widths_table(widths)]), tables.choices_table(found))
         return
     damage = damage_file.load_damage(plan, loaded)
     workload = sizes.workload(loaded.workload)
