@@ -37,11 +37,11 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode import launch_decode, row_defines, table_shape
+from kvcal.kernels.decode import launch_decode, table_shape
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.packing import BLOCKS_OF_SM, PackShape, pack_shape
+from kvcal.kernels.packing import BLOCKS_OF_SM, PackShape, append_defines, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.variants import DTYPES, VARIANTS, Defines, Variant
+from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
 
@@ -176,23 +176,15 @@ UNPACK_THREADS = 256
 @functools.cache
 def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> tuple[Kernel, PackShape, int]:
     """With the blocks that a GPU runs at a time, if it packs by parts."""
-    shape = pack_shape(variant)
-    compiled = kernel("pack", "append", variant.defines | row_defines(has_rows) | shape.defines, device_index)
+    compiled = kernel("pack", "append", append_defines(variant, has_rows), device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    return compiled, shape, BLOCKS_OF_SM * num_sms
+    return compiled, pack_shape(variant), BLOCKS_OF_SM * num_sms
 
 
 @functools.cache
 def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> tuple[Kernel, PackShape]:
-    """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the
-    other."""
-    shape = pack_shape(variant, (side,))
-    return kernel("pack", entry, side_macros(variant, side) | shape.defines, device_index), shape
-
-
-def side_macros(variant: Variant, side: Side) -> Defines:
-    own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
-    return own | {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
+    """``pack`` or ``unpack`` of one side."""
+    return kernel("pack", entry, pack_defines(variant, side), device_index), pack_shape(variant, (side,))
 
 
 def launch_pack(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcal.kernels.decode import row_defines
 from kvcal.kernels.variants import Defines, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS, padded_channels
 from kvcal.pages.rotated import CANDIDATES, RotatedLayout
@@ -46,6 +47,17 @@ def pack_shape(variant: Variant, sides: tuple[Side, ...] = SIDES) -> PackShape:
     if len(rotated) < len(sides):
         shared = max(shared, PAGE_SCRATCH_BYTES)
     return PackShape(PAGE_TOKENS // PART_TOKENS, _part_threads(), shared)
+
+
+def append_defines(variant: Variant, has_rows: bool) -> Defines:
+    return variant.defines | row_defines(has_rows) | pack_shape(variant).defines
+
+
+def pack_defines(variant: Variant, side: Side) -> Defines:
+    """Of ``pack`` and ``unpack``: the macros of one side alone, shared by all formats of the other."""
+    own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
+    own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
+    return own | pack_shape(variant, (side,)).defines
 
 
 def _part_threads() -> int:

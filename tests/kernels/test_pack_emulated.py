@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import EmulatedKernel, require_compiler
-from kernel_oracle import FED, PACKED, ROTATED, Case, Paged, boosted, reference_pages
+from kernel_oracle import FED, ROTATED, Case, Paged, boosted, reference_pages
 from test_kernels_pack import N, assert_same, poisoned_pages, variant_of
 
 from kvcal.kernels import ops
-from kvcal.kernels.decode import row_defines
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.packing import PackShape, pack_shape
+from kvcal.kernels.packing import PackShape, append_defines, pack_defines, pack_shape
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import RAW, SIDES, Format, Side, Tier
 
@@ -25,15 +24,12 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiled: dict[object, EmulatedKernel] = {}
 
     def append_kernel(variant: Variant, has_rows: bool, _: int) -> tuple[EmulatedKernel, PackShape, int]:
-        shape = pack_shape(variant)
-        defines = variant.defines | row_defines(has_rows) | shape.defines
         if variant not in compiled:
-            compiled[variant] = EmulatedKernel("pack", "append", defines, tmp_path)
-        return compiled[variant], shape, NUM_BLOCKS
+            compiled[variant] = EmulatedKernel("pack", "append", append_defines(variant, has_rows), tmp_path)
+        return compiled[variant], pack_shape(variant), NUM_BLOCKS
 
     def side_kernel(entry: str, side: Side, variant: Variant, _: int) -> tuple[EmulatedKernel, PackShape]:
-        shape = pack_shape(variant, (side,))
-        return EmulatedKernel("pack", entry, ops.side_macros(variant, side) | shape.defines, tmp_path), shape
+        return EmulatedKernel("pack", entry, pack_defines(variant, side), tmp_path), pack_shape(variant, (side,))
 
     monkeypatch.setattr(ops, "_append_kernel", append_kernel)
     monkeypatch.setattr(ops, "_side_kernel", side_kernel)

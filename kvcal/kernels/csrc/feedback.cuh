@@ -39,34 +39,83 @@ struct PartScratch {
 
 KV_INLINE constexpr int kv_factor_row(int block, int row) { return (8 * block * (block + 1) + row) * BLOCK; }
 
-// The factor, from the plan's order to that of the blocks.
-template <class S>
-KV_INLINE void load_factor(const unsigned short* from, PartScratch<S>& scratch) {
-    constexpr int LOADS = S::dim * (S::dim + 1) / 8;  // of 8 bytes
-#pragma unroll 4
-    for (int i = threadIdx.x; i < LOADS; i += THREADS) {
-        ((uint2*)scratch.stored)[i] = ((const uint2*)from)[i];
+template <class Word>
+KV_INLINE void copy_words(void* to, const void* from, int bytes) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < bytes / (int)sizeof(Word); i += THREADS) {
+        ((Word*)to)[i] = ((const Word*)from)[i];
     }
-    __syncthreads();
+}
+
+// The factor as the plan has it, for ``order_factor``.
+template <class S>
+KV_INLINE void fetch_factor(const unsigned short* from, PartScratch<S>& scratch) {
+    constexpr int BYTES = S::dim * (S::dim + 1);
+    if constexpr (S::dim % BLOCK == 0) {  // so many bytes are a multiple of 16, else of 8
+        copy_words<uint4>(scratch.stored, from, BYTES);
+    } else {
+        copy_words<uint2>(scratch.stored, from, BYTES);
+    }
+}
+
+// From the plan's order to that of the blocks, 4 columns a thread.
+template <class S>
+KV_INLINE void order_factor(PartScratch<S>& scratch) {
 #pragma unroll 1
     for (int block = 0; block < Part<S>::blocks; ++block) {
 #pragma unroll 4
-        for (int i = threadIdx.x; i < BLOCK * BLOCK * (block + 1); i += THREADS) {
-            const int row = i / BLOCK, channel = block * BLOCK + i % BLOCK;
-            const int place = row * (2 * S::dim - row + 1) / 2 + channel - row;
-            const bool is_there = row <= channel && channel < S::dim;
-            scratch.factor[kv_factor_row(block, 0) + i] =
-                is_there ? kv_float_of<KV_FLOAT16>(scratch.stored[place]) : 0.0f;
+        for (int i = threadIdx.x; i < BLOCK * BLOCK / 4 * (block + 1); i += THREADS) {
+            const int row = i / (BLOCK / 4), channel = block * BLOCK + i % (BLOCK / 4) * 4;
+            const unsigned short* of_row = scratch.stored + row * (2 * S::dim - row - 1) / 2;
+            float u[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const bool is_there = row <= channel + k && channel + k < S::dim;
+                u[k] = is_there ? kv_float_of<KV_FLOAT16>(of_row[channel + k]) : 0.0f;
+            }
+            *(float4*)(scratch.factor + kv_factor_row(block, row) + channel % BLOCK) = make_float4(u[0], u[1], u[2], u[3]);
         }
     }
-    __syncthreads();
 }
+
+constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to a whole number, half to even
 
 // 1 / step, rounded to nearest, of a number of 8 bits; 0 of 0.
 KV_INLINE float kv_reciprocal_of_e5m2(float step) {
     const unsigned bits = __float_as_uint(step), quarters = bits >> 21 & 3;
     const unsigned one = quarters == 0 ? 0x3f800000 : quarters == 1 ? 0x3f4ccccd : quarters == 2 ? 0x3f2aaaab : 0x3f124925;
     return step == 0.0f ? 0.0f : __uint_as_float(one + 0x3f800000 - (bits & 0x7f800000));
+}
+
+// A grid of whole numbers 0 ... LEVELS, times a step of 3 bits, around 0.
+struct Grid {
+    float step, inverse, zero;
+
+    KV_INLINE Grid(float step_, float mean_code)
+        : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
+
+    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein); of all fp32 with every step that has
+    // been tried.
+    template <unsigned LEVELS>
+    KV_INLINE float code(float x) const {
+        const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);
+        const float quotient = __fmaf_rn(__fmaf_rn(-about, step, y), inverse, about);
+        return __fadd_rn(fminf(fmaxf(quotient, 0.0f), (float)LEVELS), MAGIC);
+    }
+
+    // What the code stands for, exactly.
+    KV_INLINE float decoded(float code) const { return __fmaf_rn(__fsub_rn(code, MAGIC), step, zero); }
+};
+
+// Appends a code to the words of a block, of which every one holds a plane.
+template <class S>
+KV_INLINE void append_code(unsigned (&words)[Part<S>::words], int k, float code) {
+    const unsigned bits = __float_as_uint(code) & (1u << S::bits) - 1;
+#pragma unroll
+    for (int word = 0; word < Part<S>::words; ++word) {
+        const bool is_pair = word < S::bits / 2;
+        words[word] |= (bits >> 2 * word & (is_pair ? 3 : 1)) << (is_pair ? 2 : 1) * k;
+    }
 }
 
 // 16 bits of dtype DTYPE each.
@@ -172,11 +221,11 @@ KV_INLINE void make_room(PartScratch<S>& scratch, const Corner<S>& corner) {
 template <class S>
 KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
     constexpr int TOKENS = Part<S>::tokens, CHAINS = Part<S>::chains, LANES = 8;
-    constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to a whole number, half to even
     constexpr unsigned LEVELS = (1u << S::bits) - 1;
     const int chain = threadIdx.x, token = chain % TOKENS, number = chain / TOKENS;
     const Corner<S> corner;
-    float step = 0.0f, inverse = 0.0f, zero = 0.0f, squares[LANES] = {};
+    Grid grid(0.0f, 0.0f);
+    float squares[LANES] = {};
 #pragma unroll 1
     for (int block = 0; block < Part<S>::blocks; ++block) {
         const int first = block < BLOCKS_KEPT ? 0 : BLOCKS_KEPT, row = (block - first) * BLOCK;
@@ -201,9 +250,7 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
 
         if (block * BLOCK % S::group == 0) {
             const int group = block * BLOCK / S::group;
-            step = kv_float_of_e5m2(scratch.lowest[group * TOKENS + token] + number);
-            inverse = kv_reciprocal_of_e5m2(step);
-            zero = __fmul_rn(step, -Page<S>::mean_code);
+            grid = Grid(kv_float_of_e5m2(scratch.lowest[group * TOKENS + token] + number), Page<S>::mean_code);
         }
         float x[BLOCK], due[BLOCK];
         float* kept = scratch.kept + row * CHAINS + chain;
@@ -232,12 +279,7 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
                 const float4 four = *(const float4*)(factor + k * BLOCK + 4 * i);
                 u[4 * i] = four.x, u[4 * i + 1] = four.y, u[4 * i + 2] = four.z, u[4 * i + 3] = four.w;
             }
-            // The quotient, rounded to nearest (Markstein): for steps of 3 bits every y has been tried.
-            const float y = __fsub_rn(due[k], zero);
-            const float about = __fmul_rn(y, inverse);
-            const float quotient = __fmaf_rn(__fmaf_rn(-about, step, y), inverse, about);
-            const float whole = __fadd_rn(fminf(fmaxf(quotient, 0.0f), (float)LEVELS), MAGIC);
-            const float decoded = __fmaf_rn(__fsub_rn(whole, MAGIC), step, zero);  // exact
+            const float code = grid.code<LEVELS>(due[k]), decoded = grid.decoded(code);
             const float error = __fsub_rn(x[k], decoded), rest = __fsub_rn(due[k], decoded);
             squares[k % LANES] = __fadd_rn(squares[k % LANES], __fmul_rn(__fmul_rn(rest, rest), u[k]));
             kept[k * CHAINS] = error;
@@ -245,12 +287,7 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
             for (int later = k + 1; later < BLOCK; ++later) {
                 due[later] = __fadd_rn(due[later], __fmul_rn(u[later], error));
             }
-            const unsigned code = __float_as_uint(whole) & LEVELS;
-#pragma unroll
-            for (int word = 0; word < Part<S>::words; ++word) {
-                const bool is_pair = word < S::bits / 2;
-                codes[word] |= (code >> 2 * word & (is_pair ? 3 : 1)) << (is_pair ? 2 : 1) * k;
-            }
+            append_code<S>(codes, k, code);
         }
 #pragma unroll
         for (int word = 0; word < Part<S>::words; ++word) {

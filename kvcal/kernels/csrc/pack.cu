@@ -139,8 +139,8 @@ KV_INLINE void append_page(
             count = (float)(GROUP_HEADS * (step.lengths[sequence] + 1 - *queries.since));
         }
         pack_page<S>(source_of<S>(store, step, sequence, head), scratch, record, queries.sum, count, step.error);
-        __syncthreads();
     }
+    __syncthreads();
     if constexpr (S::needs_queries) {
         for (int channel = threadIdx.x; channel < S::dim; channel += blockDim.x) {
             queries.sum[channel] = 0.0f;
@@ -191,7 +191,7 @@ KV_INLINE void append_part(const Store& store, const Step& step, void* memory, i
 
 #endif
 
-// Any number of blocks. Stores the new tokens of B sequences and n heads, and packs the pages that they complete; the ring has
+// Any number of blocks, but where pages of a side are packed whole, one for every sequence, head and side. Stores the new tokens of B sequences and n heads, and packs the pages that they complete; the ring has
 // room for the page and the tokens after it. New tokens of a page are read where they come from: no block waits for another.
 //   k_new, v_new  [B, QUERY_TOKENS, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
@@ -238,18 +238,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
             store_load<Values>(v, step, sequence, head, number, part);
         }
     }
-    for (int item = blockIdx.x; item < 2 * of_side; item += gridDim.x) {
-        const int head = item % step.heads, sequence = item / step.heads % step.sequences;
-        if (item >= of_side) {
-            if constexpr (!Values::is_rotated) {
-                append_page<Values>(v, step, *(Scratch<Values>*)memory, Queries{}, sequence, head);
-            }
-        } else if constexpr (!Keys::is_rotated) {
-            const int row = kv_row_of(rows, sequence);
+    const int page_head = blockIdx.x % step.heads, page_sequence = blockIdx.x / step.heads % step.sequences;
+    if (blockIdx.x < of_side) {
+        if constexpr (!Keys::is_rotated) {
+            const int row = kv_row_of(rows, page_sequence);
             const Queries queries{
-                q + sequence * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
-                query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
-            append_page<Keys>(k, step, *(Scratch<Keys>*)memory, queries, sequence, head);
+                q + page_sequence * q_row_stride + (long long)page_head * GROUP_HEADS * q_head_stride, q_head_stride,
+                query_sum + row * query_sum_stride + page_head * Keys::dim,
+                query_since + row * query_since_stride + page_head};
+            append_page<Keys>(k, step, *(Scratch<Keys>*)memory, queries, page_sequence, page_head);
+        }
+    } else if (blockIdx.x < 2 * of_side) {
+        if constexpr (!Values::is_rotated) {
+            append_page<Values>(v, step, *(Scratch<Values>*)memory, Queries{}, page_sequence, page_head);
         }
     }
 #if PART_TOKENS

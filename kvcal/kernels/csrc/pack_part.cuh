@@ -4,14 +4,12 @@
 #include "feedback.cuh"
 #include "hadamard.cuh"
 
-// The tokens of the part, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight lanes share a
+// The staged tokens, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight lanes share a
 // token.
 template <class S>
-KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, int first) {
+KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch) {
     constexpr int LANES = 8, OWN = S::dim / LANES, SIZE = kv_min(S::group, S::dim) / LANES;
     static_assert(Page<S>::is_staged && S::dim % LANES == 0 && S::tiers == 0, "at most 128 channels, 8 at a time");
-    copy_tokens<S>(scratch.tile, Part<S>::stride, source, first, Part<S>::tokens);
-    __syncthreads();
     const int lane = threadIdx.x % LANES;
 #pragma unroll 1
     for (int token = threadIdx.x / LANES; token < Part<S>::tokens; token += THREADS / LANES) {
@@ -50,16 +48,18 @@ KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, int fi
             }
         }
     }
-    __syncthreads();
 }
 
 // The scale of every token and group that errs least on Gaussians of its norm: to nearest, or the lowest of the candidates.
 template <class S>
 KV_INLINE void scale_part(PartScratch<S>& scratch, int* error) {
     constexpr int SIZE = kv_min(S::group, S::dim);
+#pragma unroll 1
     for (int i = threadIdx.x; i < Part<S>::groups * Part<S>::tokens; i += THREADS) {
         const int count = S::dim % SIZE == 0 ? SIZE : kv_min(SIZE, S::dim - i / Part<S>::tokens * SIZE);
-        const double rms = __dsqrt_rn(__ddiv_rn(scratch.squares[i], (double)count));
+        const double mean = S::dim % SIZE == 0 && (SIZE & SIZE - 1) == 0 ? __dmul_rn(scratch.squares[i], 1.0 / SIZE)
+                                                                         : __ddiv_rn(scratch.squares[i], (double)count);
+        const double rms = __dsqrt_rn(mean);
         const float scale = __double2float_rn(__dmul_rn(rms, __longlong_as_double(S::gaussian_step)));
         const unsigned bits = kv_bits_of<KV_FLOAT16>(scale) + (S::has_feedback ? 0 : 0x80) >> 8;
         if (!kv_finite(kv_float_of_e5m2(bits))) {
@@ -74,20 +74,17 @@ KV_INLINE void scale_part(PartScratch<S>& scratch, int* error) {
 template <class S>
 KV_INLINE void round_part(PartScratch<S>& scratch) {
     constexpr int TOKENS = Part<S>::tokens;
+#pragma unroll 1
     for (int i = threadIdx.x; i < TOKENS * Part<S>::blocks; i += THREADS) {
         const int token = i % TOKENS, block = i / TOKENS;
-        const float scale = kv_float_of_e5m2(scratch.lowest[block * BLOCK / S::group * TOKENS + token]);
-        const float step = kv_step_of(scale), zero = __fmul_rn(scale, -Page<S>::mean_code);
+        const unsigned char scale = scratch.lowest[block * BLOCK / S::group * TOKENS + token];
+        const Grid grid(kv_float_of_e5m2(scale), Page<S>::mean_code);
         unsigned codes[Part<S>::words] = {};
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) {
-            const int channel = block * BLOCK + k;
-            const float x = kv_float_of<DTYPE>(scratch.tile[token * Part<S>::stride + channel]);
-            const unsigned code = channel < S::dim ? kv_code_of(x, zero, step, (1u << S::bits) - 1) : 0;
-#pragma unroll
-            for (int word = 0; word < Part<S>::words; ++word) {
-                const bool is_pair = word < S::bits / 2;
-                codes[word] |= (code >> 2 * word & (is_pair ? 3 : 1)) << (is_pair ? 2 : 1) * k;
+            const float x = kv_float_of<DTYPE>(scratch.tile[token * Part<S>::stride + block * BLOCK + k]);
+            if (block * BLOCK + k < S::dim) {
+                append_code<S>(codes, k, grid.code<(1u << S::bits) - 1>(x));
             }
         }
 #pragma unroll
@@ -101,6 +98,7 @@ KV_INLINE void round_part(PartScratch<S>& scratch) {
 template <class S>
 KV_INLINE void choose_scales(PartScratch<S>& scratch, unsigned char* record, int first) {
     constexpr int TOKENS = Part<S>::tokens;
+#pragma unroll 1
     for (int token = threadIdx.x; token < TOKENS; token += THREADS) {
         int chosen = 0;
         if constexpr (S::has_feedback) {
@@ -126,6 +124,7 @@ template <class S>
 KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, int first) {
     constexpr int ROWS = Page<S>::rows, COLUMNS = Page<S>::columns, CHAINS = Part<S>::chains, WORDS = Part<S>::words;
     constexpr int ACROSS = S::side == 0 ? Part<S>::tokens : Page<S>::padded;
+#pragma unroll 1
     for (int i = threadIdx.x; i < Part<S>::tokens * Part<S>::blocks; i += THREADS) {
         const int row = S::side == 0 ? first + i % ACROSS : i % ACROSS;
         const int column = S::side == 0 ? i / ACROSS * BLOCK : first + i / ACROSS * BLOCK;
@@ -161,9 +160,15 @@ KV_INLINE void pack_part(
     static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less shared memory than a part takes");
     static_assert(!S::has_feedback || THREADS >= CANDIDATES * PART_TOKENS, "a thread for every chain");
     if constexpr (S::has_feedback) {
-        load_factor<S>(source.feedback, scratch);
+        fetch_factor<S>(source.feedback, scratch);
     }
-    rotate_part<S>(source, scratch, first);
+    copy_tokens<S>(scratch.tile, Part<S>::stride, source, first, Part<S>::tokens);
+    __syncthreads();
+    if constexpr (S::has_feedback) {
+        order_factor<S>(scratch);
+    }
+    rotate_part<S>(source, scratch);
+    __syncthreads();
     scale_part<S>(scratch, error);
     if constexpr (S::has_feedback) {
         choose_codes_of_part<S>(scratch);
