@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcal.kernels import ops, packing
 from kvcal.kernels.operands import NOTHING, Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
-from kvcal.pages.rotated import random_signs
+from kvcal.systems.basis.rotated import random_signs
 from kvcal.plan.page_format import SIDES, Format
 
 HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15

@@ -1,4 +1,4 @@
-// Codes with error feedback of tokens that have scales of their own (kvcal/pages/error_feedback.py and rotated.py), bit for bit.
+// Codes with error feedback of tokens that have scales of their own (kvcal/pages/error_feedback.py and systems/basis/rotated.py), bit for bit.
 //
 // A chain is a token with one candidate for its scales: one lane rounds its channels one after the other. A target is summed up
 // when it is due, over the errors before it in the order of the channels, which is what pushes of every error give. Channels

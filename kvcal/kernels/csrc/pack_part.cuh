@@ -1,4 +1,4 @@
-// Rotated pages (kvcal/pages/rotated.py), of which every token has scales of its own: a block packs PART_TOKENS of a page's 128
+// Rotated pages (kvcal/systems/basis/rotated.py), of which every token has scales of its own: a block packs PART_TOKENS of a page's 128
 // tokens, and parts need nothing of each other.
 
 #include "feedback.cuh"
