@@ -68,9 +68,7 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
         fmt, record = variant.format(side), variant.layout(side).record_bytes
         pages = torch.zeros(batch, HEADS, record, dtype=torch.uint8, device="cuda")
         memory.append(
-            Memory(
-                tensor(batch, HEADS, fmt.num_sink_tokens, DIM), tensor(batch, HEADS, fmt.ring_tokens, DIM), pages
-            )
+            Memory(tensor(batch, HEADS, fmt.num_sink_tokens, DIM), tensor(batch, HEADS, fmt.ring_tokens, DIM), pages)
         )
     lengths = torch.full((batch,), 255, dtype=torch.int32, device="cuda")
     lengths[complete:] = 270
@@ -80,9 +78,7 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
     new, queries = tensor(batch, HEADS, DIM), tensor(batch, HEADS * GROUP, DIM)
     statistic = QueryStatistic(nothing, nothing)
     transform = transform_of(variant.k_feedback)
-    found = graph_us(
-        lambda: ops.launch_append(new, new, queries, *memory, statistic, place, transform, error, variant)
-    )
+    found = graph_us(lambda: ops.launch_append(new, new, queries, *memory, statistic, place, transform, error, variant))
     assert int(error) == 0
     return found
 
