@@ -3,7 +3,7 @@
 // One block writes the page of one row, head and side (pack_page.cuh): 128 tokens are staged in shared memory (heads of
 // more than 128 channels are read in place), every group gets its scale and zero, and the planes are written 16 codes at a time,
 // neighbouring threads to neighbouring words. Of a rotated page, a block writes PART_TOKENS tokens (pack_part.cuh), so that a few
-// pages occupy the whole GPU. The bytes are those of kvcal/pages (uniform, tiered, rotated, scores, packing), bit for bit.
+// pages occupy the whole GPU. The bytes are those of kvcal/pages and kvcal/systems, bit for bit.
 //
 // `pack` and `unpack` are compiled with SIDE (0 keys, 1 values) and need that side's macros; without SIDE, `append` is
 // compiled and needs both. PART_TOKENS is given where a side is rotated, and PART_BYTES of dynamic shared memory with it.

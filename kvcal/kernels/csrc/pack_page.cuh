@@ -130,53 +130,6 @@ KV_INLINE void select_channels(Scratch<S>& scratch) {
     __syncthreads();
 }
 
-<<<<<<< HEAD
-=======
-// The staged tokens, rotated and rounded to the cache's dtype (kvcal/systems/basis/rotated.py). Eight lanes share a token.
-template <class S>
-KV_INLINE void rotate_tile(const Source& source, Scratch<S>& scratch) {
-    constexpr int LANES = 8, OWN = S::dim / LANES;
-    static_assert(Page<S>::is_staged && S::dim % LANES == 0 && S::tiers == 0, "at most 128 channels, 8 at a time");
-    const int lane = threadIdx.x % LANES;
-    for (int token = threadIdx.x / LANES; token < KV_PAGE_TOKENS; token += THREADS / LANES) {
-        unsigned short* row = scratch.tile + token * Page<S>::stride + lane;
-        float x[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int channel = LANES * i + lane;
-            float y = transformed<S>(kv_float_of<DTYPE>(row[LANES * i]), source, channel);
-            if constexpr (S::has_gain) {
-                y = __fmul_rn(y, kv_float_of<KV_FLOAT16>(source.feedback[FACTOR<S> - S::dim + channel]));
-            }
-            x[i] = __fmul_rn(y, (float)source.signs[channel]);
-        }
-        hadamard<LANES>(x, lane);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            row[LANES * i] = kv_bits_of<DTYPE>(x[i]);
-        }
-    }
-    __syncthreads();
-}
-
-// The scale that errs least on Gaussians of the norm of a token's channels from `first` on.
-template <class S, class From, class Room>
-KV_INLINE float gaussian_scale(const From& source, const Room& scratch, int token, int first) {
-    constexpr int SIZE = kv_min(S::group, S::dim);
-    const int count = S::dim % SIZE == 0 ? SIZE : kv_min(SIZE, S::dim - first);
-    double sum = 0.0;
-#pragma unroll 1  // even channels, then odd ones: half of the code
-    for (int parity = 0; parity < 2; ++parity) {
-        sum = __dadd_rn(sum, halving_sum<2, kv_power_of_two(SIZE)>(parity, [&](int k) {
-            const double x = k < count ? (double)value<S>(source, scratch, token, first + k) : 0.0;
-            return __dmul_rn(x, x);
-        }));
-    }
-    const double rms = __dsqrt_rn(__ddiv_rn(sum, (double)count));
-    return __double2float_rn(__dmul_rn(rms, __longlong_as_double(S::gaussian_step)));
-}
-
->>>>>>> main
 // Scale and zero of every group, to the record and, as codes need them, to shared memory.
 template <class S>
 KV_INLINE void store_params(const Source& source, Scratch<S>& scratch, unsigned char* record, int* error) {
@@ -214,12 +167,7 @@ KV_INLINE void store_params(const Source& source, Scratch<S>& scratch, unsigned 
 
 // Codes with error feedback, as kvcal/pages/error_feedback.py chooses them: they take the place of the staged values; in that of
 // a 16-bit channel are the bits of its target. Eight lanes share a token, lane l has the channels l, l + 8, ... in
-<<<<<<< HEAD
 // registers, and each error goes from its lane to the others. A target is summed up in the order of the channels.
-=======
-// registers, and each error goes from its lane to the others. A target is summed up in the order of the channels. Of the
-// candidates for a rotated token's scales those that cost least stay (kvcal/systems/basis/rotated.py).
->>>>>>> main
 template <class S>
 KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch) {
     constexpr int LANES = 8, OWN = S::dim / LANES;
