@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvcal.kernels.decode import row_defines
 from kvcal.kernels.variants import Defines, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS, padded_channels
-from kvcal.systems.basis.rotated import CANDIDATES, RotatedLayout
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.systems.basis.rotated import CANDIDATES, RotatedLayout
 
 THREADS = 256  # of a block that packs whole pages
 PART_TOKENS = 32
