@@ -10,12 +10,15 @@ tokens: sinks, the first ``Format.pages_read(n)`` pages, and the ring after them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
+from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.page_format import RAW, Side
@@ -24,6 +27,20 @@ from kvcal.plan.page_format import RAW, Side
 NON_FINITE, NO_ROOM = 1, 2
 # Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
 PAGES_AT_ONCE = 64
+
+
+def enter(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``ops.enter``."""
+    keys, values = (
+        Basis(*basis).enter(x) if x.numel() else torch.empty_like(x)
+        for x, basis in ((k_new, k_basis), (v_new, v_basis))
+    )
+    for x in (keys, values):
+        if x.dtype == torch.float16 and not bool(x.isfinite().all()):
+            error.bitwise_or_(NON_FINITE)
+    return keys, values, Basis(*k_basis).turned_queries(q) if q.numel() else torch.empty_like(q)
 
 
 def append(
