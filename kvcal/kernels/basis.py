@@ -19,7 +19,9 @@ MOST_BLOCKS = 1024  # of one side: blocks beyond take their turn with a matrix t
 
 
 @functools.cache
-def _kernel(entry: str, head_dim: int, group_heads: int, dtype: torch.dtype, q_dtype: torch.dtype, device: int) -> Kernel:
+def _kernel(
+    entry: str, head_dim: int, group_heads: int, dtype: torch.dtype, q_dtype: torch.dtype, device: int
+) -> Kernel:
     return kernel("basis", entry, basis_defines(head_dim, group_heads, dtype, q_dtype), device)
 
 

@@ -42,9 +42,9 @@ from kvcal.kernels.decode import launch_decode, row_defines, table_shape
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
-from kvcal.pages.basis import Basis
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.systems.basis.basis import Basis
 
 
 @torch.library.custom_op("kvcal::enter", mutates_args=("error",))
@@ -71,7 +71,7 @@ def leave(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> T
     """Attention [B, n G, D] or [B, S, n G, D], fp32, of values in their basis -> of values, in ``dtype``."""
     if attention.is_cuda:
         return launch_leave(attention, v_basis[1], dtype)
-    return Basis(*v_basis).outputs(attention).to(dtype)
+    return Basis(*v_basis).outputs(attention).to(dtype).contiguous()
 
 
 @leave.register_fake

@@ -18,10 +18,10 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
-from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.page_format import RAW, Side
+from kvcal.systems.basis.basis import Basis
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.
 NON_FINITE, NO_ROOM = 1, 2
@@ -34,13 +34,17 @@ def enter(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``ops.enter``."""
     keys, values = (
-        Basis(*basis).enter(x) if x.numel() else torch.empty_like(x)
+        Basis(*basis).enter(x).contiguous() if x.numel() else torch.empty_like(x)
         for x, basis in ((k_new, k_basis), (v_new, v_basis))
     )
     for x in (keys, values):
         if x.dtype == torch.float16 and not bool(x.isfinite().all()):
             error.bitwise_or_(NON_FINITE)
-    return keys, values, Basis(*k_basis).turned_queries(q) if q.numel() else torch.empty_like(q)
+    return (
+        keys,
+        values,
+        Basis(*k_basis).turned_queries(q).contiguous() if q.numel() else q.new_empty(0, dtype=torch.float32),
+    )
 
 
 def append(

@@ -21,9 +21,9 @@ from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import Variant, window_variant
-from kvcal.pages.basis import Basis
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.store.pool import fixed
+from kvcal.systems.basis.basis import Basis
 
 
 class StepScratch:
@@ -84,6 +84,12 @@ class KernelCodec:
     error: Tensor
     variant: Variant
     is_awaited: bool = False
+
+    def enter(self, basis: Basis, x: Tensor) -> Tensor:
+        """Tokens x [b, T, n, D], in the cache's dtype, in the basis of the side; infinite where float16 cannot
+        hold a number."""
+        nothing, unread = x.new_empty(0), torch.zeros_like(self.error)
+        return ops.enter(x, nothing, nothing, basis.operands, [], unread)[0]
 
     def pack(self, x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None) -> None:
         """Tokens x [b, n, 128 P, D] to pages[slots], int32 [b, P]; ``query_mean`` [b, n, D] fp32."""

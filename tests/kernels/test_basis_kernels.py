@@ -17,12 +17,15 @@ from torch import Tensor
 from kvcal.kernels import basis as launching
 from kvcal.kernels import ops, reference
 from kvcal.kernels.compile import cubin
+from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.pages.basis import Basis
+from kvcal.kernels.variants import Variant
+from kvcal.plan.page_format import Boost, Format, Tier
+from kvcal.systems.basis.basis import Basis
 
 N = 2
 CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-ACCURACY = 2e-6  # of turned queries and outputs: root mean square of errors, of that of the result
+ACCURACY = 1e-6  # of turned queries and outputs: root mean square of errors, of that of the result
 
 
 def random_of(*shape: int, seed: int = 0) -> Tensor:
@@ -154,8 +157,9 @@ def test_the_kernels_do_what_the_reference_does(launched: Launched, shape: tuple
 @pytest.mark.parametrize("shape", [shape[:-1] for shape in SHAPES], ids=str)
 def test_on_a_gpu(shape: tuple, lead: tuple[int, ...]) -> None:
     class OnGpu:
-        enter, leave = staticmethod(ops.enter), staticmethod(
-            lambda attention, inverse, dtype: ops.leave(attention, [inverse, inverse], dtype)
+        enter, leave = (
+            staticmethod(ops.enter),
+            staticmethod(lambda attention, inverse, dtype: ops.leave(attention, [inverse, inverse], dtype)),
         )
 
     check(OnGpu, *shape, lead, "cuda")  # type: ignore[arg-type]
@@ -193,4 +197,17 @@ def test_the_kernels_fit_every_chip(arch: str) -> None:
         assert found.keys() == {"enter", "leave"}
         for needs in found.values():
             assert needs.local_bytes == 0 and needs.static_shared_bytes == 0
-            assert dim == 256 or needs.registers <= 144
+            assert dim == 256 or needs.registers <= 160
+
+
+def test_a_step_reads_and_enters_without_fp64() -> None:
+    """Which consumer GPUs have at a 64th of the speed of fp32."""
+    pages = Format(2, quantizer="rotated")
+    variant = Variant(pages, pages, 128, "bfloat16", 4, False, False)
+    decode = decode_defines(variant, "float32", False, (8, 9))
+    basis = launching.basis_defines(128, 4, torch.bfloat16, torch.bfloat16)
+    found = resources(cubin("basis", basis, "sm_89")) | resources(cubin("decode", decode, "sm_89"))
+    assert {name: needs.fp64 for name, needs in found.items()} == {"enter": 0, "leave": 0, "decode": 0}
+    tiered = Format(2, "channel", boost=Boost("variance", (Tier(4, 0.125),)))  # scores are means in fp64
+    scored = Variant(tiered, pages, 128, "bfloat16", 4, False, False)
+    assert resources(cubin("pack", scored.defines, "sm_89"))["append"].fp64 > 0

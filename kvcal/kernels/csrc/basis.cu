@@ -1,11 +1,11 @@
 // New tokens enter the basis of their KV head, and the queries that read them turn: `enter`. Attention's outputs leave the
-// basis of values: `leave`. Both are a product with a matrix [DIM, DIM] a head (kvcal/pages/basis.py).
+// basis of values: `leave`. Both are a product with a matrix [DIM, DIM] a head (kvcal/systems/basis/basis.py).
 //
 // Entering decides bytes: the integers of basis.py, T in 16 bits a row and x - c in 24 bits a token, are cut into bytes,
 // which tensor cores multiply and add up exactly. Sums of products of equal weight share an int32: at most 2 DIM 255^2.
 // They become one integer of 64 bits, which is rounded once. There is no fp64, and no order of sums that could matter.
-// Queries and outputs are fp32 numbers: both operands are split into two of bf16, and the product of the lower two, less than
-// 2^-16 of the result, is left out.
+// Queries and outputs are fp32 numbers: both operands are scaled by powers of two and split into two halves. The product of the
+// lower two, some 2^-22 of the result, is left out.
 //
 // A warp has 16 channels of the result of a head, whose rows of the matrix stay in registers, and takes 8 tokens, or 8 queries,
 // at a time. Nothing is shared between warps, and the matrix is loaded before the kernel waits for the one before it.
@@ -221,19 +221,34 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
 
 // ---- queries turn, outputs leave
 
-KV_INLINE void multiply_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+KV_INLINE void multiply_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two numbers as bf16, and what is left of them.
+// Two numbers below 2^15 as halves, and what is left of them.
 KV_INLINE void split(u32& high, u32& low, float even, float odd) {
-    const u32 first = kv_bits_of<KV_BFLOAT16>(even), second = kv_bits_of<KV_BFLOAT16>(odd);
-    const float even_rest = even - __uint_as_float(first << 16), odd_rest = odd - __uint_as_float(second << 16);
+    const u32 first = kv_bits_of<KV_FLOAT16>(even), second = kv_bits_of<KV_FLOAT16>(odd);
+    const float even_rest = even - kv_float_of<KV_FLOAT16>(first), odd_rest = odd - kv_float_of<KV_FLOAT16>(second);
     high = first | second << 16;
-    low = kv_bits_of<KV_BFLOAT16>(even_rest) | (u32)kv_bits_of<KV_BFLOAT16>(odd_rest) << 16;
+    low = kv_bits_of<KV_FLOAT16>(even_rest) | (u32)kv_bits_of<KV_FLOAT16>(odd_rest) << 16;
 }
+
+// The exponent by which the largest number of a row comes to lie below 2^15: x up_to_halves(e) and back by from_halves(e).
+KV_INLINE u32 exponent_of_halves(const float (&x)[STEPS][8]) {
+    u32 top = 0;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            top = max(top, size_bits(x[s][i]));
+        }
+    }
+    return max(largest_of_quads(top) >> 23, LEAST_OF_ROWS);
+}
+KV_INLINE float up_to_halves(u32 exponent) { return power_of_two(127 + 15 + 126 - exponent); }
+KV_INLINE float from_halves(u32 exponent) { return power_of_two(exponent - 126 - 15 + 127); }
 
 // x [rows, heads GROUP, DIM] of dtype IN -> out [rows, heads GROUP, DIM] of dtype OUT, contiguous: the matrix of each KV head, or if
 // IS_TURNED its transpose, times each of them.
@@ -243,29 +258,35 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
     const Lane lane{(int)threadIdx.x % 32 / 4, (int)threadIdx.x % 4};
     const int channel = (blockIdx.x % BLOCKS_OF_HEAD * WARPS + warp) * TILE + 2 * lane.g;
     const float* matrix = matrices + (i64)head * DIM * DIM;
-    u32 high[STEPS][2][4], low[STEPS][2][4];
+    float entry[2][STEPS][8], unit[2];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int from = lane.channel(s);
         const bool is_there = channel < DIM && from < DIM;
-        float entry[2][8];
         if constexpr (IS_TURNED) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float* pair = matrix + (from + i) * DIM + channel;
-                entry[0][i] = is_there ? pair[0] : 0.f;
-                entry[1][i] = is_there ? pair[1] : 0.f;
+                const uint2 pair = is_there ? *(const uint2*)(matrix + (from + i) * DIM + channel) : make_uint2(0, 0);
+                entry[0][s][i] = __uint_as_float(pair.x);
+                entry[1][s][i] = __uint_as_float(pair.y);
             }
         } else {
-            load_eight<KV_FLOAT32>(entry[0], matrix, channel * DIM + from, is_there);
-            load_eight<KV_FLOAT32>(entry[1], matrix, (channel + 1) * DIM + from, is_there);
+            load_eight<KV_FLOAT32>(entry[0][s], matrix, channel * DIM + from, is_there);
+            load_eight<KV_FLOAT32>(entry[1][s], matrix, (channel + 1) * DIM + from, is_there);
         }
+    }
+    u32 high[STEPS][2][4], low[STEPS][2][4];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
+    for (int half = 0; half < 2; ++half) {
+        const u32 exponent = exponent_of_halves(entry[half]);
+        const float up = up_to_halves(exponent);
+        unit[half] = from_halves(exponent);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // rows g and g + 8 of two channels, then of the next two
-                const int of = 4 * k + i / 2 * 2;
-                split(high[s][k][i], low[s][k][i], entry[i % 2][of], entry[i % 2][of + 1]);
+        for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // two channels each, of which the first two pairs are one product's
+                const int at = i % 2 * 2 + half;
+                split(high[s][i / 2][at], low[s][i / 2][at], entry[half][s][2 * i] * up, entry[half][s][2 * i + 1] * up);
             }
         }
     }
@@ -280,28 +301,32 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
         for (int s = 0; s < STEPS; ++s) {
             load_eight<IN>(number[s], x.first, at + lane.channel(s), lane.channel(s) < DIM);
         }
+        const u32 exponent = exponent_of_halves(number);
+        const float up = up_to_halves(exponent);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 u32 upper[2], lower[2];
-                split(upper[0], lower[0], number[s][4 * k], number[s][4 * k + 1]);
-                split(upper[1], lower[1], number[s][4 * k + 2], number[s][4 * k + 3]);
-                multiply_bf16(sum, high[s][k], upper[0], upper[1]);
-                multiply_bf16(rest, low[s][k], upper[0], upper[1]);
-                if constexpr (IN != KV_BFLOAT16) {
-                    multiply_bf16(rest, high[s][k], lower[0], lower[1]);
+                split(upper[0], lower[0], number[s][4 * k] * up, number[s][4 * k + 1] * up);
+                split(upper[1], lower[1], number[s][4 * k + 2] * up, number[s][4 * k + 3] * up);
+                multiply_halves(sum, high[s][k], upper[0], upper[1]);
+                multiply_halves(rest, low[s][k], upper[0], upper[1]);
+                if constexpr (IN == KV_FLOAT32) {  // of 16 bits nothing is left
+                    multiply_halves(rest, high[s][k], lower[0], lower[1]);
                 }
             }
         }
 #pragma unroll
         for (int column = 0; column < 2; ++column) {
-            const int number_of = first + 2 * lane.quad + column;
-            if (number_of >= count || channel >= DIM) {
+            const int number_of = 2 * lane.quad + column, to_row = first + number_of;
+            const float down = from_halves(__shfl_sync(0xffffffffu, exponent, 4 * number_of));
+            if (to_row >= count || channel >= DIM) {
                 continue;
             }
-            const i64 to = ((i64)(number_of / GROUP * heads + head) * GROUP + number_of % GROUP) * DIM + channel;
-            const float even = sum[column] + rest[column], odd = sum[2 + column] + rest[2 + column];
+            const i64 to = ((i64)(to_row / GROUP * heads + head) * GROUP + to_row % GROUP) * DIM + channel;
+            const float even = (sum[column] + rest[column]) * unit[0] * down;
+            const float odd = (sum[2 + column] + rest[2 + column]) * unit[1] * down;
             if constexpr (OUT == KV_FLOAT32) {
                 *(uint2*)((float*)out + to) = make_uint2(__float_as_uint(even), __float_as_uint(odd));
             } else {
