@@ -276,8 +276,8 @@ class TaskOptions:
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Tasks: retrieval:TOKENS, completion:TOKENS, those of the embedded model (ledger, chain, times), and "
-            "those of lm-eval (NAME or NAME:METRIC); '' is none.",
+            help="Tasks: rows:TOKENS (also pairs, late, hops, copies, calls, retrieval, completion), those of the "
+            "embedded model (ledger, chain, times), and those of lm-eval (NAME or NAME:METRIC); '' is none.",
         ),
     ] = None
     include_path: Annotated[str | None, typer.Option(help="A folder with lm-eval task files (YAML) of your own.")] = (

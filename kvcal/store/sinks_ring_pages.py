@@ -139,7 +139,7 @@ class PagedTensor:
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
         if spans:
             self._pack(spans, num_tokens, x)
-            if self.format.needs_queries and not self.format.keeps_queries:
+            if self.format.needs_queries:
                 self.query_sum[rows] = 0
                 self.query_since[rows] = total
         last = x[:, :, -self.ring.shape[2] :]
