@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcal.kernels import ops, packing
 from kvcal.kernels.operands import NOTHING, Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
-from kvcal.plan.page_format import SIDES, Format
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.systems.basis.rotated import random_signs
 
 HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15
@@ -63,13 +63,13 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
     def tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    memory = []
-    for side in SIDES:
+    def memory(side: Side) -> Memory:
         fmt, record = variant.format(side), variant.layout(side).record_bytes
         pages = torch.zeros(batch, HEADS, record, dtype=torch.uint8, device="cuda")
-        memory.append(
-            Memory(tensor(batch, HEADS, fmt.num_sink_tokens, DIM), tensor(batch, HEADS, fmt.ring_tokens, DIM), pages)
-        )
+        sinks, ring = (tensor(batch, HEADS, count, DIM) for count in (fmt.num_sink_tokens, fmt.ring_tokens))
+        return Memory(sinks, ring, pages)
+
+    k, v = map(memory, SIDES)
     lengths = torch.full((batch,), 255, dtype=torch.int32, device="cuda")
     lengths[complete:] = 270
     table = torch.arange(batch, dtype=torch.int32, device="cuda").repeat(4, 1).t().contiguous()
@@ -78,7 +78,7 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
     new, queries = tensor(batch, HEADS, DIM), tensor(batch, HEADS * GROUP, DIM)
     statistic = QueryStatistic(nothing, nothing)
     transform = transform_of(variant.k_feedback)
-    found = graph_us(lambda: ops.launch_append(new, new, queries, *memory, statistic, place, transform, error, variant))
+    found = graph_us(lambda: ops.launch_append(new, new, queries, k, v, statistic, place, transform, error, variant))
     assert int(error) == 0
     return found
 

@@ -25,11 +25,19 @@ BLOCKS_OF_SM = 3  # of ``append`` with parts
 
 @dataclass(frozen=True)
 class PackShape:
-    """Blocks of a page, the threads of each, and its dynamic shared memory."""
+    """Blocks of a page, the threads of each, and its dynamic shared memory. ``has_whole_pages``: of a side
+    that is packed by one block a page."""
 
     parts: int
     threads: int
     shared_bytes: int
+    has_whole_pages: bool
+
+    def append_blocks(self, pages: int, at_once: int) -> int:
+        """Of ``append``, whose step may complete so many pages: parts are dealt to the blocks that a GPU runs
+        at a time, a whole page has its own."""
+        dealt = min(pages * self.parts, at_once) if self.parts > 1 else 0
+        return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property
     def defines(self) -> Defines:
@@ -42,11 +50,12 @@ def pack_shape(variant: Variant, sides: tuple[Side, ...] = SIDES) -> PackShape:
     """Of ``append``, which packs both sides, or of ``pack`` with one."""
     rotated = [side for side in sides if isinstance(variant.layout(side), RotatedLayout)]
     if not rotated:
-        return PackShape(1, THREADS, 0)
+        return PackShape(1, THREADS, 0, True)
     shared = max(_part_bytes(variant, side) for side in rotated)
-    if len(rotated) < len(sides):
+    has_whole_pages = len(rotated) < len(sides)
+    if has_whole_pages:
         shared = max(shared, PAGE_SCRATCH_BYTES)
-    return PackShape(PAGE_TOKENS // PART_TOKENS, _part_threads(), shared)
+    return PackShape(PAGE_TOKENS // PART_TOKENS, _part_threads(), shared, has_whole_pages)
 
 
 def append_defines(variant: Variant, has_rows: bool) -> Defines:

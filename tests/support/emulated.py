@@ -57,8 +57,8 @@ INLINE = {
     r'#if DTYPE == 1\n    asm\("mma.*?#endif\n.*?\);': PRODUCT
     % (FOUR, "b0, b1", SUMS, ", ".join(["DTYPE == 1 ? cpu::BF16 : cpu::HALVES"] * 2) + ", 16")
     + FLOATS,
-    r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16.*?\);': PRODUCT
-    % (ALL_FOUR, "b0, b1", SUMS, "cpu::BF16, cpu::BF16, 16")
+    r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16.*?\);': PRODUCT
+    % (ALL_FOUR, "b0, b1", SUMS, "cpu::HALVES, cpu::HALVES, 16")
     + FLOATS,
     r'u64 policy;.*?"n"\(AT\)\);': "cpu::copy16(to + AT, from + AT);",
     r'asm volatile\("prefetch.*?\);': "",
@@ -87,22 +87,23 @@ def _source(source: str, entry: str, defines: Defines) -> tuple[str, list[Any]]:
     listed = listed.replace(" TOKEN_PARAMETERS", strides)
     parameters = [re.fullmatch(r"\s*(.*?)(\w+)\s*", part, re.S).groups() for part in listed.split(",")]  # type: ignore[union-attr]
     types = [ctypes.c_float if kind.strip() == "float" else ctypes.c_longlong for kind, _ in parameters]
-    text = text.replace(found[0], f"static void {entry}_({listed}) {{\n")
+    text = text.replace(found[0], f"static void {entry}({listed}) {{\n")
     text = re.sub(r'extern "C" __global__ void __launch_bounds__\([^)]*\)', "static void", text)
     given = "\n".join(f"static {kind} given_{name};" for kind, name in parameters)
     text = f"""#include "cuda_on_cpu.h"
 typedef unsigned u32;
+typedef long long i64;
 {text}
 {given}
-extern "C" int run(long long num_x, long long num_y, long long num_z, long long num_threads, long long shared_bytes, {listed}) {{
+extern "C" int run(i64 grid_x, i64 grid_y, i64 grid_z, i64 num_threads, i64 bytes, {listed}) {{
     {" ".join(f"given_{name} = {name};" for _, name in parameters)}
-    cpu::allocate(shared_bytes);
-    cpu::grid = {{(unsigned)num_x, (unsigned)num_y, (unsigned)num_z}};
+    cpu::allocate(bytes);
+    cpu::grid = {{(unsigned)grid_x, (unsigned)grid_y, (unsigned)grid_z}};
     cpu::Dim& at = cpu::block;
-    for (at.z = 0; at.z < num_z; at.z++)
-        for (at.y = 0; at.y < num_y; at.y++)
-            for (at.x = 0; at.x < num_x; at.x++)
-                cpu::run_block(num_threads, [] {{ {entry}_({", ".join(f"given_{name}" for _, name in parameters)}); }});
+    for (at.z = 0; at.z < grid_z; at.z++)
+        for (at.y = 0; at.y < grid_y; at.y++)
+            for (at.x = 0; at.x < grid_x; at.x++)
+                cpu::run_block(num_threads, [] {{ {entry}({", ".join(f"given_{name}" for _, name in parameters)}); }});
     free(cpu::shared);
     return cpu::misaligned;
 }}
@@ -151,8 +152,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, *_: object) -> decode.Launch:
         defines = decode.decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, CAPABILITY)
         heads = decode.pass_heads(variant)
+        emulated: Any = EmulatedKernel("decode", "decode", defines, folder)
         return decode.Launch(
-            EmulatedKernel("decode", "decode", defines, folder), NUM_BLOCKS, defines["WARPS"] * 32, defines["SHARED_BYTES"],  # type: ignore[arg-type]
+            emulated, NUM_BLOCKS, defines["WARPS"] * 32, defines["SHARED_BYTES"],
             -(-variant.group_queries // heads), heads * (variant.head_dim + 2),
         )  # fmt: skip
 
