@@ -125,7 +125,7 @@ def test_other_formats_heads_and_groups_fit_every_chip(capability: tuple[int, in
     for name in COVERING.keys() - skipped.get(capability, ()):
         assert_decode(variant(*COVERING[name]), 5600, 0, capability)
         if name.startswith("rotated"):
-            assert_append(variant(*COVERING[name]), 3900, capability)
+            assert_append(variant(*COVERING[name]), 4900, capability)
 
 
 @pytest.mark.parametrize("capability", CHIPS)
