@@ -22,8 +22,8 @@ from torch import Tensor
 from kvcal.kernels import ops, packing
 from kvcal.kernels.operands import NOTHING, Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
+from kvcal.pages.hadamard import random_signs
 from kvcal.plan.page_format import SIDES, Format, Side
-from kvcal.systems.basis.rotated import random_signs
 
 HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15
 STEPS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (38, 0), (38, 1), (38, 38), (152, 0), (152, 152))
