@@ -21,8 +21,8 @@ from kvcal.cache.paged_layer import PagedLayer, require_shapes, tokens_to_next_e
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
-from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
+from kvcal.systems.kitty.scores import query_sum
 
 # Values that the codec takes at once of several layers, by device: bounds its scratch, on a CPU to what
 # caches hold.
@@ -113,8 +113,7 @@ class _Part:
             # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
             mean = self._query_sum / self._query_sum.new_full((), num_queries)
             self.query_means |= dict.fromkeys(completed, mean)
-            if not self.codec.format.keeps_queries:
-                self._query_sum, self._query_since = torch.zeros(()), num_tokens
+            self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
 class DenseLayer(DynamicLayer):
@@ -127,7 +126,7 @@ class DenseLayer(DynamicLayer):
         self.plan, self.padding, self._state = layer.plan, layer.padding, layer.state
         self._unread, self._skipped, self._is_observed = unread, 0, True
         self._parts: list[_Part] = []
-        self._needs_queries = any(fmt.needs_queries for fmt in layer.plan.k)
+        self._needs_queries = layer.plan.needs_queries
 
     @staticmethod
     def can_stand_for(layer: PagedLayer) -> bool:

@@ -28,7 +28,6 @@ from kvcal.kernels import choice
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 
 # What else would be served.
@@ -60,9 +59,6 @@ def refusals(
         if engine != "vllm":
             yield "it has a sliding window, which is served in vLLM alone"
         return
-    for side in SIDES:
-        if layer.format(side).keeps_queries:
-            yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     if lookahead:
         yield from choice.draft_refusals(layer, is_static=True)
     yield from choice.refusals(layer, cache_dtype, is_cuda)
@@ -72,7 +68,7 @@ def loses_sinks(plan: Plan, lookahead: int, engine: str = "vllm") -> bool:
     """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: all of
     them with drafts; and where vLLM shares them with the first page of a prompt, those that are not there
     before it ends."""
-    numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in (*layer.k, *layer.v))
+    numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats)
     most = max(numbers, default=0)
     return most > 0 and (lookahead > 0 or (engine == "vllm" and most >= PAGE_TOKENS))
 

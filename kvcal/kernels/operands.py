@@ -6,6 +6,7 @@ operands are empty tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class PageTransform(NamedTuple):
     offset: Tensor  # [n, D] fp32
     k_feedback: Tensor = NOTHING  # [n, D (D + 1) / 2] fp16: factors of error feedback (kvcal.pages.error_feedback)
     v_feedback: Tensor = NOTHING  # with gains [n, D (D + 3) / 2]: these last
-    k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.pages.rotated)
+    k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.systems.basis.rotated)
     v_signs: Tensor = NOTHING
 
     @classmethod
@@ -106,3 +107,12 @@ class PageTransform(NamedTuple):
     def signs(self, side: Side) -> Tensor:
         """The signs of a side's rotated pages; empty where they are not rotated."""
         return self.k_signs if side == "k" else self.v_signs
+
+
+def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16
+    bytes."""
+    x = x.to(dtype)
+    *outer, channel = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0
+    return x if aligned and (not x.numel() or channel == 1) else x.clone(memory_format=torch.contiguous_format)

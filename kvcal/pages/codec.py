@@ -23,15 +23,15 @@ from dataclasses import dataclass, field, replace
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.basis import Basis
 from kvcal.pages.error_feedback import feedback_operand
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.rescale_and_rope import BeforeRope, Transform
-from kvcal.pages.scores import channel_scores
-from kvcal.pages.shrink import convert
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
+from kvcal.systems.basis.basis import Basis
+from kvcal.systems.kitty.scores import channel_scores
+from kvcal.systems.pm_kvq.shrink import convert
 
 # Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.workspace).
 ENCODE_PAGES = 16
@@ -68,7 +68,7 @@ class PageCodec:
     def of_layer(cls, plan: LayerPlan, side: Side, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor]) -> PageCodec:
         """The codec of a layer's keys or values; ``tensors``: the plan's."""
         prefix, is_k, fmt = f"layers.{plan.geometry.index}", side == "k", plan.format(side)
-        (layout,) = plan.layouts(side, cache_dtype)
+        layout = plan.layout(side, cache_dtype)
         named = layout.plan_tensors(f"{prefix}.{side}")
         return cls(
             side,

@@ -25,12 +25,13 @@ from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers, parts_of
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
 from kvcal.plan.tensors import check_bases, check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT, Tokens, dump
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 __all__ = [
     "DEFAULT_WORKLOAD", "RAW", "SIDES", "Boost", "Format", "LayerPlan", "Plan", "Predictor", "Side", "Tier",
@@ -129,12 +130,12 @@ class Plan:
     @property
     def needs_queries(self) -> bool:
         """Whether the cache needs the model's queries (``kvcal.attached``)."""
-        return any(fmt.needs_queries for layer in self.layers for fmt in layer.k)
+        return any(layer.needs_queries for layer in self.layers)
 
     @property
     def is_progressive(self) -> bool:
         """Whether pages shrink, on a schedule that holds for the workload alone."""
-        return any(fmt.shrink_at for layer in self.layers for fmt in (*layer.k, *layer.v))
+        return any(fmt.shrink_at for layer in self.layers for fmt in layer.formats)
 
     def bits_per_value(self, workload: Workload | None = None) -> float:
         """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks,

@@ -7,8 +7,8 @@
                                                      predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
     layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.error_feedback)
-    layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    values in their basis are multiplied by it    (kvcal.pages.rotated)
-    layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.pages.basis)
+    layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    factors of values in their basis  (kvcal.systems.basis.rotated)
+    layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.systems.basis.basis)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
@@ -27,14 +27,14 @@ import numpy as np
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
-from kvcal.pages.basis import CENTER, MATRICES, basis_specs
 from kvcal.pages.error_feedback import factor_spec
-from kvcal.pages.predictor import PredictorShape
-from kvcal.pages.rotated import gain_spec
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.records import TensorSpec, require_tensors
 from kvcal.stored_tensor import ITEM_BYTES, StoredTensors, stored
+from kvcal.systems.aqua_kv.predictor import PredictorShape
+from kvcal.systems.basis.basis import CENTER, MATRICES, basis_specs
+from kvcal.systems.basis.rotated import gain_spec
 
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20
@@ -94,8 +94,7 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
         if layer.k_offset:
             needed[f"{prefix}.k_offset"] = TensorSpec("float32", channels, -LARGEST_OFFSET, LARGEST_OFFSET)
         for side in SIDES:
-            for layout in layer.layouts(side, cache_dtype):
-                needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())
+            needed |= dict(layer.layout(side, cache_dtype).plan_tensors(f"{prefix}.{side}").values())
             if layer.feedback(side):
                 needed[f"{prefix}.{side}_feedback"] = factor_spec(heads, layer.head_dim(side))
             if side == "v" and layer.v_gain:
@@ -141,8 +140,8 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
             source = by_index.get(predictor.source)
             if source is None or not source.is_paged or predictor.source >= layer.geometry.index:
                 raise ValueError(f"{place}, which is not an earlier layer of full attention")
-            read = [source.formats(side)] + ([layer.k] if side == "v" else [])
-            if any(fmt.shrink_at for formats in (*read, layer.formats(side)) for fmt in formats):
+            read = (source.format(side), *layer.formats) if side == "v" else (source.format("k"), layer.format("k"))
+            if any(fmt.shrink_at for fmt in read):
                 raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
             if source.basis(side) or (side == "v" and layer.k_basis):
                 raise ValueError(f"{place}, and what it reads is held in a basis: expected none there")
@@ -186,10 +185,10 @@ def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
     no grid."""
     tensors: dict[str, Tensor] = {}
     for layer in layers:
-        for number, side in enumerate(SIDES):
+        for number, side in enumerate(SIDES if layer.is_paged else ()):
             seed = 2 * layer.geometry.index + number
             # Tensors of layouts depend on shapes alone, not on the dtype of unquantized tokens.
-            for layout in layer.layouts(side, "float32"):
-                for operand, (name, _) in layout.plan_tensors(f"layers.{layer.geometry.index}.{side}").items():
-                    tensors[name] = layout.make_tensor(operand, seed)
+            layout = layer.layout(side, "float32")
+            for operand, (name, _) in layout.plan_tensors(f"layers.{layer.geometry.index}.{side}").items():
+                tensors[name] = layout.make_tensor(operand, seed)
     return tensors

@@ -21,17 +21,17 @@ from kvcal.geometry import CacheDtype
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
 from kvcal.kernels.variants import variant_of
-from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.padding import Block, Rows
 from kvcal.store.pool import Pool, TablePool, fixed
-from kvcal.store.prediction import Prediction
 from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
+from kvcal.systems.aqua_kv.prediction import Prediction
+from kvcal.systems.basis.basis import Basis
 
 # Columns that a decoded copy grows by: each growth copies it.
 GROWTH = 256
@@ -144,8 +144,8 @@ class LayerStore:
     ) -> Tensor:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's
         dtype. Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
-        self.step.append(q, k_new, v_new, self.place)
-        return self.step.attend(q, self.place, scale, softcap, s_aux)
+        queries = self.step.append(q, k_new, v_new, self.place)
+        return self.step.attend(queries, self.place, scale, softcap, s_aux, q.dtype)
 
     # ---- how the memory is made
 

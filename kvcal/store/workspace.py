@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from kvcal.geometry import CacheDtype
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side, num_pages
 from kvcal.stored_tensor import ITEM_BYTES
+from kvcal.systems.pm_kvq.shrink import RECORDS_AT_ONCE
 
 # Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29
 # on a lattice, 26 into a basis.
@@ -80,7 +80,7 @@ def transient_bytes(
 def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
     """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed
     at once, filling their last page, or where pages shrink."""
-    formats = {fmt for layer in layers for fmt in (*layer.k, *layer.v)}
+    formats = {fmt for layer in layers for fmt in layer.formats}
     shrinking = {count for fmt in formats for count in fmt.shrink_at if count <= max_tokens}
     steps = {(0, max_tokens), (max(0, max_tokens - PAGE_TOKENS), max_tokens)}
     steps |= {(max(0, count - 1), count) for count in shrinking}

@@ -40,7 +40,7 @@ def loaded() -> LoadedModel:
 def with_keys(loaded: LoadedModel, index: int, fmt: Format) -> Plan:
     """16 bits but for the keys of one layer."""
     plan = unquantized_plan(loaded.identity, loaded.geometry)
-    layers = [replace(layer, k=(fmt,)) if layer.geometry.index == index else layer for layer in plan.layers]
+    layers = [replace(layer, k=fmt) if layer.geometry.index == index else layer for layer in plan.layers]
     return replace(plan, layers=tuple(layers), workload=Workload(2, 1024))
 
 
@@ -94,7 +94,7 @@ def test_the_error_is_that_of_texts_and_the_agreement_that_of_tokens(loaded: Loa
 def test_each_side_is_measured_alone_on_the_farthest_text(loaded: LoadedModel, monkeypatch) -> None:
     """One side of five layers destroys the model; of the others, none is named before it."""
     plan, seen = with_keys(loaded, 1, COARSE), []
-    layers = [replace(layer, v=(Format(4, "token", 64),)) if i < 5 else layer for i, layer in enumerate(plan.layers)]
+    layers = [replace(layer, v=Format(4, "token", 64)) if i < 5 else layer for i, layer in enumerate(plan.layers)]
     texts = check_damage._texts(plan, loaded, (), SILENT)
     assert texts is not None and texts.first_B is not None
     against = check_damage._against_16_bits
@@ -127,13 +127,13 @@ def test_texts_stand_at_both_ends_of_the_context(loaded: LoadedModel) -> None:
 
 def test_a_destroyed_plan_names_the_layer_and_side(destroyed: tuple[Path, int], tmp_path: Path) -> None:
     path, index = destroyed
-    done = run_kvcal("verify", path, "--model", MODEL)
+    done = run_kvcal("inspect", path, "--model", MODEL)
     assert done.code == 7 and "the plan destroys the model" in done.err and f"layer {index} K" in done.err
     assert "--allow-damage" in done.err
-    allowed = ran_well("verify", path, "--model", MODEL, "--allow-damage", "--json")
+    allowed = ran_well("inspect", path, "--model", MODEL, "--allow-damage", "--json")
     assert "warning: the plan destroys the model" in allowed.err
-    assert [check["name"] for check in allowed.json] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
-    assert f"layer {index} K" in allowed.json[-1]["detail"]
+    assert [check["name"] for check in allowed.json["checks"]] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
+    assert f"layer {index} K" in allowed.json["checks"][-1]["detail"]
 
 
 def test_a_plan_is_marked_before_its_layers_are_named(

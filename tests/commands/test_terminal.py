@@ -28,7 +28,7 @@ from kvcal.stages.compare import Comparison, Entry, Refusal
 ROOT = Path(__file__).parents[2]
 PLAN = sorted((ROOT / "artifacts/plans").iterdir())[-1] / "plan.safetensors"
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-LINES = ["inspect {plan}", "recipes", "models", "size reasoner-10m --memory 800MB --batch 48"]
+LINES = ["inspect {plan}", "list recipes", "list models", "size reasoner-10m --memory 800MB --batch 48"]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -41,9 +41,9 @@ def test_tables_fit_80_columns(line: str, monkeypatch: pytest.MonkeyPatch) -> No
 ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
 SLIDING = (
     LayerPlan(attention(0, window=512)),
-    LayerPlan(attention(1), (ROTATED,), (ROTATED,), k_basis=True, v_basis=True, k_feedback=True, v_feedback=True),
-    LayerPlan(attention(2), (K3,), (V2,)),
-    LayerPlan(attention(3), (Format(4, "token", 32),), (V2,)),
+    LayerPlan(attention(1), ROTATED, ROTATED, k_basis=True, v_basis=True, k_feedback=True, v_feedback=True),
+    LayerPlan(attention(2), K3, V2),
+    LayerPlan(attention(3), Format(4, "token", 32), V2),
     LayerPlan(StateGeometry(4, 4096)),
 )
 ROWS = [
@@ -119,7 +119,7 @@ def test_formats_are_short_and_told_once(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_bits_have_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    view = tables.layer_table(plan_of(LayerPlan(attention(0), (K3,), (V8,))).layers, "bfloat16", UNIFORM.workload)
+    view = tables.layer_table(plan_of(LayerPlan(attention(0), K3, V8)).layers, "bfloat16", UNIFORM.workload)
     assert "\x1b[33m3\x1b[0m" in (text := drawn(view, 80, monkeypatch, capsys)) and "\x1b[35m8\x1b[0m" in text
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"\x1b\[3[0-7]m", drawn(view, 80, monkeypatch, capsys))
@@ -166,7 +166,7 @@ def test_without_a_terminal_a_line_comes_now_and_then(
 
 @pytest.mark.parametrize("line", [f"inspect {PLAN} --json", "--help"])
 def test_a_closed_pipe_ends_a_command_without_a_word(line: str) -> None:
-    """As `kvcal recipes | head -1` does, or earlier."""
+    """As `kvcal list recipes | head -1` does, or earlier."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -188,7 +188,7 @@ def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"), [("kvcal run aqua", "aqua-kv"), ("kvcal verify plan --model rea", "reasoner-10m")]
+    ("line", "expected"), [("kvcal run aqua", "aqua-kv"), ("kvcal inspect plan --model rea", "reasoner-10m")]
 )
 def test_the_shell_is_given_the_names(line: str, expected: str) -> None:
     count = len(line.split()) - 1

@@ -44,7 +44,7 @@ def eight_billion(bits: list[int], num_sinks: int = 0) -> Plan:
     layers = []
     for index in range(32):
         k, v = (Format(bits[index % len(bits)], axis, num_sink_tokens=num_sinks) for axis in ("channel", "token"))
-        layers.append(LayerPlan(AttentionGeometry(index, 32, 8, 128, 128), (k,), (v,)))
+        layers.append(LayerPlan(AttentionGeometry(index, 32, 8, 128, 128), k, v))
     return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
 
 
@@ -82,7 +82,7 @@ def test_rings_lie_side_by_side_in_vllms_blocks() -> None:
     """Layers of other heads, and with tokens at 16 bits besides their pages: sinks and a window."""
     besides = Format(2, "channel", num_sink_tokens=4, recent_window=128)
     layers = [
-        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (k,), (Format(2),))
+        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), k, Format(2))
         for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, besides), (2, Format(2, "channel"))))
     ]
     shard = HeadShard(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}))
@@ -104,7 +104,7 @@ def gemma(num_bits: int) -> Plan:
     for index in range(34):
         is_full = index % 6 == 5
         geometry = AttentionGeometry(index, 8, 4, 256, 256, None if is_full else 1024)
-        formats = ((Format(num_bits, "channel"),), (Format(num_bits),)) if is_full else ()
+        formats = (Format(num_bits, "channel"), Format(num_bits)) if is_full else ()
         layers.append(LayerPlan(geometry, *formats))
     return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
 
@@ -240,36 +240,35 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 @pytest.fixture(scope="module")
 def plan_path(model: Path) -> Path:
     geometry = read_sizes(str(model)).geometry
-    layers = tuple(LayerPlan(layer, (Format(2, "channel"),), (Format(4),)) for layer in geometry.layers)
+    layers = tuple(LayerPlan(layer, Format(2, "channel"), Format(4)) for layer in geometry.layers)
     path = model.parent / "a plan.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
     return path
 
 
-def test_capacity_of_a_memory_for_the_cache(model: Path, plan_path: Path) -> None:
-    shared = ("capacity", model, "--plan", plan_path, "--context", 1000, "--tp", 2)
-    value = ran_well(*shared, "--kv-memory", "100MB", "--json").json
+def test_serve_args_tell_what_fits_into_a_memory(model: Path, plan_path: Path) -> None:
+    sized = ("serve-args", plan_path, "--context", 1000, "--tp", 2, "--kv-memory", "100MB")
+    value = ran_well(*sized, "--json").json["capacity"]
     assert value["memory"] == 10**8 and value["num_blocks"] == 10**8 // value["block_bytes"]
     assert value["blocks_per_request"] == 8 + value["ring_blocks"] and value["tp"] == 2
     assert value["tokens"] == int(value["concurrency"] * 1000)
-    done = run_kvcal(*shared, "--kv-memory", "100MB")
-    assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
+    done = run_kvcal(*sized)
+    assert f"{value['num_blocks']} blocks" in done.err and f"{value['concurrency']:.2f} requests" in done.err
+    assert shlex.split(done.out)[:2] == ["vllm", "serve"] and len(done.out.splitlines()) == 1
 
 
-def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
-    model: Path, plan_path: Path, tmp_path: Path
-) -> None:
+def test_serve_args_tell_rings_that_are_larger_than_the_pages_of_a_block(model: Path, tmp_path: Path) -> None:
     geometry = read_sizes(str(model)).geometry
     sinks = Format(2, "channel", num_sink_tokens=2000)
-    layers = tuple(LayerPlan(layer, (sinks,), (Format(4),)) for layer in geometry.layers)
+    layers = tuple(LayerPlan(layer, sinks, Format(4)) for layer in geometry.layers)
     path = tmp_path / "sinks.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
-    sized = ("--kv-memory", "100MB", "--context", 1000, "--json")
-    done = run_kvcal("capacity", model, "--plan", path, *sized)
-    value = done.json
+    sized = ("serve-args", path, "--kv-memory", "100MB", "--context", 1000, "--json")
+    done = run_kvcal(*sized)
+    value = done.json["capacity"]
     assert value["block_bytes"] > 1.5 * value["page_bytes"] and "larger than the pages of a block" in done.err
-    sglang = run_kvcal("capacity", model, "--plan", path, *sized, "--engine", "sglang", "--max-requests", 1)
-    assert "larger than" not in sglang.err and sglang.json["page_bytes"] == value["page_bytes"]
+    sglang = run_kvcal(*sized, "--engine", "sglang", "--max-requests", 1)
+    assert "larger than" not in sglang.err and sglang.json["capacity"]["page_bytes"] == value["page_bytes"]
 
 
 def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +290,7 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
     few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
     for path, num_sinks in ((few, 4), (many, 200)):
         keys = Format(2, "channel", 128, num_sinks, 64)
-        layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (keys,), (Format(4),))
+        layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), keys, Format(4))
         save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
     cases = ((few, ("vllm", "--drafts", 2), True), (few, ("vllm",), False), (few, ("sglang",), False),
              (many, ("vllm",), True), (many, ("sglang",), False),
@@ -301,9 +300,9 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
         assert ("--no-enable-prefix-caching" in found) == is_off and "--disable-radix-cache" not in found
 
 
-def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None:
-    line = ("capacity", model, "--plan", plan_path, "--kv-memory", "1GB", "--context", 1000)
-    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json for n in (0, 7))
+def test_drafts_take_a_place_in_every_ring(plan_path: Path) -> None:
+    line = ("serve-args", plan_path, "--kv-memory", "1GB", "--context", 1000)
+    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json["capacity"] for n in (0, 7))
     plan = load_plan(plan_path)
     pools = [VllmPool(HeadShard(plan, lookahead=n)) for n in (0, 7)]
     for value, pool in zip((plain, more), pools, strict=True):
@@ -314,7 +313,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
     assert given == {"method": "ngram", "num_speculative_tokens": 5}
 
 
-def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
+def test_serve_args_of_sglang(plan_path: Path) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(*shared).out)
     assert words[:7] == [
@@ -324,21 +323,16 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
         "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
         "--disable-prefill-cuda-graph",
     ]  # fmt: skip
-    words = shlex.split(run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
-    sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
-    value = run_kvcal(*sized, "--context", 512, "--kv-memory", "10MB", "--json").json
+    value = run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB", "--json").json
+    words, num_blocks = value["arguments"], value["capacity"]["num_blocks"]
     assert words[14:] == [
-        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
+        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * num_blocks),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none", 2, "'none' is not one of"),
-        ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),

@@ -24,18 +24,21 @@ from kvcal.errors import UnsupportedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
 from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import basis
-from kvcal.stages import reparam as reparam_stage
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.stage import load_evaluation
-from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.store.workspace import step_workspace
+from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.aqua_kv.record import find_targets
+from kvcal.systems.basis import stage as basis
+from kvcal.systems.basis.recipe import FeedbackSpec
+from kvcal.systems.pm_kvq import reparam as reparam_stage
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 TWO_BITS = Format(2, "channel", 32)
 QUERY_SCORE = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),)))
@@ -100,8 +103,8 @@ def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(measured_profile:
         found[rotary] = allocate(measured_profile, spec, {})
         taken = sum(layer.nbytes("float32", (640, 640), 640) for layer in found[rotary].layers)
         assert found[rotary].split.paged == taken <= 330_000
-    assert all(layer.v == (RAW,) and layer.k[0].num_bits < 16 for layer in found[False].layers)
-    assert any(layer.v[0].num_bits < 16 for layer in found[True].layers)
+    assert all(layer.v == RAW and layer.k.num_bits < 16 for layer in found[False].layers)
+    assert any(layer.v.num_bits < 16 for layer in found[True].layers)
     assert found[True].loss < found[False].loss
 
 
@@ -128,9 +131,9 @@ def test_scores_by_queries_are_refused_and_others_are_not() -> None:
         in_formats(layer, QUERY_SCORE, TWO_BITS)
     assert "magnitude, variance or range" in str(caught.value.hint)
     with pytest.raises(ValueError, match="layer 0 caches latents: they take no score by queries"):
-        LayerPlan(layer.geometry, (QUERY_SCORE,), (RAW,))
+        LayerPlan(layer.geometry, QUERY_SCORE, RAW)
     kitty = replace(QUERY_SCORE, boost=Boost("magnitude", (Tier(4, 0.25),)))
-    assert in_formats(layer, kitty, TWO_BITS, k_pages="pre") == LayerPlan(layer.geometry, (kitty,), (RAW,))
+    assert in_formats(layer, kitty, TWO_BITS, k_pages="pre") == LayerPlan(layer.geometry, kitty, RAW)
 
 
 def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None:
@@ -180,11 +183,11 @@ def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase
     recipe.write_text(RECIPE.replace('same_bytes_as = "kivi-2"', 'kv_budget = "290KB"'))
     ran_well("run", recipe, "--model", model, "--out", out, "--json", "-q")
     plan = load_plan(out / "plan.safetensors")
-    assert all(layer.attention.is_latent and layer.k[0].num_bits < 16 and layer.v == (RAW,) for layer in plan.layers)
+    assert all(layer.attention.is_latent and layer.k.num_bits < 16 and layer.v == RAW for layer in plan.layers)
     rows = {row.name: row for row in load_evaluation(out / "evaluation.json").rows}
     assert rows["tiny"].text.kl > 0 and rows["16-bit"].text.kl < 1e-6
 
-    verified = ran_well("verify", out / "plan.safetensors", "--model", model)
+    verified = ran_well("inspect", out / "plan.safetensors", "--model", model)
     assert "allocated = predicted" in verified.out
     inspected = ran_well("inspect", out / "plan.safetensors")
     assert "latent attention: K is the latent, V the rotary key" in inspected.out

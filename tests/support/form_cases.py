@@ -13,8 +13,9 @@ from torch import Tensor
 from kvcal import Plan, PlanCache
 from kvcal.geometry import Geometry
 from kvcal.plan.layer import LayerPlan, Predictor
-from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.tensors import needed_tensors
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 Change = Callable[[LayerPlan], LayerPlan]
 
@@ -26,7 +27,7 @@ KITTY = Format(2, "channel", 64, 4, boost=Boost("magnitude", (Tier(4, 0.25),)))
 
 
 def _formats(k: Format, v: Format, **changes) -> Change:
-    return lambda layer: replace(layer, k=(k,), v=(v,), **changes)
+    return lambda layer: replace(layer, k=k, v=v, **changes)
 
 
 def _predicted(kind: str, k: Format, v: Format, source: int, **size) -> Change:

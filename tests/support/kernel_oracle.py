@@ -13,10 +13,11 @@ from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import AXES, DTYPES, Variant, side_defines
 from kvcal.pages.codec import PageCodec
+from kvcal.pages.hadamard import random_signs
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.rotated import random_signs
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 PARAMS = ("float16", "bfloat16", "float32")
 CACHES = ("bfloat16", "float16")
@@ -75,7 +76,7 @@ class Case:
         geometry = AttentionGeometry(0, NUM_HEADS * GROUP_HEADS, NUM_HEADS, self.dim, self.dim)
         k, v = (self.fmt, Format(2)) if self.side == "k" else (Format(2), self.fmt)
         fed = {f"{self.side}_feedback": self.feedback}
-        plan = LayerPlan(geometry, (k,), (v,), k_rescale=self.rescale, k_offset=self.offset, **fed)
+        plan = LayerPlan(geometry, k, v, k_rescale=self.rescale, k_offset=self.offset, **fed)
         generator = torch.Generator().manual_seed(3)
         tensors = {
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),
