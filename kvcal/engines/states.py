@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CacheDtype
-from kvcal.models.files import Location, read_json
 from kvcal.stored_tensor import ITEM_BYTES
 
 
@@ -90,30 +89,33 @@ DTYPE_KEYS, NEMOTRON_DTYPE = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "floa
 
 
 def state_bytes(
-    location: Location, num_ranks: int, lookahead: int, cache_dtype: CacheDtype, state_dtype: CacheDtype | None = None
+    config: Mapping[str, Any],
+    num_ranks: int,
+    lookahead: int,
+    cache_dtype: CacheDtype,
+    state_dtype: CacheDtype | None = None,
 ) -> int:
-    """Bytes of a layer's state on each of ``num_ranks``, of a model's folder. ``state_dtype``: of the
-    recurrent state, where vLLM's --mamba-ssm-cache-dtype states it.
+    """Bytes of a layer's state on each of ``num_ranks``, by the content of a model's config.json.
+    ``state_dtype``: of the recurrent state, where vLLM's --mamba-ssm-cache-dtype states it.
 
     Raises:
         UnsupportedModel: of this family they are not known, or ranks cannot share them.
-        UsageError: config.json lacks a key.
+        UsageError: the configuration lacks a key.
     """
-    config = read_json(location.folder / "config.json", location.id)
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     family = text.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(
-            f"{location.id}: how vLLM holds states of the type {family!r} is not known; known: {', '.join(FAMILIES)}"
+            f"how vLLM holds states of models of the type {family!r} is not known; known: {', '.join(FAMILIES)}"
         )
     try:
         state = FAMILIES[family](text)
     except KeyError as missing:
-        raise UsageError(f"{location.id}: config.json lacks the key {missing}, which tells a state's size") from None
+        raise UsageError(f"config.json lacks the key {missing}, which tells the size of a state") from None
     groups = state.groups if state.groups % num_ranks == 0 else num_ranks
     channels = state.channels + groups * state.group_channels
     if channels % num_ranks or state.recurrent % num_ranks:
-        raise UnsupportedModel(f"{location.id}: {num_ranks} ranks cannot share a state of {channels} channels equally")
+        raise UnsupportedModel(f"{num_ranks} ranks cannot share a state of {channels} channels equally")
     inputs = state.inputs + lookahead * state.takes_drafts
     stated = next((text[key] for key in DTYPE_KEYS if text.get(key)), None)
     dtype = state_dtype or stated or (NEMOTRON_DTYPE if family == "nemotron_h" else cache_dtype)

@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from attention_recorder import VARIABLE, attended_in
 from engine_replay import AttentionReplay
+from hybrid_shapes import SHAPES
 from test_vllm import FORMATS, LENGTHS, TOKENS, VOCABULARY, Served, prompts, random_requests, serve
 from test_vllm import version as version
 from tiny_models import perturbed
@@ -58,10 +59,26 @@ class Hybrid(Served):
         """The plan with sinks and windows, others for keys than for values."""
         more = iter(({"num_sink_tokens": 4 * has_sinks, "recent_window": 128}, {"recent_window": 64}))
         layers = [
-            dataclasses.replace(layer, k=(dataclasses.replace(layer.k[0], **next(more)),)) if layer.is_paged else layer
+            dataclasses.replace(layer, k=dataclasses.replace(layer.k, **next(more))) if layer.is_paged else layer
             for layer in self.plan.layers
         ]
         return dataclasses.replace(self.plan, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_vllms_planner_has_the_predicted_blocks(name: str, version: str, tmp_path: Path) -> None:
+    """Bytes of a state by vLLM's own class methods, groups, bytes of a block, and blocks of a request, on 1 to 8
+    ranks; without prefix caching, with it and sinks, and with drafts."""
+    more = {"recent_window": 64, "num_sink_tokens": 0}
+    sinks = more | {"num_sink_tokens": 8}
+    cases = [
+        [name, bits, ranks, drafts, has_prefixes, context, formats]
+        for bits, context in ((2, 32768), (3, 8192), (4, 131072)) for ranks in (1, 2, 4, 8)
+        for drafts, has_prefixes, formats in ((0, False, more), (0, True, sinks), (3, True, more))
+    ]  # fmt: skip
+    found = run_in(version, tmp_path, "vllm_planner.py", cases)
+    assert all(one["vllm"] == one["kvcal"] for one in found), list(zip(cases, found, strict=True))
+    assert len(found) == 36 and max(one["pages_per_block"] for one in found) > 1
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +144,7 @@ def test_attention_of_every_layer(version: str, tmp_path: Path, hybrid: Hybrid) 
     assert max(replay.errors) < 8 and len(replay.errors) > 400, max(replay.errors)
     assert sum(replay.cached.values()) > 0
     *layers, last = plan.layers
-    finer = dataclasses.replace(last, v=(dataclasses.replace(last.v[0], num_bits=4),))
+    finer = dataclasses.replace(last, v=dataclasses.replace(last.v, num_bits=4))
     other = AttentionReplay(hybrid.model, dataclasses.replace(plan, layers=(*layers, finer)))
     other.attend(steps, steps, calls)
     assert max(other.errors) > 1000

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcal.engines.states import state_bytes
 from kvcal.geometry import AttentionGeometry, CacheDtype, LayerGeometry, ModelIdentity, StateGeometry
-from kvcal.models.files import locate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
@@ -37,21 +34,20 @@ class Shape(NamedTuple):
         layers: list[LayerPlan] = []
         k, v = (Format(num_bits, axis, **more) for axis in ("channel", "token"))
         geometry: LayerGeometry
+        every = 1 if self.both else 1 + self.states // self.full
         for index in range(self.full if self.both else self.full + self.states):
             heads = self.query_heads, self.kv_heads, self.head_dim, self.head_dim
-            if self.both or index % (1 + self.states // self.full) == 0 and index // (1 + self.states // self.full) < self.full:
+            if index % every == 0 and index // every < self.full:
                 geometry = AttentionGeometry(index, *heads, state_bytes=64 if self.both else 0)
-                layers.append(LayerPlan(geometry, (k,), (v,)))
+                layers.append(LayerPlan(geometry, k, v))
             else:
                 layers.append(LayerPlan(StateGeometry(index, 64)))
         model = ModelIdentity("hybrid", self.config["model_type"], "a" * 64, "b" * 64, "c" * 64)
         return Plan(model, "bfloat16", tuple(layers), Workload(1, context), {})
 
-    def state_bytes(self, folder: Path, num_ranks: int, lookahead: int = 0, dtype: CacheDtype | None = None) -> int:
-        """By its config.json, which is written to a folder."""
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        return state_bytes(locate(str(folder)), num_ranks, lookahead, "bfloat16", dtype)
+    def state_bytes(self, num_ranks: int, lookahead: int = 0, dtype: CacheDtype | None = None) -> int:
+        """Of a layer on a rank, by the configuration."""
+        return state_bytes(self.config, num_ranks, lookahead, "bfloat16", dtype)
 
 
 SHAPES = {

@@ -2,8 +2,8 @@
 their states.
 
     [[name, bits, ranks, drafts, has prefixes, context, formats' other keys], ...]
-    -> [{"state_bytes": of a layer, "pages_per_block", "state_groups": , "groups": all, "block_bytes": ,
-         "blocks": of a request of the context, "predicted": [the same four, by kvcal]}, ...]
+    -> [{"vllm": [bytes of a state, groups of states, bytes of a block, blocks of a request of the context],
+         "kvcal": [the same, as predicted], "pages_per_block": of the prediction}, ...]
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import importlib
 import json
 import math
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +20,7 @@ from hybrid_shapes import SHAPES, Shape
 
 from kvcal.engines.capacity import VllmPool, vllm_pool
 from kvcal.engines.shard import HeadShard
+from kvcal.engines.states import DTYPE_KEYS
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
@@ -37,7 +36,7 @@ def config_of(shape: Shape, ranks: int, drafts: int, has_prefixes: bool, context
         ),
         cache_config=SimpleNamespace(
             mamba_cache_dtype="auto", use_replayssm=False,
-            mamba_ssm_cache_dtype=shape.config.get("mamba_ssm_dtype", shape.config.get("mamba_ssm_cache_dtype", "auto")),
+            mamba_ssm_cache_dtype=next((shape.config[key] for key in DTYPE_KEYS if key in shape.config), "auto"),
             mamba_cache_mode="align" if has_prefixes else "none", num_gpu_blocks_override=None,
             prefix_cache_retention_interval=0, enable_prefix_caching=has_prefixes,
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
@@ -111,20 +110,21 @@ def planned(
     model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), class_name)
     shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in zip(shapes, dtypes, strict=True))
-    own = shape.state_bytes(Path(tempfile.mkdtemp()), ranks, drafts)
+    own = shape.state_bytes(ranks, drafts)
     pool = vllm_pool(HeadShard(shape.plan(bits, context, **more), 0, ranks, drafts), own, has_prefixes)
     groups = planner.get_kv_cache_groups(config, specs_of(shape, pool, config, shapes, dtypes))
     layout = config.cache_config.get_resolved_kv_cache_layout()
     block_bytes = planner._get_kv_cache_bytes_per_block(groups, layout)
     needed = sum(
-        -(-group.kv_cache_spec.max_memory_usage_bytes(config) // group.kv_cache_spec.page_size_bytes) for group in groups
+        -(-group.kv_cache_spec.max_memory_usage_bytes(config) // group.kv_cache_spec.page_size_bytes)
+        for group in groups
     )
     firsts = [next(iter(group.kv_cache_spec.kv_cache_specs.values())) if hasattr(group.kv_cache_spec, "kv_cache_specs")
               else group.kv_cache_spec for group in groups]  # fmt: skip
     of_states = sum(isinstance(spec, MambaSpec) for spec in firsts)
     return {
         "vllm": [nbytes, of_states, block_bytes, needed],
-        "kvcal": [own, pool.state_groups, pool.block_bytes, pool.blocks(context)], "groups": len(groups),
+        "kvcal": [own, pool.state_groups, pool.block_bytes, pool.blocks(context)],
         "pages_per_block": pool.pages_per_block,
     }  # fmt: skip
 

@@ -92,8 +92,10 @@ def _copies_within(scheduler: Any, scheduled: Any) -> list[list[Any]]:
     """Blocks that a request gets a copy of, as it begins within them."""
     _, count = _pages_group(scheduler)
     pairs = scheduled.kv_cache_block_copies or []
-    to, source = ([block * count + page for block in blocks for page in range(count)]
-                  for blocks in ([pair.dst_block_id for pair in pairs], [pair.src_block_id for pair in pairs]))  # fmt: skip
+    to, source = (
+        [block * count + page for block in blocks for page in range(count)]
+        for blocks in ([pair.dst_block_id for pair in pairs], [pair.src_block_id for pair in pairs])
+    )
     return [[None, 0, 0, to, WITHIN, source]] if pairs else []
 
 
