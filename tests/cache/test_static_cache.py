@@ -362,7 +362,10 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     )
     x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), store.place.table
     packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
+    bases = [torch.randn(2, HEAD_DIM, HEAD_DIM)] * 2
     calls = {
+        "enter": (k.bfloat16(), v.bfloat16(), q, bases, bases, error),
+        "leave": (q.float(), bases, torch.bfloat16),
         "append": (k, v, queries, *held, list(step.statistic), place, transform, error, variant),
         "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, variant),
         "pack": (x, step.k.pages, slots, mean, transform, error, 0, variant),
