@@ -69,13 +69,7 @@ def serve_args(
     sizes = tp, context or 1, drafts, max_requests
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
     if engine == "vllm":
-        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
-        words += ["--additional-config", json.dumps({"kvcal_plan": path})]
-        words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
-        words += ["--max-model-len", str(context)] if context is not None else []
-        words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
-        by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
-        words += ["--speculative-config", by_ngrams] if drafts else []
+        words = vllm_words(loaded, name, path, tp, context, memory, drafts)
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
@@ -83,7 +77,6 @@ def serve_args(
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
-    words += [support.NO_PREFIXES] if support.loses_sinks(loaded, drafts, engine) else []
     value: dict[str, Any] = {"engine": engine, "arguments": words, "capacity": None}
     if found is not None and context is not None:
         counted = {"tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
@@ -95,6 +88,22 @@ def serve_args(
             given.reporter().say(f"note: sglang runs at most {max_requests} of them at once: --max-requests")
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
+
+
+def vllm_words(
+    plan: plan_file.Plan, model: str, path: str, tp: int = 1, context: int | None = None, memory: int | None = None,
+    drafts: int = 0,
+) -> list[str]:  # fmt: skip
+    """The command line of `vllm serve` with the plan in ``path``. ``memory``: bytes of one device for the
+    cache; ``drafts``: n-grams that are verified with a token."""
+    words = ["vllm", "serve", model, "--attention-backend", "KVCAL", "--block-size", "128"]
+    words += ["--additional-config", json.dumps({"kvcal_plan": path})]
+    words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+    words += ["--max-model-len", str(context)] if context is not None else []
+    words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
+    by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
+    words += ["--speculative-config", by_ngrams] if drafts else []
+    return words + ([support.NO_PREFIXES] if support.loses_sinks(plan, drafts, "vllm") else [])
 
 
 def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:
