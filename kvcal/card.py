@@ -15,6 +15,8 @@ A card is compared with by its front matter, which holds its figures. Its templa
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,11 +27,11 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal import tables
 from kvcal.artifact import sha256_json, write_text_atomic
-from kvcal.commands.serve_args import vllm_words
 from kvcal.engines.capacity import Capacity, capacity
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, InfeasibleBudget, UnsupportedModel
 from kvcal.folder import Folder
+from kvcal.geometry import StateGeometry
 from kvcal.measured_rows import decimal
 from kvcal.plan.damage import LIMITS, MAX_KL, MIN_KL, MIN_TOP1, is_destroyed
 from kvcal.plan.plan import Plan, load_plan
@@ -129,18 +131,15 @@ def write_card(folder: Folder, gates: Gates, last: Path | None = None, memory: i
 
 def read_card(path: Path) -> Figures:
     """The figures of a card. ArtifactError: no such file, or no card."""
-    from huggingface_hub import ModelCard
-    from yaml import YAMLError
-
     hint = f"name a {FILE} that `kvcal card` has written"
     if not path.is_file():
         raise ArtifactError(f"{path}: no such card", hint)
+    found = re.search(rf"^{LIBRARY}: (\{{.*\}})$", path.read_text(encoding="utf-8", errors="replace"), re.M)
     try:
-        content = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict().get(LIBRARY)
-    except (ValueError, YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ArtifactError(f"{path}: its front matter cannot be read: {reason}", hint) from None
-    if not isinstance(content, dict):
+        content = json.loads(found[1]) if found is not None else None
+    except ValueError:
+        content = None
+    if content is None:
         raise ArtifactError(f"{path} is no card of kvcal", hint)
     return parse(Figures, content, str(path), ArtifactError, hint)
 
@@ -211,6 +210,8 @@ def _against(ours: Figures, theirs: Figures) -> Iterator[Finding]:
 def _in_engine(plan: Plan, memory: int) -> tuple[Capacity | None, Finding]:
     """What fits in vLLM at the plan's context."""
     what = f"a request of {plan.workload.context} tokens in vLLM"
+    if any(isinstance(layer.geometry, StateGeometry) for layer in plan.layers):  # their bytes are the engine's
+        return None, Finding(what, f"{memory} bytes", "states beside pages", "unchecked")
     try:
         require_served(plan, True, "vllm")
         found = capacity("vllm", plan, memory, 1, plan.workload.context)
@@ -267,7 +268,7 @@ def _page(
         "workload": workload,
         "capacity": rows,
         "refused": refused,
-        "serve_line": shlex.join(vllm_words(plan, plan.model.id, "plan.safetensors")),
+        "serve_line": _line("serve-args", "plan.safetensors", "--engine", "vllm", "--model", plan.model.id),
     }
 
 
@@ -317,7 +318,7 @@ def _line(*words: object) -> str:
 
 
 def _front_matter(figures: Figures, evaluation: Evaluation | None) -> str:
-    """YAML of a hub's model card, with the figures under ``kvcal``."""
+    """YAML of a hub's model card, with the figures under ``kvcal``: JSON, which YAML holds."""
     from huggingface_hub import EvalResult, ModelCardData
 
     measured = [("kl", "KL to 16 bits, nats a token", figures.kl, figures.kl_error)]
@@ -340,6 +341,5 @@ def _front_matter(figures: Figures, evaluation: Evaluation | None) -> str:
         tags=[LIBRARY, "kv-cache", "quantization"],
         model_name=f"{figures.model} KV cache at {figures.bits_per_value:.2f} bits",
         eval_results=results or None,
-        **{LIBRARY: dump(figures)},
     )
-    return data.to_yaml()
+    return f"{data.to_yaml()}\n{LIBRARY}: {json.dumps(dump(figures))}"

@@ -1,6 +1,7 @@
 """``kvcal card``: its figures are those of the evaluation in the folder, a hub's own reader takes its front matter,
 and its verdict follows from stated limits and from the card before."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerBase
@@ -42,13 +42,15 @@ def verdict(done: Outcome) -> str:
     return str(done.json["verdict"])
 
 
+def figures_of(card: Path) -> dict[str, Any]:
+    return ModelCard.load(card).data.to_dict()["kvcal"]
+
+
 def edited(card: Path, **figures: Any) -> Path:
     """The card with other figures in its front matter."""
-    _, front, page = card.read_text().split("---\n", 2)
-    content = yaml.safe_load(front)
-    content["kvcal"] |= figures
     path = card.with_name("before.md")
-    path.write_text(f"---\n{yaml.safe_dump(content)}---\n{page}")
+    line = f"kvcal: {json.dumps(figures_of(card) | figures)}\n"
+    path.write_text(re.sub(r"^kvcal: .*\n", lambda _: line, card.read_text(), flags=re.M))
     return path
 
 
@@ -69,7 +71,8 @@ def test_figures_are_those_of_the_evaluation(folder: Path) -> None:
     assert measured["small"][1:3] == [f"{plan.bits_per_value():.3f}", f"{row.text.kl:.5f} ± {row.text.kl_se:.5f}"]
     assert f"sha256 {plan.sha256}" in page and "`kvcal plan model --recipe small --set " in page
     assert (
-        "vllm serve model --attention-backend KVCAL" in page and "fp8 (the bytes below are computed): unchecked" in page
+        'eval "$(kvcal serve-args plan.safetensors --engine vllm --model model)"' in page
+        and "fp8 (the bytes below are computed): unchecked" in page
     )
     assert "look-ups" not in page and (folder / "report.html").is_file()
     again = page, ran_well("card", folder, "--kv-memory", "1GB").out
@@ -134,7 +137,7 @@ def test_a_limit_of_a_task_that_was_not_measured_is_unchecked(folder: Path) -> N
 def test_a_worse_plan_than_that_of_the_card_before_is_a_regression(folder: Path) -> None:
     ran_well("card", folder)
     card, against = folder / "README.md", ("--against", folder / "before.md", "--json")
-    figures = yaml.safe_load(card.read_text().split("---\n")[1])["kvcal"]
+    figures = figures_of(card)
     shutil.copy(card, folder / "before.md")
     assert verdict(ran_well("card", folder, *against)) == "accept"  # as good as itself
     edited(card, kl=0.0, kl_error=0.0)
@@ -157,7 +160,10 @@ def test_what_is_no_card_or_of_another_model_is_refused(folder: Path) -> None:
     done = run_kvcal("card", folder)
     assert done.code == 5 and "is no card of kvcal" in done.err
     assert (folder / "README.md").read_text() == "# My own words\n"
-    for content, says in (("# My own words\n", "is no card of kvcal"), ("---\na: [\n---\n", "cannot be read")):
+    for content, says in (
+        ("# My own words\n", "is no card of kvcal"),
+        ("---\nkvcal: {1}\n---\n", "is no card of kvcal"),
+    ):
         (folder / "before.md").write_text(content)
         (folder / "README.md").unlink(missing_ok=True)
         done = run_kvcal("card", folder, "--against", folder / "before.md")
