@@ -113,8 +113,7 @@ class _Part:
             # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
             mean = self._query_sum / self._query_sum.new_full((), num_queries)
             self.query_means |= dict.fromkeys(completed, mean)
-            if not self.codec.format.keeps_queries:
-                self._query_sum, self._query_since = torch.zeros(()), num_tokens
+            self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
 class DenseLayer(DynamicLayer):
@@ -135,8 +134,8 @@ class DenseLayer(DynamicLayer):
         state."""
         plan, state, index = layer.plan, layer.state, layer.plan.geometry.index
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
-        is_predicted = any(plan.predictor(side) is not None for side in SIDES)
-        is_own = is_read or is_predicted or plan.k_basis or plan.v_basis
+        reads_others = any(plan.sources(side) for side in SIDES)
+        is_own = is_read or reads_others or plan.k_basis or plan.v_basis
         return not (is_own or state.is_scheduled or plan.geometry.state_bytes)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -28,7 +28,7 @@ from kvcal.strict import dump
 
 KIND = "prefix"
 SCHEMA = 6  # one digest
-AGAIN = "pack the prompt again with this plan and model: kvcal pack-prefix"
+AGAIN = "pack the prompt again with this plan and model: kvcal generate --pack"
 
 
 def save(path: str | Path, plan: Plan, layers: Sequence[object], tokens_T: Tensor) -> None:

@@ -1,7 +1,8 @@
 """The operators of a step, in torch's namespace ``kvcal``: on CUDA the kernels, elsewhere the reference.
 
 One call serves one layer. Lists of tensors are the groups of kvcal.kernels.operands: ``k`` and ``v``
-(Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform). Besides them:
+(Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform), ``k_basis`` and
+``v_basis`` (``Basis.operands``). Besides them:
 
     k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype
     q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new
@@ -28,7 +29,6 @@ in ``csrc``. Tensors in another dtype than the cache's (a model that computes in
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -36,13 +36,48 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
+from kvcal.kernels.basis import launch_enter, launch_leave
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode import launch_decode, row_defines, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.decode import launch_decode, table_shape
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable
+from kvcal.kernels.packing import BLOCKS_OF_SM, PackShape, append_defines, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.systems.basis.basis import Basis
+
+
+@torch.library.custom_op("kvcal::enter", mutates_args=("error",))
+def enter(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Keys and values [B, n, D] or [B, S, n, D], in the cache's dtype, in their bases; and queries of any
+    float dtype as they read such keys, in fp32. Empty tensors stand for what does not enter, and give empty
+    ones. ``error`` gets a bit where float16 cannot hold a number."""
+    serve = launch_enter if error.is_cuda else reference.enter
+    return serve(k_new, v_new, q, k_basis, v_basis, error)
+
+
+@enter.register_fake
+def _enter_fake(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    keys, values = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k_new, v_new))
+    return keys, values, torch.empty(q.shape, dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("kvcal::leave", mutates_args=())
+def leave(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Attention [B, n G, D] or [B, S, n G, D], fp32, of values in their basis -> of values, in ``dtype``."""
+    if attention.is_cuda:
+        return launch_leave(attention, v_basis[1], dtype)
+    return Basis(*v_basis).outputs(attention).to(dtype).contiguous()
+
+
+@leave.register_fake
+def _leave_fake(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(attention.shape, dtype=dtype, device=attention.device)
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))
@@ -91,13 +126,7 @@ def pack(
         mean = query_mean if query_mean.numel() else None
         reference.pack(x, pages, slots, mean, of_keys, error, SIDES[side], named)
         return
-    x, query_mean = loadable(x, CACHE_DTYPES[named.cache_dtype]), query_mean.contiguous()
-    batch, heads, tokens = x.shape[:3]
-    _side_kernel("pack", SIDES[side], named, x.get_device()).launch(
-        (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
-        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
-        *map(Tensor.data_ptr, of_keys), query_mean.data_ptr(), error.data_ptr(),
-    )  # fmt: skip
+    launch_pack(x, pages, slots, query_mean, of_keys, error, SIDES[side], named)
 
 
 @torch.library.custom_op("kvcal::unpack", mutates_args=("out",))
@@ -109,13 +138,7 @@ def unpack(
     if not out.is_cuda:
         reference.unpack(pages, slots, out, of_keys, SIDES[side], named)
         return
-    batch, heads, tokens = out.shape[:3]
-    _side_kernel("unpack", SIDES[side], named, pages.get_device()).launch(
-        (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
-        pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
-        out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, of_keys[:2]),
-        of_keys.signs(SIDES[side]).data_ptr(),
-    )  # fmt: skip
+    launch_unpack(pages, slots, out, of_keys, SIDES[side], named)
 
 
 WINDOW_THREADS = 32
@@ -181,21 +204,50 @@ def append_window(
     )  # fmt: skip
 
 
-THREADS = 256
+UNPACK_THREADS = 256
 
 
 @functools.cache
-def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> Kernel:
-    return kernel("pack", "append", variant.defines | row_defines(has_rows), device_index)
+def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> tuple[Kernel, PackShape, int]:
+    """With the blocks that a GPU runs at a time, if it packs by parts."""
+    compiled = kernel("pack", "append", append_defines(variant, has_rows), device_index)
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    return compiled, pack_shape(variant), BLOCKS_OF_SM * num_sms
 
 
 @functools.cache
-def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> Kernel:
-    """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the
-    other."""
-    own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
-    own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
-    return kernel("pack", entry, own, device_index)
+def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> tuple[Kernel, PackShape]:
+    """``pack`` or ``unpack`` of one side."""
+    return kernel("pack", entry, pack_defines(variant, side), device_index), pack_shape(variant, (side,))
+
+
+def launch_pack(
+    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor, transform: PageTransform, error: Tensor,
+    side: Side, variant: Variant,
+) -> None:  # fmt: skip
+    """As ``ops.pack``."""
+    x, query_mean = loadable(x, CACHE_DTYPES[variant.cache_dtype]), query_mean.contiguous()
+    batch, heads, tokens = x.shape[:3]
+    compiled, shape = _side_kernel("pack", side, variant, x.get_device())
+    compiled.launch(
+        (tokens // PAGE_TOKENS * shape.parts, heads, batch), shape.threads, shape.shared_bytes,
+        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        *map(Tensor.data_ptr, transform), query_mean.data_ptr(), error.data_ptr(),
+    )  # fmt: skip
+
+
+def launch_unpack(
+    pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant
+) -> None:
+    """As ``ops.unpack``."""
+    batch, heads, tokens = out.shape[:3]
+    compiled, _ = _side_kernel("unpack", side, variant, pages.get_device())
+    compiled.launch(
+        (tokens // PAGE_TOKENS, heads, batch), UNPACK_THREADS, 0,
+        pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, transform[:2]),
+        transform.signs(side).data_ptr(),
+    )  # fmt: skip
 
 
 def launch_append(
@@ -213,23 +265,15 @@ def launch_append(
             queries.since.stride(0),
         )  # fmt: skip
     batch, heads = k_new.shape[0], k_new.shape[-2]
-    _append_kernel(variant, place.rows.numel() > 0, k_new.get_device()).launch(
-        (heads, batch, 2),
-        THREADS,
-        0,
+    compiled, shape, at_once = _append_kernel(variant, place.rows.numel() > 0, k_new.get_device())
+    compiled.launch(
+        (shape.append_blocks(len(SIDES) * batch * heads, at_once), 1, 1),
+        shape.threads,
+        shape.shared_bytes,
         k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),
         *of_queries,
         *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
         place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
-        *map(Tensor.data_ptr, transform), error.data_ptr(),
-        *k_new.stride()[1:-2], *v_new.stride()[1:-2],
+        *map(Tensor.data_ptr, transform), error.data_ptr(), heads, batch,
+        *k_new.stride()[1:-2], *v_new.stride()[1:-2], follows=True,
     )  # fmt: skip
-
-
-def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16
-    bytes."""
-    x = x.to(dtype)
-    *outer, channel = x.stride()
-    aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0
-    return x if aligned and (not x.numel() or channel == 1) else x.clone(memory_format=torch.contiguous_format)

@@ -144,8 +144,8 @@ class LayerStore:
     ) -> Tensor:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's
         dtype. Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
-        self.step.append(q, k_new, v_new, self.place)
-        return self.step.attend(q, self.place, scale, softcap, s_aux)
+        queries = self.step.append(q, k_new, v_new, self.place)
+        return self.step.attend(queries, self.place, scale, softcap, s_aux, q.dtype)
 
     # ---- how the memory is made
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import ran_well, run_kvcal, save_llama
+from hybrid_shapes import SHAPES
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.engines.capacity import Capacity, VllmPool, capacity
+from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
 from kvcal.engines.shard import HeadShard
+from kvcal.engines.states import state_bytes
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.config import read_sizes
@@ -143,6 +145,65 @@ def test_layers_of_one_window_take_equal_bytes() -> None:
         vllm_capacity(replace(gemma(2), layers=(wider, *others)), 10**9, 1, 1024)
 
 
+# Bytes of one request at 16 bits in vLLM's own pool, which raises its blocks to 544 tokens, computed by its planner.
+AT_16_BITS = {8192: 254e6, 32768: 856e6, 131072: 3262e6}
+
+
+@pytest.mark.parametrize(("context", "least"), [(8192, 3.0), (32768, 5.0), (131072, 6.0)])
+def test_pages_beside_states_lie_in_long_blocks(context: int, least: float) -> None:
+    """Qwen3-Next: 12 layers with pages, and 36 with states of 1.1 MB, without prefix caching."""
+    shape = SHAPES["qwen3-next"]
+    nbytes = shape.state_bytes(1)
+    assert nbytes == 2 * (3 * (2 * 2048 + 4096) + 32 * 128 * 128)
+    pool = vllm_pool(HeadShard(shape.plan(2, recent_window=64)), nbytes, has_prefixes=False)
+    assert (pool.pages_per_block, pool.state_groups, pool.state_blocks) == (8, 12, 12)
+    assert pool.block_bytes == pool.room >= 3 * pool.state_bytes and pool.block_bytes % (16 * 8) == 0
+    assert AT_16_BITS[context] / (pool.blocks(context) * pool.block_bytes) > least
+    single = vllm_pool(HeadShard(shape.plan(2, recent_window=64)), nbytes, False, 1)
+    assert single.blocks(context) * single.block_bytes > 3 * pool.blocks(context) * pool.block_bytes
+
+
+def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
+    shape = SHAPES["granite-4-h-small"]
+    plan, nbytes = shape.plan(2), shape.state_bytes(1)
+    pools = [VllmPool(HeadShard(plan, 0, 1, drafts), has_prefixes, nbytes, 8, 3)
+             for drafts, has_prefixes in ((0, False), (0, True), (3, True))]  # fmt: skip
+    assert [pool.state_blocks // pool.state_groups for pool in pools] == [1, 2, 5]
+    found = capacity("vllm", plan, 10**10, 1, 32768, state_bytes=nbytes)
+    pool = vllm_pool(HeadShard(plan), nbytes)
+    assert (found.block_tokens, found.state_blocks) == (pool.block_tokens, pool.state_blocks)
+    assert found.blocks_per_request == pool.blocks(32768) and found.page_bytes <= found.block_bytes
+    with pytest.raises(UsageError, match="36 layers of the plan's model keep a state, whose bytes"):
+        capacity("vllm", plan, 10**10, 1, 32768)
+
+
+def test_states_of_a_family_that_is_not_known_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="of the type 'rwkv' is not known"):
+        state_bytes({"model_type": "rwkv"}, 1, 0, "bfloat16")
+    with pytest.raises(UsageError, match="lacks the key 'conv_L_cache'"):
+        state_bytes({"model_type": "lfm2", "hidden_size": 64}, 1, 0, "bfloat16")
+    with pytest.raises(UnsupportedModel, match="3 ranks cannot share a state"):
+        SHAPES["qwen3-next"].state_bytes(3)
+
+
+def test_serve_args_of_a_model_with_states(tmp_path: Path) -> None:
+    """Blocks are as long as its config.json tells, and the recurrent state's dtype is stated."""
+    shape, model = SHAPES["qwen3-next"], tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape.config))
+    save_plan(shape.plan(2), tmp_path / "plan.safetensors")
+    line = ("serve-args", tmp_path / "plan.safetensors", "--model", model, "--kv-memory", "20GB", "--context", 32768)
+    plain, wide = (run_kvcal(*line, *more, "--json").json for more in ((), ("--state-dtype", "float32")))
+    for value, dtype in ((plain, None), (wide, "float32")):
+        pool = vllm_pool(HeadShard(shape.plan(2)), shape.state_bytes(1, dtype=dtype))
+        words = value["arguments"]
+        assert words[words.index("--block-size") + 1] == str(pool.block_tokens)
+        assert value["capacity"]["block_bytes"] == pool.block_bytes
+        assert value["capacity"]["state_blocks"] == pool.state_blocks
+    assert wide["arguments"][-2:] == ["--mamba-ssm-cache-dtype", "float32"]
+    assert f"blocks of {plain['capacity']['block_tokens']} tokens" in run_kvcal(*line).err
+
+
 def allocated(
     engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0
 ) -> tuple[Plan, BudgetSplit]:
@@ -246,30 +307,29 @@ def plan_path(model: Path) -> Path:
     return path
 
 
-def test_capacity_of_a_memory_for_the_cache(model: Path, plan_path: Path) -> None:
-    shared = ("capacity", model, "--plan", plan_path, "--context", 1000, "--tp", 2)
-    value = ran_well(*shared, "--kv-memory", "100MB", "--json").json
+def test_serve_args_tell_what_fits_into_a_memory(model: Path, plan_path: Path) -> None:
+    sized = ("serve-args", plan_path, "--context", 1000, "--tp", 2, "--kv-memory", "100MB")
+    value = ran_well(*sized, "--json").json["capacity"]
     assert value["memory"] == 10**8 and value["num_blocks"] == 10**8 // value["block_bytes"]
     assert value["blocks_per_request"] == 8 + value["ring_blocks"] and value["tp"] == 2
     assert value["tokens"] == int(value["concurrency"] * 1000)
-    done = run_kvcal(*shared, "--kv-memory", "100MB")
-    assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
+    done = run_kvcal(*sized)
+    assert f"{value['num_blocks']} blocks" in done.err and f"{value['concurrency']:.2f} requests" in done.err
+    assert shlex.split(done.out)[:2] == ["vllm", "serve"] and len(done.out.splitlines()) == 1
 
 
-def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
-    model: Path, plan_path: Path, tmp_path: Path
-) -> None:
+def test_serve_args_tell_rings_that_are_larger_than_the_pages_of_a_block(model: Path, tmp_path: Path) -> None:
     geometry = read_sizes(str(model)).geometry
     sinks = Format(2, "channel", num_sink_tokens=2000)
     layers = tuple(LayerPlan(layer, sinks, Format(4)) for layer in geometry.layers)
     path = tmp_path / "sinks.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
-    sized = ("--kv-memory", "100MB", "--context", 1000, "--json")
-    done = run_kvcal("capacity", model, "--plan", path, *sized)
-    value = done.json
+    sized = ("serve-args", path, "--kv-memory", "100MB", "--context", 1000, "--json")
+    done = run_kvcal(*sized)
+    value = done.json["capacity"]
     assert value["block_bytes"] > 1.5 * value["page_bytes"] and "larger than the pages of a block" in done.err
-    sglang = run_kvcal("capacity", model, "--plan", path, *sized, "--engine", "sglang", "--max-requests", 1)
-    assert "larger than" not in sglang.err and sglang.json["page_bytes"] == value["page_bytes"]
+    sglang = run_kvcal(*sized, "--engine", "sglang", "--max-requests", 1)
+    assert "larger than" not in sglang.err and sglang.json["capacity"]["page_bytes"] == value["page_bytes"]
 
 
 def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +361,9 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
         assert ("--no-enable-prefix-caching" in found) == is_off and "--disable-radix-cache" not in found
 
 
-def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None:
-    line = ("capacity", model, "--plan", plan_path, "--kv-memory", "1GB", "--context", 1000)
-    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json for n in (0, 7))
+def test_drafts_take_a_place_in_every_ring(plan_path: Path) -> None:
+    line = ("serve-args", plan_path, "--kv-memory", "1GB", "--context", 1000)
+    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json["capacity"] for n in (0, 7))
     plan = load_plan(plan_path)
     pools = [VllmPool(HeadShard(plan, lookahead=n)) for n in (0, 7)]
     for value, pool in zip((plain, more), pools, strict=True):
@@ -314,7 +374,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
     assert given == {"method": "ngram", "num_speculative_tokens": 5}
 
 
-def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
+def test_serve_args_of_sglang(plan_path: Path) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(*shared).out)
     assert words[:7] == [
@@ -324,21 +384,16 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
         "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
         "--disable-prefill-cuda-graph",
     ]  # fmt: skip
-    words = shlex.split(run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
-    sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
-    value = run_kvcal(*sized, "--context", 512, "--kv-memory", "10MB", "--json").json
+    value = run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB", "--json").json
+    words, num_blocks = value["arguments"], value["capacity"]["num_blocks"]
     assert words[14:] == [
-        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
+        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * num_blocks),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none", 2, "'none' is not one of"),
-        ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),

@@ -16,6 +16,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __align__(n) alignas(n)
+#define __shared__ static
 
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -28,7 +29,7 @@ namespace cpu {
 
 constexpr int STACK_BYTES = 1 << 16;
 
-struct Dim { unsigned x; };
+struct Dim { unsigned x, y, z; };
 typedef std::vector<std::pair<void*, const void*>> Copies;
 // ``groups``: copies of 16 bytes that are on their way; the last group is open.
 struct Fiber { void* stack; Dim thread; bool is_done; const unsigned long* awaited; unsigned long seen; std::vector<Copies> groups; };
@@ -37,7 +38,7 @@ struct Warp { int arrived; unsigned long round; unsigned in[32][12], out[32][4];
 
 inline Fiber* self;
 inline void* scheduler;
-inline Dim block, grid;
+inline Dim block, grid, block_size;
 inline unsigned char* shared;
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
@@ -102,6 +103,7 @@ inline void run_block(int threads, void (*entry)()) {
     while ((int)stacks.size() < threads) stacks.push_back((char*)aligned_alloc(64, STACK_BYTES));
     body = entry;
     running = threads;
+    block_size.x = threads;
     arrived = 0;
     warps.assign(threads / 32, Warp());
     fibers.assign(threads, Fiber());
@@ -179,7 +181,7 @@ inline unsigned transpose(unsigned x) {
     return out()[0];
 }
 
-// Operands of tensor cores: bytes, unsigned times signed or unsigned, and halves.
+// Operands of tensor cores: bytes, signed or not, and halves.
 enum { SIGNED_BYTES, UNSIGNED_BYTES, HALVES, BF16 };
 template <int KIND> double number(unsigned word, int i) {
     if (KIND == HALVES) return of_half((unsigned short)(word >> 16 * i));
@@ -187,8 +189,8 @@ template <int KIND> double number(unsigned word, int i) {
     return KIND == SIGNED_BYTES ? (int)(signed char)(word >> 8 * i) : (int)(word >> 8 * i & 255);
 }
 // d = c + a b: 16 rows, 8 columns, COLUMNS that are summed over, of which a word has 4 or 2.
-template <int KIND, int COLUMNS> void multiply(unsigned (&d)[4], const unsigned* a, const unsigned* b, const unsigned* c) {
-    constexpr int PER = KIND == HALVES || KIND == BF16 ? 2 : 4, WORDS = COLUMNS / PER / 4;  // of b
+template <int A_KIND, int B_KIND, int COLUMNS> void multiply(unsigned (&d)[4], const unsigned* a, const unsigned* b, const unsigned* c) {
+    constexpr int PER = A_KIND == HALVES || A_KIND == BF16 ? 2 : 4, WORDS = COLUMNS / PER / 4;  // of b
     for (int i = 0; i < 2 * WORDS; i++) in()[i] = a[i];
     for (int i = 0; i < WORDS; i++) in()[4 + i] = b[i];
     for (int i = 0; i < 4; i++) in()[6 + i] = c[i];
@@ -198,8 +200,8 @@ template <int KIND, int COLUMNS> void multiply(unsigned (&d)[4], const unsigned*
             for (int w = 0; w < WORDS; w++)
                 for (int i = 0; i < PER; i++) {
                     const int at = w * 4 * PER + l % 4 * PER + i;
-                    for (int half = 0; half < 2; half++) rows[l / 4 + 8 * half][at] = number<KIND == SIGNED_BYTES ? UNSIGNED_BYTES : KIND>(all.in[l][2 * w + half], i);
-                    columns[l / 4][at] = number<KIND>(all.in[l][4 + w], i);
+                    for (int half = 0; half < 2; half++) rows[l / 4 + 8 * half][at] = number<A_KIND>(all.in[l][2 * w + half], i);
+                    columns[l / 4][at] = number<B_KIND>(all.in[l][4 + w], i);
                 }
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) {
@@ -232,6 +234,7 @@ inline void wait_all_but(size_t count) {
 #define threadIdx (cpu::self->thread)
 #define blockIdx (cpu::block)
 #define gridDim (cpu::grid)
+#define blockDim (cpu::block_size)
 inline void __syncthreads() { cpu::barrier(); }
 inline void __syncwarp() { cpu::together([](cpu::Warp&) {}); }
 inline unsigned __float_as_uint(float x) { return cpu::bits_of(x); }
@@ -239,11 +242,25 @@ inline float __uint_as_float(unsigned x) { return cpu::float_of(x); }
 inline int __float_as_int(float x) { return (int)cpu::bits_of(x); }
 inline float __int_as_float(int x) { return cpu::float_of((unsigned)x); }
 inline unsigned __float2uint_rn(float x) { return x > 0 ? (unsigned)nearbyintf(x) : 0; }
+inline int __float2int_rn(float x) { return x != x ? 0 : x >= 2147483648.f ? INT32_MAX : x < -2147483648.f ? INT32_MIN : (int)nearbyintf(x); }
+inline float __ll2float_rn(long long x) { return (float)x; }
+inline int atomicOr(int* to, int bits) { const int before = *to; *to |= bits; return before; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __dsqrt_rn(double a) { return sqrt(a); }
+inline float __double2float_rn(double a) { return (float)a; }
+inline double __longlong_as_double(long long bits) { double x; memcpy(&x, &bits, 8); return x; }
+inline long long __double_as_longlong(double x) { long long bits; memcpy(&bits, &x, 8); return bits; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -253,14 +270,14 @@ inline unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
 inline unsigned max(unsigned a, int b) { return max(a, (unsigned)b); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) { return cpu::permute(a, b, selector & 0x7777); }
 inline size_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - cpu::shared; }
-template <class T> T __shfl_sync(unsigned, T x, int source) {
-    static_assert(sizeof(T) == 4, "one word");
-    unsigned bits;
-    memcpy(&bits, &x, 4);
-    bits = cpu::from_lane(bits, (unsigned)source);
-    memcpy(&x, &bits, 4);
+template <class T> T __shfl_sync(unsigned, T x, int source, int width = 32) {
+    unsigned words[sizeof(T) / 4];
+    memcpy(words, &x, sizeof(T));
+    for (unsigned& word : words) word = cpu::from_lane(word, (cpu::lane() & ~(width - 1)) | ((unsigned)source & (width - 1)));
+    memcpy(&x, words, sizeof(T));
     return x;
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T x, int bits) { return __shfl_sync(mask, x, (int)cpu::lane() ^ bits); }
 template <class T> T __shfl_up_sync(unsigned mask, T x, int by) { const int lane = (int)cpu::lane(); return __shfl_sync(mask, x, lane >= by ? lane - by : lane); }
+inline unsigned __ballot_sync(unsigned, bool x) { return cpu::reduced(x ? 1u << cpu::lane() : 0, [](unsigned a, unsigned b) { return a | b; }); }
 inline bool __any_sync(unsigned, bool x) { return cpu::reduced(x, [](unsigned a, unsigned b) { return a | b; }); }
