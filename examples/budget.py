@@ -46,7 +46,8 @@ def main() -> None:
             raise SystemExit(f"{error}\nhint: {error.hint}") from None
 
     for layer in plan.layers:
-        print(f"layer {layer.geometry.index}: K {layer.k[0].num_bits} bits, V {layer.v[0].num_bits} bits")
+        k, v = layer.formats
+        print(f"layer {layer.geometry.index}: K {k.num_bits} bits, V {v.num_bits} bits")
     print(f"cache: {format_bytes(plan.predicted_bytes)} of {arguments.kv_budget}")
     print(f"all-in bits per value: {plan.bits_per_value():.3f}")
     if arguments.out is not None:

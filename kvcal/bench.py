@@ -83,7 +83,7 @@ def time_layers(plan: Plan, workload: Workload, device: torch.device) -> list[La
     for first, *others in alike.values():
         nbytes = first.nbytes(plan.cache_dtype, workload.lengths, workload.context)
         copies = num_copies(nbytes + needed_nbytes((first,), plan.cache_dtype), device)
-        k, v = (" + ".join(dict.fromkeys(fmt.label for fmt in first.formats(side))) for side in SIDES)
+        k, v = (fmt.label for fmt in first.formats)
         row = LayerTime(tuple(layer.geometry.index for layer in (first, *others)), k, v, nbytes)
         try:
             row = replace(row, step=layers_times(filled_layers(plan, [first] * copies, workload, device), workload))

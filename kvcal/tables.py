@@ -124,7 +124,7 @@ class _Legend:
 
 def _kind(layer: LayerPlan) -> str:
     """The word for a layer's pages."""
-    formats = layer.k + layer.v
+    formats = layer.formats
     kinds = {
         "latent": layer.attention.is_latent,
         "basis": layer.k_basis or layer.v_basis,

@@ -72,7 +72,7 @@ Rows = Iterator[dict[str, Any]]
 
 def reference_plan(like: Plan) -> Plan:
     """Rotated pages of 2 bits, without a basis, feedback, sinks or windows."""
-    pages = (Format(2, quantizer="rotated"),)
+    pages = Format(2, quantizer="rotated")
     layers = tuple(LayerPlan(layer.geometry, pages, pages) if layer.is_paged else layer for layer in like.layers)
     return replace(like, layers=layers, tensors=lattice_tensors(layers))
 

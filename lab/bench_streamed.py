@@ -136,7 +136,7 @@ def seconds_of_plans(model: PreTrainedModel, num_texts: int, num_tokens: int) ->
     for number in range(LOCKSTEP):
         k = Format(2 + number % 3, "channel", 128, 4, 128)
         v = Format(2 + number // 3 % 3, "token", 128 if number < 9 else 64, 4, 128)
-        layers = tuple(replace(layer, k=(k,), v=(v,)) for layer in reference.layers)
+        layers = tuple(replace(layer, k=k, v=v) for layer in reference.layers)
         plans.append(replace(reference, layers=layers))
     generator = torch.Generator().manual_seed(1)
     tokens_BT = torch.randint(3, model.config.vocab_size, (num_texts, num_tokens), generator=generator)

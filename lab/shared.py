@@ -43,7 +43,7 @@ def scheduled(plan: Plan, workload: Workload) -> Plan:
     """A plan whose pages have their final bits at the end of ``workload``, and no sooner than they have
     to."""
     layers = [
-        replace(layer, **{side: tuple(replace(fmt, shrink_at=()) for fmt in layer.formats(side)) for side in "kv"})
+        replace(layer, **{side: replace(layer.format(side), shrink_at=()) for side in SIDES if layer.is_paged})
         for layer in plan.layers
     ]
     budget = sum(layer.nbytes(plan.cache_dtype, workload.lengths, workload.context) for layer in layers)
@@ -105,7 +105,7 @@ def _layers_of(geometry: Geometry, bits: Mapping[Place, int], recipe: Recipe) ->
             index, cache = layer.geometry.index, recipe.cache
             k, v = (cache.format(side, bits[index, side], "token", 128, "rotated") for side in SIDES)
             has = dict.fromkeys(("k_feedback", "v_feedback", "k_basis", "v_basis"), True)
-            layer = LayerPlan(layer.geometry, (k,), (v,), **has, v_gain=v.num_bits == GAINED_BITS)
+            layer = LayerPlan(layer.geometry, k, v, **has, v_gain=v.num_bits == GAINED_BITS)
         found.append(layer)
     return tuple(found)
 
@@ -130,7 +130,7 @@ def _random_transforms(layer: LayerPlan, spec: BasisSpec, generator: torch.Gener
 def layers_with(loaded: LoadedModel, k: Format, v: Format) -> tuple[LayerPlan, ...]:
     """Every layer with pages stored in these formats."""
     bare = bare_layers(loaded.geometry)
-    return tuple(replace(layer, k=(k,), v=(v,)) if layer.is_paged else layer for layer in bare)
+    return tuple(replace(layer, k=k, v=v) if layer.is_paged else layer for layer in bare)
 
 
 def mean_and_error(values: Sequence[float] | Tensor) -> Pair:

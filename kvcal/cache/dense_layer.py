@@ -127,7 +127,7 @@ class DenseLayer(DynamicLayer):
         self.plan, self.padding, self._state = layer.plan, layer.padding, layer.state
         self._unread, self._skipped, self._is_observed = unread, 0, True
         self._parts: list[_Part] = []
-        self._needs_queries = any(fmt.needs_queries for fmt in layer.plan.k)
+        self._needs_queries = layer.plan.needs_queries
 
     @staticmethod
     def can_stand_for(layer: PagedLayer) -> bool:

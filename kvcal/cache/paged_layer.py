@@ -173,7 +173,7 @@ class PagedLayer(CacheLayerMixin):
         new = NewTokens(key_states.to(cache_dtype), value_states.to(cache_dtype), rows, columns)
         keys = self._whole("k", new.keys, key_states.dtype, rows, columns)
         values = self._whole("v", new.values, value_states.dtype, rows, columns)
-        if self.static is not None or any(fmt.needs_queries for fmt in self.plan.k):
+        if self.static is not None or self.plan.needs_queries:
             self.pending = new
         else:
             self._write(new, None)
@@ -217,7 +217,7 @@ class PagedLayer(CacheLayerMixin):
             return
         new, self.pending = self.pending, None
         per_head = None
-        if any(fmt.needs_queries for fmt in self.plan.k):
+        if self.plan.needs_queries:
             real_BT = new.rows.mask(new.columns, new.keys.shape[2], q_post_BHTD.device)
             per_head = query_sum(q_post_BHTD, real_BT, new.keys.shape[1])
         self._write(new, per_head)
@@ -338,7 +338,7 @@ class PagedLayer(CacheLayerMixin):
 
 def tokens_to_next_event(plan: LayerPlan, rows: Rows | None, columns: int) -> int:
     """New tokens after ``columns`` that the layer stores and reads together as one by one."""
-    formats = {fmt for fmt in (*plan.k, *plan.v) if fmt != RAW}
+    formats = {fmt for fmt in plan.formats if fmt != RAW}
     lengths = {0} if rows is None else set(rows.lengths(columns))
     return min((fmt.tokens_to_next_event(n, columns) for fmt in formats for n in lengths), default=NO_PAGE)
 

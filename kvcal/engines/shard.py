@@ -69,7 +69,7 @@ class BlockLayout:
     @functools.cached_property
     def needs_queries(self) -> bool:
         """Whether channels are chosen by queries."""
-        return self.layer.format("k").needs_queries
+        return self.layer.needs_queries
 
     def offset(self, side: Side) -> int:
         """The byte of a block at which the records of keys, or values, begin."""
@@ -208,7 +208,7 @@ class HeadShard:
 
 def _layer_of(layer: LayerPlan, rank: int, size: int) -> LayerPlan:
     whole = layer.attention
-    if size > whole.num_kv_heads and any(fmt.needs_queries for fmt in layer.k):
+    if size > whole.num_kv_heads and layer.needs_queries:
         raise UnsupportedModel(
             f"layer {whole.index} chooses channels by queries, and {size} ranks share the queries of each of its "
             f"{whole.num_kv_heads} KV heads: their pages would differ",

@@ -72,7 +72,7 @@ def loses_sinks(plan: Plan, lookahead: int, engine: str = "vllm") -> bool:
     """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: all of
     them with drafts; and where vLLM shares them with the first page of a prompt, those that are not there
     before it ends."""
-    numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in (*layer.k, *layer.v))
+    numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats)
     most = max(numbers, default=0)
     return most > 0 and (lookahead > 0 or (engine == "vllm" and most >= PAGE_TOKENS))
 

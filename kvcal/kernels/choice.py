@@ -107,7 +107,7 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield f"head size {dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
     if is_cuda and dim > MAX_STAGED_DIM and (plan.k_feedback or plan.v_feedback):
         yield f"head size {dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
-    if is_cuda and dim > MAX_STAGED_DIM and any(fmt.quantizer != UNIFORM for fmt in (*plan.k, *plan.v)):
+    if is_cuda and dim > MAX_STAGED_DIM and any(fmt.quantizer != UNIFORM for fmt in plan.formats):
         yield f"head size {dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     if geometry.state_bytes:
         yield "it keeps a state besides its keys and values"
@@ -115,7 +115,7 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
-    if any(fmt.keeps_queries for fmt in plan.k):
+    if plan.k is not None and plan.k.keeps_queries:
         yield "its channels are chosen by all queries so far; a static cache has those since the page before"
     for side in SIDES if plan.is_paged else ():
         fmt, form = plan.format(side), stored_form(plan, side)
@@ -130,9 +130,9 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
 def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
     """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any
     device; nothing if they leave none and it can."""
-    if any(fmt.needs_queries for fmt in plan.k):
+    if plan.needs_queries:
         yield "its channels are chosen by queries, of which those of rejected drafts stay counted"
-    if any(fmt.shrink_at for fmt in (*plan.k, *plan.v)):
+    if any(fmt.shrink_at for fmt in plan.formats):
         yield "its pages shrink, and what they lose does not come back"
     if is_static and not plan.is_paged:
         yield "its sliding window has no room for drafts"

@@ -68,7 +68,7 @@ class PageCodec:
     def of_layer(cls, plan: LayerPlan, side: Side, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor]) -> PageCodec:
         """The codec of a layer's keys or values; ``tensors``: the plan's."""
         prefix, is_k, fmt = f"layers.{plan.geometry.index}", side == "k", plan.format(side)
-        (layout,) = plan.layouts(side, cache_dtype)
+        layout = plan.layout(side, cache_dtype)
         named = layout.plan_tensors(f"{prefix}.{side}")
         return cls(
             side,

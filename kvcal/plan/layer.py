@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler
 from pydantic.dataclasses import dataclass
+from pydantic_core import core_schema
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
-from kvcal.pages.layout_protocol import AXES, RAW_BITS, Layout
+from kvcal.pages.layout_protocol import AXES, Layout
 from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.quantities import format_bytes
@@ -24,6 +25,27 @@ LATENTS = "latents take no λ, offsets, predictors or error feedback, which are 
 QUERIES_AND_LATENTS = "they take no score by queries, which meet the keys of heads that a latent is expanded to"
 # Left out of JSON where there is none: plans without the key stay the same bytes.
 Present = Annotated[bool, Field(exclude_if=lambda is_there: not is_there)]
+
+
+class _InList:
+    """A Format that JSON writes as a list: of one, or of none."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(kind: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        listed = handler.generate_schema(tuple[Format, ...])
+        return core_schema.json_or_python_schema(
+            json_schema=core_schema.no_info_after_validator_function(_only_one, listed),
+            python_schema=handler(kind),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda fmt: () if fmt is None else (fmt,), return_schema=listed
+            ),
+        )
+
+
+def _only_one(formats: tuple[Format, ...]) -> Format | None:
+    if len(formats) > 1:
+        raise ValueError(f"{len(formats)} formats, expected one, of all KV heads")
+    return formats[0] if formats else None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -43,7 +65,7 @@ class Predictor:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerPlan:
-    """One caching layer. ``k`` and ``v`` hold the Format of all KV heads; both are empty for layers that stay
+    """One caching layer. ``k`` and ``v`` are the Format of all KV heads; both are None for layers that stay
     as the model has them: sliding windows (16 bits, bounded) and states.
 
     Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ),
@@ -58,8 +80,8 @@ class LayerPlan:
     """
 
     geometry: LayerGeometry
-    k: tuple[Format, ...] = ()
-    v: tuple[Format, ...] = ()
+    k: Annotated[Format | None, _InList] = None
+    v: Annotated[Format | None, _InList] = None
     k_rescale: bool = False
     k_offset: bool = False
     k_pages: Pages = "post"
@@ -73,16 +95,13 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         index = self.geometry.index
-        for side in SIDES:
-            count, formats = len(self.formats(side)), self.formats(side)
-            if not self.is_paged:
-                if count:
-                    raise ValueError(f"layer {index} is bounded and takes no {side} formats")
-            elif count != 1:
-                raise ValueError(f"layer {index} has {count} {side} formats, expected 1, of all its KV heads")
-            for fmt in formats:
-                if fmt.num_bits != RAW_BITS and fmt.axis not in AXES[side]:
-                    raise ValueError(f"layer {index} has {side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+        for side, fmt in zip(SIDES, (self.k, self.v), strict=True):
+            if self.is_paged and fmt is None:
+                raise ValueError(f"layer {index} has no {side} format, expected one, of all its KV heads")
+            if not self.is_paged and fmt is not None:
+                raise ValueError(f"layer {index} is bounded and takes no {side} format")
+            if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
+                raise ValueError(f"layer {index} has {side} axis {fmt.axis!r}, expected one of {AXES[side]}")
         for reason in self._conflicts():
             raise ValueError(f"layer {index} {reason}")
 
@@ -93,7 +112,7 @@ class LayerPlan:
         has_feedback = self.k_feedback or self.v_feedback or self.k_basis or self.v_basis
         if (transformed or has_feedback or self.predictor("v") is not None) and not self.takes_transforms:
             return [f"caches latents: {LATENTS}" if self.is_paged else "is bounded and takes no transforms"]
-        if self.is_paged and self.attention.is_latent and any(fmt.needs_queries for fmt in self.k):
+        if self.needs_queries and self.attention.is_latent:
             return [f"caches latents: {QUERIES_AND_LATENTS}"]
         if self.k_pages == "pre" and self.k_rescale:
             found.append("has k_pages 'pre': k_rescale is for keys after RoPE")
@@ -101,14 +120,15 @@ class LayerPlan:
             found.append("has a k_predictor, whose bias holds the mean: expected no k_offset")
         if self.k_predictor is not None and self.k_pages != "pre":
             found.append("has a k_predictor, which predicts keys before RoPE: expected k_pages 'pre'")
-        if self.k_pages == "pre" and any(fmt.needs_queries for fmt in self.k):
+        if self.k_pages == "pre" and self.needs_queries:
             found.append("has k_pages 'pre' and a query score: queries are known after RoPE")
-        for side in SIDES:
-            if self.feedback(side) and not any(fmt.takes_feedback for fmt in self.formats(side)):
+        for side in SIDES if self.is_paged else ():
+            fmt = self.format(side)
+            if self.feedback(side) and not fmt.takes_feedback:
                 found.append(f"has {side}_feedback, and no {side} format whose codes can be chosen with it")
-            if self.feedback(side) and any(fmt.shrink_at for fmt in self.formats(side)):
+            if self.feedback(side) and fmt.shrink_at:
                 found.append(f"has {side}_feedback and {side} pages that shrink, which rounds their codes again")
-            if self.basis(side) and any(fmt.quantizer != "rotated" for fmt in self.formats(side)):
+            if self.basis(side) and fmt.quantizer != "rotated":
                 found.append(f"has {side}_basis, which is for rotated pages: expected quantizer 'rotated'")
         if self.k_basis and transformed:
             found.append("has k_basis, which takes the place of k_rescale, k_offset, k_pages 'pre' and k_predictor")
@@ -133,18 +153,26 @@ class LayerPlan:
         assert isinstance(self.geometry, AttentionGeometry)
         return self.geometry
 
-    def formats(self, side: Side) -> tuple[Format, ...]:
-        return self.k if side == "k" else self.v
-
     def format(self, side: Side) -> Format:
-        return self.formats(side)[0]
+        """The format of a side of a paged layer."""
+        fmt = self.k if side == "k" else self.v
+        assert fmt is not None
+        return fmt
 
-    def layouts(self, side: Side, cache_dtype: str) -> list[Layout]:
-        """The pages of a side at its own bits; none of a bounded layer."""
-        return [
-            fmt.layout(side, self.attention.num_kv_heads, self.head_dim(side), cache_dtype, fmt.num_bits)
-            for fmt in self.formats(side)
-        ]
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats of both sides; none of a bounded layer."""
+        return tuple(fmt for fmt in (self.k, self.v) if fmt is not None)
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether pages of keys are written with the help of the model's queries."""
+        return self.k is not None and self.k.needs_queries
+
+    def layout(self, side: Side, cache_dtype: str) -> Layout:
+        """The pages of a side of a paged layer, at its own bits."""
+        fmt = self.format(side)
+        return fmt.layout(side, self.attention.num_kv_heads, self.head_dim(side), cache_dtype, fmt.num_bits)
 
     def predictor(self, side: Side) -> Predictor | None:
         return self.k_predictor if side == "k" else self.v_predictor
@@ -206,19 +234,19 @@ def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_p
     """A paged layer in these formats. Of latent attention, the latent is stored as keys are and the rotary
     key in ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after."""
     if not layer.attention.is_latent:
-        return LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages)
+        return LayerPlan(layer.geometry, k, v, k_pages=k_pages)
     if k.needs_queries:
         raise UnsupportedModel(
             f"layer {layer.geometry.index} caches latents (multi-head latent attention): {QUERIES_AND_LATENTS}",
             hint="take a score of keys alone: magnitude, variance or range",
         )
-    return LayerPlan(layer.geometry, (k,), (rotary,))
+    return LayerPlan(layer.geometry, k, rotary)
 
 
 def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:
     """Every layer unquantized: what the model caches by itself, in the cache's dtype."""
     return tuple(
-        LayerPlan(layer, (RAW,), (RAW,))
+        LayerPlan(layer, RAW, RAW)
         if isinstance(layer, AttentionGeometry) and layer.window is None
         else LayerPlan(layer)
         for layer in geometry.layers

@@ -129,12 +129,12 @@ class Plan:
     @property
     def needs_queries(self) -> bool:
         """Whether the cache needs the model's queries (``kvcal.attached``)."""
-        return any(fmt.needs_queries for layer in self.layers for fmt in layer.k)
+        return any(layer.needs_queries for layer in self.layers)
 
     @property
     def is_progressive(self) -> bool:
         """Whether pages shrink, on a schedule that holds for the workload alone."""
-        return any(fmt.shrink_at for layer in self.layers for fmt in (*layer.k, *layer.v))
+        return any(fmt.shrink_at for layer in self.layers for fmt in layer.formats)
 
     def bits_per_value(self, workload: Workload | None = None) -> float:
         """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks,

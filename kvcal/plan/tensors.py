@@ -94,8 +94,7 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
         if layer.k_offset:
             needed[f"{prefix}.k_offset"] = TensorSpec("float32", channels, -LARGEST_OFFSET, LARGEST_OFFSET)
         for side in SIDES:
-            for layout in layer.layouts(side, cache_dtype):
-                needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())
+            needed |= dict(layer.layout(side, cache_dtype).plan_tensors(f"{prefix}.{side}").values())
             if layer.feedback(side):
                 needed[f"{prefix}.{side}_feedback"] = factor_spec(heads, layer.head_dim(side))
             if side == "v" and layer.v_gain:
@@ -141,8 +140,8 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
             source = by_index.get(predictor.source)
             if source is None or not source.is_paged or predictor.source >= layer.geometry.index:
                 raise ValueError(f"{place}, which is not an earlier layer of full attention")
-            read = [source.formats(side)] + ([layer.k] if side == "v" else [])
-            if any(fmt.shrink_at for formats in (*read, layer.formats(side)) for fmt in formats):
+            read = (source.format(side), *layer.formats) if side == "v" else (source.format("k"), layer.format("k"))
+            if any(fmt.shrink_at for fmt in read):
                 raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
             if source.basis(side) or (side == "v" and layer.k_basis):
                 raise ValueError(f"{place}, and what it reads is held in a basis: expected none there")
@@ -186,10 +185,10 @@ def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
     no grid."""
     tensors: dict[str, Tensor] = {}
     for layer in layers:
-        for number, side in enumerate(SIDES):
+        for number, side in enumerate(SIDES if layer.is_paged else ()):
             seed = 2 * layer.geometry.index + number
             # Tensors of layouts depend on shapes alone, not on the dtype of unquantized tokens.
-            for layout in layer.layouts(side, "float32"):
-                for operand, (name, _) in layout.plan_tensors(f"layers.{layer.geometry.index}.{side}").items():
-                    tensors[name] = layout.make_tensor(operand, seed)
+            layout = layer.layout(side, "float32")
+            for operand, (name, _) in layout.plan_tensors(f"layers.{layer.geometry.index}.{side}").items():
+                tensors[name] = layout.make_tensor(operand, seed)
     return tensors

@@ -145,11 +145,10 @@ def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[La
         return layers
     found: dict[Side, Format] = {}
     for side in spec.sides:
-        every = (fmt for layer in layers for fmt in layer.formats(side) if fmt.quantizer == "rotated")
-        if first := next(every, None):
+        every = (layer.format(side) for layer in layers if layer.is_paged)
+        if first := next((fmt for fmt in every if fmt.quantizer == "rotated"), None):
             found[side] = replace(first, num_bits=2)
-    k, v = (() if (fmt := found.get(side)) is None else (fmt,) for side in SIDES)
-    return tuple(replace(x, k=k or x.k, v=v or x.v) if x.takes_transforms else x for x in layers)
+    return tuple(replace(x, k=found.get("k", x.k), v=found.get("v", x.v)) if x.takes_transforms else x for x in layers)
 
 
 def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
@@ -160,8 +159,8 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
         for side in SIDES
         if side in sides
         and layer.takes_transforms
-        and any(fmt.takes_feedback for fmt in layer.formats(side))
-        and not any(fmt.shrink_at for fmt in layer.formats(side))
+        and layer.format(side).takes_feedback
+        and not layer.format(side).shrink_at
     ]
 
 
@@ -171,7 +170,7 @@ def basis_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list
     for place in feedback_places(layers, sides):
         layer, side = next(one for one in layers if one.geometry.index == place[0]), place[1]
         is_moved = side == "k" and (layer.k_rescale or layer.k_offset or layer.k_pages == "pre")
-        is_rotated = all(fmt.quantizer == "rotated" for fmt in layer.formats(side))
+        is_rotated = layer.format(side).quantizer == "rotated"
         if is_rotated and not is_moved and layer.predictor(side) is None:
             found.append(place)
     return found

@@ -74,7 +74,8 @@ def takes_mean(layer: LayerPlan) -> bool:
     """Whether keys are scaled by token, and by no transform that holds or moves their mean."""
     if not layer.takes_transforms or layer.k_rescale or layer.k_offset or layer.k_predictor is not None:
         return False
-    return not any(fmt == RAW or fmt.axis != "token" or fmt.needs_queries or fmt.shrink_at for fmt in layer.k)
+    fmt = layer.format("k")
+    return fmt != RAW and fmt.axis == "token" and not fmt.needs_queries and not fmt.shrink_at
 
 
 def run_centre(
@@ -131,7 +132,7 @@ def centring(
         mean_ND, variance = total.result(), (squares[index].result() - total.result().square()).sum()
         if not bool(torch.isfinite(variance)):
             raise NonFiniteActivations(f"keys of layer {index} hold NaN or infinity")
-        is_pre = chosen[index].k_pages == "pre" or any(fmt.lattice_dim for fmt in chosen[index].k)
+        is_pre = chosen[index].k_pages == "pre" or chosen[index].format("k").lattice_dim is not None
         if not is_pre:
             constant_ND, swing = _constant(mean_ND, tables[index])
             is_pre = swing > float(variance)

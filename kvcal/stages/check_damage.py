@@ -100,7 +100,7 @@ def _say(damage: Damage, reporter: Reporter) -> None:
 
 
 def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter) -> Texts | None:
-    formats = [fmt for layer in plan.layers for side in SIDES for fmt in layer.formats(side) if fmt != RAW]
+    formats = [fmt for layer in plan.layers for fmt in layer.formats if fmt != RAW]
     # Every read page is complete, and its tokens have left the window.
     first = max((PAGE_TOKENS + fmt.max_window for fmt in formats), default=1)
     device = loaded.model.device.type
@@ -161,10 +161,10 @@ def _worst(plan: Plan, loaded: LoadedModel, texts: Texts, reporter: Reporter) ->
     # The last text, which stands farthest.
     one = texts._replace(tokens_BT=texts.tokens_BT[-1:], mask_BT=texts.mask_BT[-1:])
     one = one if one.first_B is None else one._replace(first_B=one.first_B[-1:])
-    paged = [layer for layer in plan.layers if layer.is_paged and {*layer.k, *layer.v} != {RAW}]
+    paged = [layer for layer in plan.layers if layer.is_paged and {*layer.formats} != {RAW}]
     alone = _against_16_bits(loaded, [_only(plan, layer, SIDES) for layer in paged], one)
     by_kl = sorted(zip(alone, paged, strict=True), key=lambda pair: -pair[0][0])[:NUM_WORST]
-    sides = [(layer, side) for _, layer in by_kl for side in SIDES if {*layer.formats(side)} != {RAW}]
+    sides = [(layer, side) for _, layer in by_kl for side in SIDES if layer.format(side) != RAW]
     found = _against_16_bits(loaded, [_only(plan, layer, (side,)) for layer, side in sides], one)
     each = [SideDamage(layer.geometry.index, side, kl) for (layer, side), (kl, _, _) in zip(sides, found, strict=True)]
     return tuple(sorted(each, key=lambda side: -side.kl)[:NUM_WORST])
@@ -182,10 +182,10 @@ def _only(plan: Plan, quantized: LayerPlan, sides: Sequence[Side]) -> Plan:
 def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
     """``layer`` with its other sides at 16 bits."""
     if "v" not in sides:
-        layer = replace(layer, v=(RAW,), v_predictor=None, v_feedback=False, v_basis=False, v_gain=False)
+        layer = replace(layer, v=RAW, v_predictor=None, v_feedback=False, v_basis=False, v_gain=False)
     if "k" not in sides:
         layer = replace(
-            layer, k=(RAW,), k_pages="post", k_rescale=False, k_offset=False, k_predictor=None, k_feedback=False,
+            layer, k=RAW, k_pages="post", k_rescale=False, k_offset=False, k_predictor=None, k_feedback=False,
             k_basis=False,
         )  # fmt: skip
     return layer

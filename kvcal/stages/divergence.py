@@ -68,7 +68,7 @@ def one_side_plan(reference: Plan, index: int, side: Side, fmt: Format) -> Plan:
     layers = list(reference.layers)
     for position, layer in enumerate(layers):
         if layer.geometry.index == index:
-            layers[position] = replace(layer, k=(fmt,)) if side == "k" else replace(layer, v=(fmt,))
+            layers[position] = replace(layer, k=fmt) if side == "k" else replace(layer, v=fmt)
     return replace(reference, layers=tuple(layers), tensors=lattice_tensors(layers))
 
 

@@ -238,7 +238,7 @@ def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Rep
     """Say where a budget or a context is beyond what can be meant. ``max_positions``: of the model, None if
     unknown."""
     split, context = allocation.split, allocation.workload.context
-    if split.kind is not None and all(fmt == RAW for layer in allocation.layers for fmt in (*layer.k, *layer.v)):
+    if split.kind is not None and all(fmt == RAW for layer in allocation.layers for fmt in layer.formats):
         taken, budget = format_bytes(split.cache + split.overhead), format_bytes(split.budget)
         reporter.say(f"allocate: 16 bits fit: {taken} of {budget}; nothing to quantize")
     if max_positions is not None and context > max_positions:

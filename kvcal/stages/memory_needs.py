@@ -138,7 +138,7 @@ def least_bits(geometry: Geometry, workload: Workload) -> float | None:
             shape = layer.attention.num_kv_heads, layer.head_dim(side), geometry.cache_dtype, workload.lengths
             total += min(one.nbytes(side, *shape) for one in (fmt, RAW))
         in_basis = {f"{side}_{part}": True for side in SIDES for part in ("basis", "feedback")}
-        whole = replace(layer, k=(formats["k"],), v=(formats["v"],), **in_basis, v_gain=True)  # type: ignore[arg-type]
+        whole = replace(layer, k=formats["k"], v=formats["v"], **in_basis, v_gain=True)  # type: ignore[arg-type]
         total += needed_nbytes([whole], geometry.cache_dtype)
     values = sum(layer.attention.values_per_token for layer in paged) * workload.batch * workload.context
     return budget_bits(total, values)

@@ -153,10 +153,10 @@ def num_ways(layers: Iterable[LayerPlan]) -> int:
     """Different ways in which a plan stores keys, and values: 2 for one of each."""
     ways = set()
     for layer in layers:
-        for side in SIDES:
+        for side, fmt in zip(SIDES, (layer.k, layer.v), strict=True):
             keys = (layer.k_pages, layer.k_rescale, layer.k_offset) if side == "k" else ()
             predicted = layer.predictor(side) is not None
-            ways.add((side, layer.formats(side), predicted, layer.basis(side), layer.feedback(side), keys))
+            ways.add((side, fmt, predicted, layer.basis(side), layer.feedback(side), keys))
     return len(ways)
 
 
@@ -166,7 +166,7 @@ def not_for_decoding(layers: Iterable[LayerPlan], cache_dtype: CacheDtype, workl
     taken = raw_taken = 0
     for layer in layers:
         if layer.is_paged:
-            raw = LayerPlan(layer.geometry, (RAW,), (RAW,))
+            raw = LayerPlan(layer.geometry, RAW, RAW)
             taken += layer.nbytes(cache_dtype, workload.lengths, workload.context)
             raw_taken += raw.nbytes(cache_dtype, workload.lengths, workload.context)
             of_raw = _slow_reasons(raw, cache_dtype)

@@ -42,14 +42,15 @@ Scores = Mapping[int, Tensor]
 def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter: Reporter) -> Scores:
     """{layer index: [pages, N, D] fp64 on the CPU} for every layer of ``plan`` whose keys are boosted, over
     all sequences of ``data``."""
-    boosted = {layer.geometry.index: layer for layer in plan.layers if layer.is_paged and layer.k[0].boost is not None}
+    boosted = {layer.geometry.index: fmt for layer in plan.layers if (fmt := layer.k) is not None and fmt.boost}
     pages: dict[int, list[Tensor]] = {index: [] for index in boosted}
 
     def observe(captured: Captured) -> None:
         if captured.layer in boosted:
-            fmt = boosted[captured.layer].k[0]
             k_post_BNTD = captured.k_post_BNTD.to(CACHE_DTYPES[plan.cache_dtype])
-            pages[captured.layer].append(page_scores(fmt, captured.q_post_BHTD[0], k_post_BNTD[0]).cpu())
+            pages[captured.layer].append(
+                page_scores(boosted[captured.layer], captured.q_post_BHTD[0], k_post_BNTD[0]).cpu()
+            )
 
     with tap(loaded.model, observe, loaded.geometry):
         for number, tokens_T in enumerate(data.sequences):
@@ -111,11 +112,11 @@ def with_thresholds(
     are fitted to ``page_share`` of these pages; else they stay as they are."""
     layers = list(plan.layers)
     for position, layer in enumerate(layers):
-        if layer.is_paged and (old := layer.k[0].boost) is not None:
+        if layer.is_paged and (old := layer.format("k").boost) is not None:
             tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
             boost = Boost(old.score, tuple(tiers))
             fitted = boost if scores is None else fitted_boost(boost, scores[layer.geometry.index], page_share)
-            layers[position] = replace(layer, k=(replace(layer.k[0], boost=fitted),))
+            layers[position] = replace(layer, k=replace(layer.format("k"), boost=fitted))
     return replace(plan, layers=tuple(layers))
 
 
@@ -134,7 +135,7 @@ def key_code_bits(plan: Plan, scores: Scores) -> float:
         index = layer.geometry.index
         if index not in scores:
             continue
-        fmt, pages = layer.k[0], scores[index]
+        fmt, pages = layer.format("k"), scores[index]
         channels += pages.numel()
         total += fmt.num_bits * pages.numel()
         tiers = fmt.boost.tiers if fmt.boost is not None else ()

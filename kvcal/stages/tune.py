@@ -224,7 +224,8 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
             f"layer {moved[0]} has transforms of its keys; thresholds are searched for plain pages",
             hint="tune a recipe with [formats] alone",
         )
-    tiers = [tier for layer in paged if layer.k[0].boost is not None for tier in layer.k[0].boost.tiers]
+    boosts = (layer.format("k").boost for layer in paged)
+    tiers = [tier for boost in boosts if boost is not None for tier in boost.tiers]
     bits = {tier.num_bits for tier in tiers if tier.above is not None}
     if not bits:
         raise UsageError(

@@ -80,7 +80,7 @@ def transient_bytes(
 def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
     """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed
     at once, filling their last page, or where pages shrink."""
-    formats = {fmt for layer in layers for fmt in (*layer.k, *layer.v)}
+    formats = {fmt for layer in layers for fmt in layer.formats}
     shrinking = {count for fmt in formats for count in fmt.shrink_at if count <= max_tokens}
     steps = {(0, max_tokens), (max(0, max_tokens - PAGE_TOKENS), max_tokens)}
     steps |= {(max(0, count - 1), count) for count in shrinking}

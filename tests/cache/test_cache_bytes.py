@@ -26,7 +26,7 @@ from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
 
 from kvcal import PlanCache
 from kvcal.plan.page_format import Boost, Tier
-from kvcal.plan.plan import RAW, Format, Plan
+from kvcal.plan.plan import RAW, SIDES, Format, Plan
 from kvcal.store import sinks_ring_pages, workspace
 
 TOKENS = (1, 63, 127, 128, 129, 1000)
@@ -49,8 +49,9 @@ def expected_bytes(plan: Plan, lengths: list[int]) -> int:
     """The formula of docs/plan-format.md, written out once more."""
     total = 0
     for layer in plan.layers:
-        for side, formats in (("k", layer.k), ("v", layer.v)):
-            for fmt in formats * (layer.attention.num_kv_heads // len(formats)):
+        for side in SIDES:
+            fmt = layer.format(side)
+            for _ in range(layer.attention.num_kv_heads):
                 dtypes = fmt.param_dtype, plan.cache_dtype
                 if fmt.boost is None:
                     record = oracles.record_bytes(fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, *dtypes)

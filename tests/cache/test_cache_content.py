@@ -156,8 +156,7 @@ def test_tokens_to_next_page_counts_down_to_every_page(plan):
     written = [
         [oracles.pages_read(count, fmt.recent_window) for count in counts]
         for side in SIDES
-        for fmt in plan.layers[0].formats(side)
-        if fmt != RAW  # 16-bit pages lose nothing, whenever they are written
+        if (fmt := plan.layers[0].format(side)) != RAW  # 16-bit pages lose nothing, whenever they are written
     ]
     step = random_states(1, HEADS, 1)
     for count in range(400):

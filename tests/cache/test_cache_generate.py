@@ -134,7 +134,7 @@ def test_prompt_lookup_with_a_quantized_plan(monkeypatch):
     found = generate(cache, repetitive_prompt(), new_tokens=90, prompt_lookup_num_tokens=5)
     assert found.shape[1] == PROMPT + 90
     assert min(crops) < 0  # some drafts were rejected
-    (fmt,) = QUANTIZED["sinks"].layers[0].k
+    fmt = QUANTIZED["sinks"].layers[0].format("k")
     assert fmt.pages_read(PROMPT + 89) > fmt.pages_read(PROMPT)  # and pages came to be read
 
 

@@ -44,8 +44,7 @@ def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
     formats = kvmix_formats(scores, spec, 0, "float16")
     base = llama_plan(*formats[0], num_layers=num_layers)
     layers = tuple(
-        replace(layer, k=(formats[layer.geometry.index][0],), v=(formats[layer.geometry.index][1],))
-        for layer in base.layers
+        replace(layer, k=formats[layer.geometry.index][0], v=formats[layer.geometry.index][1]) for layer in base.layers
     )
     return replace(base, layers=layers)
 

@@ -27,7 +27,7 @@ def aqua() -> tuple[LoadedModel, Plan]:
 
 def hearing() -> tuple[LoadedModel, Plan]:
     loaded = loaded_llama(2)
-    return loaded, plan_with(loaded, tuple(replace(layer, k=(BOOSTED,)) for layer in aqua_layers(loaded)))
+    return loaded, plan_with(loaded, tuple(replace(layer, k=BOOSTED) for layer in aqua_layers(loaded)))
 
 
 def windowed() -> tuple[LoadedModel, Plan]:

@@ -77,7 +77,7 @@ def test_every_page_reads_as_its_chain_of_shifts():
             continue
         found = dict(zip(SIDES, cache.update(states[:, :, :0], states[:, :, :0], 0), strict=True))
         for side, sign in (("k", 1), ("v", -1)):
-            fmt = plan.layers[0].formats(side)[0]
+            fmt = plan.layers[0].format(side)
             for number in range((count + 1) // 128):
                 written, head = 128 * (number + 1), number % 2
                 start = max(fmt.num_sink_tokens, written - 128)
@@ -128,13 +128,13 @@ def test_pages_of_transformed_keys_are_transformed_when_they_leave_16_bits():
     states = random_states(1, 2, 202)
     cache = empty_cache(plan)
     update_all(cache, states[:, :, :199])
-    page = oracles.StoredHead(states[0, 1], plan.layers[0].k[0]).page_tokens(0)
+    page = oracles.StoredHead(states[0, 1], plan.layers[0].k).page_tokens(0)
     stored = (page - offset[1]) / rescale[1]
     for count in (199, 200, 201, 202):
         if count > 199:
             update_all(cache, states[:, :, count - 1 : count])
         found = cache.update(states[:, :, :0], states[:, :, :0], 0)[0][0, 1, 3:128]
-        bits = history(plan.layers[0].k[0], 128, count)
+        bits = history(plan.layers[0].k, 128, count)
         expected = page_after(stored, "channel", 32, bits) * rescale[1] + offset[1]
         assert torch.equal(found, (page if count == 199 else expected)[3:])
         assert_exact_bytes(cache, [count])
@@ -174,7 +174,7 @@ def test_cropping_across_an_event_widens_and_growing_again_shrinks_to_the_same_c
         update_all(cache, states[:, :, start : start + 21])
     assert_exact_bytes(cache, [620, 620])
     for side in SIDES:  # pages that were never cut
-        layout = plan.layers[0].formats(side)[0].layout(side, 2, HEAD_DIM, "float32", 2)
+        layout = plan.layers[0].format(side).layout(side, 2, HEAD_DIM, "float32", 2)
         old, new = (layout.fields(tensor.unflatten(0, (2, -1))[:, :3]) for tensor in (before[side], pages(cache)[side]))
         assert torch.equal(old[0], new[0])
         assert torch.allclose(old[1], new[1], rtol=1e-6) and torch.equal(old[2], new[2])
@@ -206,7 +206,7 @@ def test_attention_is_the_same_by_chunks_by_steps_and_from_decoded_pages():
     exact = attended(PlanCache(llama_plan(RAW, RAW, num_layers=1), config), *given)
     assert (by_chunk - by_step).abs().max() < 1e-4 and torch.equal(decoded_once, by_step)
     assert (by_step - exact).abs().max() > 1e-2
-    first = min(fmt.shrink_at[0] for layer in plan.layers for fmt in (*layer.k, *layer.v))
+    first = min(fmt.shrink_at[0] for layer in plan.layers for fmt in layer.formats)
     assert first > 128 and (by_step - exact)[:, :, : first - 1].abs().max() < 1e-4  # the step to it begins by shrinking
     caches[2].verify_decoded()
     assert all(cache.nbytes == plan.predicted_bytes <= budget for cache in caches)

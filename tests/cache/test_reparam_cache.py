@@ -63,7 +63,7 @@ def test_rereading_is_what_the_cache_does(name, outliers):
     geometry = outliers.geometry if name == "outliers" else measured(name)
     layer = next(layer for layer in bare_layers(geometry) if layer.is_paged)
     index, heads = layer.geometry.index, layer.attention.num_kv_heads
-    layer = replace(layer, k=(PER_TOKEN,))
+    layer = replace(layer, k=PER_TOKEN)
     generator = torch.Generator().manual_seed(0)
     lambda_ND = torch.rand(heads, layer.attention.k_head_dim, generator=generator) + 0.5
     offset_ND = torch.randn(heads, layer.attention.k_head_dim, generator=generator)
@@ -94,8 +94,8 @@ def test_rereading_is_what_the_cache_does(name, outliers):
 
 def test_segments_follow_pages():
     geometry = measured("phi3").layers[0]
-    layer = LayerPlan(geometry, (PER_TOKEN,), (RAW,))
-    assert takes_rescale(layer) and not takes_rescale(replace(layer, k=(RAW,)))
+    layer = LayerPlan(geometry, PER_TOKEN, RAW)
+    assert takes_rescale(layer) and not takes_rescale(replace(layer, k=RAW))
     segments = page_segments(layer, 290)
     assert [(s.start, s.stop, s.is_stored_NT.sum(1).tolist()) for s in segments] == [
         (0, 144, [0, 0]),

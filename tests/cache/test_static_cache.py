@@ -59,7 +59,7 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
     assert cache.nbytes == plan.nbytes([max_tokens] * 3, max_tokens)
     numbers = 4 * 3 + 8 + 4 + 4 * 3 * (max_tokens // 128)  # lengths, columns, error, the table of slots
     starts = 2 * 4 * 3 * 2 if plan.needs_queries else 0
-    rules = {fmt for layer in plan.layers for fmt in (*layer.k, *layer.v) if fmt.window_rule is not None}
+    rules = {fmt for layer in plan.layers for fmt in layer.formats if fmt.window_rule is not None}
     tables = sum(4 * (fmt.pages_read(max_tokens) + 1) for fmt in rules)
     assert cache.workspace_nbytes == numbers + starts + tables
 
@@ -70,7 +70,7 @@ def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
     cache.allocate(2, "cpu")
     place, layer = cache.paged_layers[0].store.place, cache.plan.layers[0]
     for side, table in zip(SIDES, (place.k_read_at, place.v_read_at), strict=True):
-        (fmt,) = layer.formats(side)
+        fmt = layer.format(side)
         assert [int((table <= n).sum()) for n in range(701)] == [fmt.pages_read(n) for n in range(701)]
         assert fmt.pages_read(700) > 2
 
@@ -324,7 +324,7 @@ def test_a_layer_on_another_device_is_told_so() -> None:
 
 def test_what_the_kernels_refuse() -> None:
     def found(k: Format, v: Format, dtype: str = "bfloat16", dim: int = 128, v_dim: int | None = None, **changes):
-        return list(refusals(LayerPlan(AttentionGeometry(0, 8, 2, dim, v_dim or dim), (k,), (v,), **changes), dtype))
+        return list(refusals(LayerPlan(AttentionGeometry(0, 8, 2, dim, v_dim or dim), k, v, **changes), dtype))
 
     running = Boost("running_query_range", (Tier(4, 0.25),))
     k, sinks = Format(2, "channel"), replace(V, num_sink_tokens=3)

@@ -95,9 +95,9 @@ def test_boosts_that_cannot_be_stored_are_refused():
     with pytest.raises(ValueError, match="boost needs axis 'channel'"):
         replace(KITTY[0], axis="token")
     with pytest.raises(ValueError, match="v axis 'channel'"):
-        LayerPlan(AttentionGeometry(0, 8, 2, 8, 8), (RAW,), (KITTY[0],))
+        LayerPlan(AttentionGeometry(0, 8, 2, 8, 8), RAW, KITTY[0])
     wide = plan_of(Geometry("llama", "bfloat16", (AttentionGeometry(0, 8, 2, 256, 256),)), *KITTY)
     assert wide.nbytes([1]) > 0
     every = replace(KITTY[0], boost=Boost("magnitude", (Tier(4, 1.0),)))
     with pytest.raises(UsageError, match="256 boosted channels"):
-        replace(wide, layers=(replace(wide.layers[0], k=(every,)),)).nbytes([1])
+        replace(wide, layers=(replace(wide.layers[0], k=every),)).nbytes([1])

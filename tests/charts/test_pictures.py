@@ -20,13 +20,13 @@ from kvcal.plan.plan import RAW, LayerPlan
 from kvcal.stages.compare import Comparison, Entry, verdict
 
 MIXED = plan_of(
-    LayerPlan(attention(0), (RAW,), (V8,)),
-    LayerPlan(attention(1), (K3,), (V2,)),
+    LayerPlan(attention(0), RAW, V8),
+    LayerPlan(attention(1), K3, V2),
     LayerPlan(attention(2, window=128)),
     LayerPlan(StateGeometry(3, 4096)),
 )
 COSTS = {"k": {0: 0.1, 1: 0.0}, "v": {0: 0.2, 1: 0.3}}
-DEEP = plan_of(*(LayerPlan(attention(i), (K3,), (V8,)) for i in range(80)))
+DEEP = plan_of(*(LayerPlan(attention(i), K3, V8) for i in range(80)))
 MANY = [Series(f"system {i}", [Point(b - 0.01 * i, 0.06 / b, 0.01) for b in (2.25, 2.5, 3.0)]) for i in range(40)]
 
 

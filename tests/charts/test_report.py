@@ -173,8 +173,8 @@ def test_an_empty_folder_has_no_report(tmp_path: Path) -> None:
 
 MIXED = plan_of(
     LayerPlan(attention(0, window=512)),
-    LayerPlan(attention(1), (K3,), (V2,)),
-    LayerPlan(attention(5), (replace(K3, num_bits=16, axis="token", group_size=128),), (V2,)),
+    LayerPlan(attention(1), K3, V2),
+    LayerPlan(attention(5), replace(K3, num_bits=16, axis="token", group_size=128), V2),
     LayerPlan(StateGeometry(6, 4096)),
 )
 
@@ -260,7 +260,7 @@ def test_costs_are_named_by_what_was_measured(gradients: bool, tmp_path: Path) -
     measured = profile()
     spec = replace(measured.setup.spec, gradients=gradients)
     found = replace(measured, setup=replace(measured.setup, spec=spec))
-    plan = plan_of(*(LayerPlan(layer, (K3,), (V2,)) for layer in measured.setup.layers))
+    plan = plan_of(*(LayerPlan(layer, K3, V2) for layer in measured.setup.layers))
     costs, title = _costs(plan, found)
     lowest = min(spec.kl_bits)
     assert title == (

@@ -40,7 +40,7 @@ def loaded() -> LoadedModel:
 def with_keys(loaded: LoadedModel, index: int, fmt: Format) -> Plan:
     """16 bits but for the keys of one layer."""
     plan = unquantized_plan(loaded.identity, loaded.geometry)
-    layers = [replace(layer, k=(fmt,)) if layer.geometry.index == index else layer for layer in plan.layers]
+    layers = [replace(layer, k=fmt) if layer.geometry.index == index else layer for layer in plan.layers]
     return replace(plan, layers=tuple(layers), workload=Workload(2, 1024))
 
 
@@ -94,7 +94,7 @@ def test_the_error_is_that_of_texts_and_the_agreement_that_of_tokens(loaded: Loa
 def test_each_side_is_measured_alone_on_the_farthest_text(loaded: LoadedModel, monkeypatch) -> None:
     """One side of five layers destroys the model; of the others, none is named before it."""
     plan, seen = with_keys(loaded, 1, COARSE), []
-    layers = [replace(layer, v=(Format(4, "token", 64),)) if i < 5 else layer for i, layer in enumerate(plan.layers)]
+    layers = [replace(layer, v=Format(4, "token", 64)) if i < 5 else layer for i, layer in enumerate(plan.layers)]
     texts = check_damage._texts(plan, loaded, (), SILENT)
     assert texts is not None and texts.first_B is not None
     against = check_damage._against_16_bits

@@ -49,7 +49,7 @@ class Case:
         self.plan_file, self.prefix_file = folder / "plan.safetensors", folder / "p.kv"
         self.model = attentive(save_llama(folder / "model", tokenizer))
         self.loaded: LoadedModel = load(str(self.model), device="cpu")
-        layers = tuple(LayerPlan(layer.geometry, (k,), (v,)) for layer in bare_layers(self.loaded.geometry))
+        layers = tuple(LayerPlan(layer.geometry, k, v) for layer in bare_layers(self.loaded.geometry))
         self.plan = Plan(self.loaded.identity, self.loaded.geometry.cache_dtype, layers, Workload(1, 1024), {})
         save_plan(self.plan, self.plan_file)
         packed = self.run("pack-prefix", "--prompt", prefix, "-o", self.prefix_file, "--quiet")

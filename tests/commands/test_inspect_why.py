@@ -60,7 +60,7 @@ def test_options_of_a_profile_have_its_figures(made: Path) -> None:
             for measure in ("loss", "sensitivity"):
                 assert [option[measure] for option in options] == pytest.approx(list(costs.values()))
             chosen = [option["option"] for option in options if option["is_chosen"]]
-            assert chosen == [layer.formats(side)[0].label]
+            assert chosen == [layer.format(side).label]
     shown = ran_well("inspect", path, "--why", 1).out
     assert "layer 1 V" in shown and "layer 0" not in shown and "(chosen)" in shown
 

@@ -41,9 +41,9 @@ def test_tables_fit_80_columns(line: str, monkeypatch: pytest.MonkeyPatch) -> No
 ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
 SLIDING = (
     LayerPlan(attention(0, window=512)),
-    LayerPlan(attention(1), (ROTATED,), (ROTATED,), k_basis=True, v_basis=True, k_feedback=True, v_feedback=True),
-    LayerPlan(attention(2), (K3,), (V2,)),
-    LayerPlan(attention(3), (Format(4, "token", 32),), (V2,)),
+    LayerPlan(attention(1), ROTATED, ROTATED, k_basis=True, v_basis=True, k_feedback=True, v_feedback=True),
+    LayerPlan(attention(2), K3, V2),
+    LayerPlan(attention(3), Format(4, "token", 32), V2),
     LayerPlan(StateGeometry(4, 4096)),
 )
 ROWS = [
@@ -119,7 +119,7 @@ def test_formats_are_short_and_told_once(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_bits_have_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    view = tables.layer_table(plan_of(LayerPlan(attention(0), (K3,), (V8,))).layers, "bfloat16", UNIFORM.workload)
+    view = tables.layer_table(plan_of(LayerPlan(attention(0), K3, V8)).layers, "bfloat16", UNIFORM.workload)
     assert "\x1b[33m3\x1b[0m" in (text := drawn(view, 80, monkeypatch, capsys)) and "\x1b[35m8\x1b[0m" in text
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"\x1b\[3[0-7]m", drawn(view, 80, monkeypatch, capsys))

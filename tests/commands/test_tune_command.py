@@ -73,7 +73,7 @@ def test_a_study_leaves_a_plan_and_a_front(whole: Path, model: Path) -> None:
     assert plan.bits_per_value() == chosen.outcome.bits_per_value
     assert plan.provenance["thresholds"] == chosen.thresholds and plan.provenance["recipe"] == "tiny"
     for layer in plan.layers:
-        boost = layer.k[0].boost
+        boost = layer.k.boost
         assert boost is None or {t.above for t in boost.tiers} <= set(chosen.thresholds.values())
     assert plan.model == load(str(model)).identity
 
@@ -182,7 +182,7 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
     spec = TuneSpec(tasks=("chain", "lm-eval:arc"), num_problems=1)
     objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
     outcome = objective({"tau_16": 0.03, "tau_4": 0.02})
-    boosts = [[layer.k[0].boost for layer in one.layers] for one in measured]
+    boosts = [[layer.k.boost for layer in one.layers] for one in measured]
     assert len(boosts) == 2
     assert all(
         tier.above in (0.03, 0.02) for one in boosts for boost in one if boost is not None for tier in boost.tiers
@@ -226,7 +226,7 @@ def test_rooms_from_the_recipe_cost_the_same(wordy: tuple[LoadedModel, Plan]) ->
     assert objective.ranges()["tau_4"][1] == 2.0
     found = [objective.plan_with({"tau_16": high, "tau_4": 0.01}) for high in (0.02, 5.0)]
     assert [one.predicted_bytes for one in found] == [plan.predicted_bytes] * 2
-    assert found[1].layers[0].k[0].boost == Boost("query_range", (Tier(16, 0.1, 5.0), Tier(4, 0.2, 0.01)))
+    assert found[1].layers[0].k.boost == Boost("query_range", (Tier(16, 0.1, 5.0), Tier(4, 0.2, 0.01)))
 
 
 def test_what_cannot_be_tuned_is_refused(wordy: tuple[LoadedModel, Plan]) -> None:
@@ -242,7 +242,7 @@ def test_rooms_are_what_pages_need(whole: Path, model: Path) -> None:
     scores = measure_scores(loaded, make_plan(loaded, PAIR), sequences(DATA, loaded), Silent())
     needs = 0
     for layer in plan.layers:
-        boost = layer.k[0].boost
+        boost = layer.k.boost
         rooms = {tier.num_bits: tier.num_channels(16) for tier in boost.tiers} if boost else {}
         for page in scores[layer.geometry.index].flatten(0, 1).tolist():
             above = sum(score > thresholds["tau_16"] for score in page)

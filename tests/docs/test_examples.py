@@ -60,9 +60,9 @@ def test_budget_writes_a_plan_and_generate_runs_one(run_example: Callable[..., s
     out = run_example("budget", "--kv-budget", "36MB", "--out", path)
     plan = load_plan(path)
     assert plan.predicted_bytes <= 36_000_000
-    assert len({layer.k[0].num_bits for layer in plan.layers}) > 1
+    assert len({layer.k.num_bits for layer in plan.layers}) > 1
     for layer in plan.layers:
-        expected = f"layer {layer.geometry.index}: K {layer.k[0].num_bits} bits, V {layer.v[0].num_bits} bits"
+        expected = f"layer {layer.geometry.index}: K {layer.k.num_bits} bits, V {layer.v.num_bits} bits"
         assert expected in out
     out = run_example("generate")
     assert "Answer: 49926" in out and 314 * 159 == 49926

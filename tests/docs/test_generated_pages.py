@@ -65,9 +65,7 @@ def by_queries(plan: Plan) -> Plan:
     """The plan with 2-bit keys, a quarter of whose channels are chosen by queries for 4 bits, as MixKVQ's
     are."""
     boost = Boost("query_magnitude", (Tier(4, 0.25),))
-    layers = [
-        replace(layer, k=tuple(replace(fmt, num_bits=2, boost=boost) for fmt in layer.k)) for layer in plan.layers
-    ]
+    layers = [replace(layer, k=replace(layer.format("k"), num_bits=2, boost=boost)) for layer in plan.layers]
     return replace(plan, layers=tuple(layers))
 
 

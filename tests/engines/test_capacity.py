@@ -44,7 +44,7 @@ def eight_billion(bits: list[int], num_sinks: int = 0) -> Plan:
     layers = []
     for index in range(32):
         k, v = (Format(bits[index % len(bits)], axis, num_sink_tokens=num_sinks) for axis in ("channel", "token"))
-        layers.append(LayerPlan(AttentionGeometry(index, 32, 8, 128, 128), (k,), (v,)))
+        layers.append(LayerPlan(AttentionGeometry(index, 32, 8, 128, 128), k, v))
     return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
 
 
@@ -82,7 +82,7 @@ def test_rings_lie_side_by_side_in_vllms_blocks() -> None:
     """Layers of other heads, and with tokens at 16 bits besides their pages: sinks and a window."""
     besides = Format(2, "channel", num_sink_tokens=4, recent_window=128)
     layers = [
-        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (k,), (Format(2),))
+        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), k, Format(2))
         for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, besides), (2, Format(2, "channel"))))
     ]
     shard = HeadShard(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}))
@@ -104,7 +104,7 @@ def gemma(num_bits: int) -> Plan:
     for index in range(34):
         is_full = index % 6 == 5
         geometry = AttentionGeometry(index, 8, 4, 256, 256, None if is_full else 1024)
-        formats = ((Format(num_bits, "channel"),), (Format(num_bits),)) if is_full else ()
+        formats = (Format(num_bits, "channel"), Format(num_bits)) if is_full else ()
         layers.append(LayerPlan(geometry, *formats))
     return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
 
@@ -240,7 +240,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 @pytest.fixture(scope="module")
 def plan_path(model: Path) -> Path:
     geometry = read_sizes(str(model)).geometry
-    layers = tuple(LayerPlan(layer, (Format(2, "channel"),), (Format(4),)) for layer in geometry.layers)
+    layers = tuple(LayerPlan(layer, Format(2, "channel"), Format(4)) for layer in geometry.layers)
     path = model.parent / "a plan.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
     return path
@@ -261,7 +261,7 @@ def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
 ) -> None:
     geometry = read_sizes(str(model)).geometry
     sinks = Format(2, "channel", num_sink_tokens=2000)
-    layers = tuple(LayerPlan(layer, (sinks,), (Format(4),)) for layer in geometry.layers)
+    layers = tuple(LayerPlan(layer, sinks, Format(4)) for layer in geometry.layers)
     path = tmp_path / "sinks.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
     sized = ("--kv-memory", "100MB", "--context", 1000, "--json")
@@ -291,7 +291,7 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
     few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
     for path, num_sinks in ((few, 4), (many, 200)):
         keys = Format(2, "channel", 128, num_sinks, 64)
-        layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (keys,), (Format(4),))
+        layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), keys, Format(4))
         save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
     cases = ((few, ("vllm", "--drafts", 2), True), (few, ("vllm",), False), (few, ("sglang",), False),
              (many, ("vllm",), True), (many, ("sglang",), False),

@@ -97,8 +97,8 @@ class Served:
         layers = []
         for layer, (k, v) in zip(self.plan.layers, more, strict=True):
             none = {} if has_sinks else {"num_sink_tokens": 0}
-            keys, values = dataclasses.replace(layer.k[0], **k | none), dataclasses.replace(layer.v[0], **v | none)
-            layers.append(dataclasses.replace(layer, k=(keys,), v=(values,)))
+            keys, values = dataclasses.replace(layer.k, **k | none), dataclasses.replace(layer.v, **v | none)
+            layers.append(dataclasses.replace(layer, k=keys, v=values))
         return dataclasses.replace(self.plan, layers=tuple(layers))
 
     def write(self, name: str, plan: Plan | None = None) -> str:
@@ -182,7 +182,7 @@ def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, 
     assert max(replay.errors) < 8 and len(replay.errors) > 500, max(replay.errors)
     assert replay.restarts > 0 if has_copies else sum(replay.cached.values()) > 0
     *layers, last = plan.layers
-    finer = dataclasses.replace(last, v=(dataclasses.replace(last.v[0], num_bits=4),))
+    finer = dataclasses.replace(last, v=dataclasses.replace(last.v, num_bits=4))
     other = AttentionReplay(served.model, dataclasses.replace(plan, layers=(*layers, finer)))
     other.attend(steps, steps, calls)
     assert max(other.errors) > 1000
@@ -196,7 +196,7 @@ def without_queries(served: Served, plan: Plan | None = None) -> Plan:
     """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
     chosen = FORMATS[1][0][0].boost
     layers = [
-        dataclasses.replace(layer, k=(dataclasses.replace(layer.k[0], boost=chosen),)) if layer.k[0].needs_queries
+        dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen)) if layer.k.needs_queries
         else layer for layer in (plan or served.plan).layers
     ]  # fmt: skip
     return dataclasses.replace(plan or served.plan, layers=tuple(layers))
@@ -384,7 +384,7 @@ def test_ranks_with_unequal_plans_are_refused(
 ) -> None:
     """Two processes, whose file of the same name differs, as on two machines."""
     *layers, last = served.plan.layers
-    other = dataclasses.replace(served.plan, layers=(*layers, dataclasses.replace(last, v=(fmt(4, "token"),))))
+    other = dataclasses.replace(served.plan, layers=(*layers, dataclasses.replace(last, v=fmt(4, "token"))))
     monkeypatch.setenv("KVCAL_TEST_PLAN_OF_RANK_1", served.write("other.safetensors", other))
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     found = run_in(version, tmp_path, "vllm_host.py", {"starts": [served.arguments(**ranks)]})

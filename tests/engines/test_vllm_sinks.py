@@ -127,7 +127,7 @@ def test_what_a_first_page_is_too_small_for_needs_no_prefix_caching(
 ) -> None:
     """Sinks with drafts, and as many as a page has tokens."""
     few, many = without_queries(served, with_sinks(served.plan)), served.plan.layers
-    sides = dataclasses.replace(many[0], v=(dataclasses.replace(many[0].v[0], num_sink_tokens=128),))
+    sides = dataclasses.replace(many[0], v=dataclasses.replace(many[0].v, num_sink_tokens=128))
     plans = served.write("few", few), served.write("many", dataclasses.replace(served.plan, layers=(sides, *many[1:])))
     starts = [served.arguments(plans[0], speculative_config=DRAFTS), served.arguments(plans[1])]
     found = run_in(version, tmp_path, "vllm_host.py", {"starts": starts})["starts"]
@@ -141,7 +141,7 @@ def test_a_page_that_is_filled_by_decoding(version: str, tmp_path: Path, served:
     begin with, or in the next one. The blocks had others' pages before."""
     plan, arguments = served.with_copies(has_sinks=False), {"max_num_seqs": 8}
     if case == "most sinks":
-        layers = [dataclasses.replace(layer, v=(dataclasses.replace(layer.v[0], num_sink_tokens=127),))
+        layers = [dataclasses.replace(layer, v=dataclasses.replace(layer.v, num_sink_tokens=127))
                   for layer in served.plan.layers]  # fmt: skip
         plan = dataclasses.replace(served.plan, layers=tuple(layers))
     others, (begins,) = prompts(300, 300, 300, seed=5), prompts(100)

@@ -130,7 +130,7 @@ def test_queries_of_another_dtype_compile() -> None:
 
 
 def layer(k: Format, v: Format, dim: int, index: int = 0) -> LayerPlan:
-    return LayerPlan(AttentionGeometry(index, 8, 2, dim, dim), (k,), (v,))
+    return LayerPlan(AttentionGeometry(index, 8, 2, dim, dim), k, v)
 
 
 def test_what_is_refused_for_its_head_size() -> None:

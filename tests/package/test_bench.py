@@ -28,7 +28,7 @@ WORKLOAD = Workload(2, 300)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Two layers that are alike, of which the kernels take both."""
-    layers = tuple(LayerPlan(AttentionGeometry(n, 4, 2, 64, 64), (KIVI_2[0],), (KIVI_2[1],)) for n in range(2))
+    layers = tuple(LayerPlan(AttentionGeometry(n, 4, 2, 64, 64), KIVI_2[0], KIVI_2[1]) for n in range(2))
     return Plan(ModelIdentity("m", "llama", "a" * 64, "b" * 64, "c" * 64), "bfloat16", layers, WORKLOAD, {})
 
 
@@ -103,7 +103,7 @@ def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: 
     assert rows[0].step is not None and rows[0].nbytes == first.nbytes("bfloat16", (300, 300), 300)
     assert (rows[0].step.us, rows[0].step.mean_us, rows[0].dense_us) == (5.0, 5.0, 5.0)
     assert all(output.isfinite().all() for output in clock)
-    lattice = LayerPlan(first.geometry, (Format(2, lattice_dim=2),), (Format(2),))
+    lattice = LayerPlan(first.geometry, Format(2, lattice_dim=2), Format(2))
     with pytest.raises(bench.UnsupportedModel, match="lattice"):
         bench.filled_layers(plan, [lattice], WORKLOAD, torch.device("cpu"))
 

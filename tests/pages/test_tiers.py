@@ -182,7 +182,7 @@ BY_QUERIES = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),
 
 
 def codec(k_rescale: bool, tensors: dict[str, torch.Tensor]) -> PageCodec:
-    plan = LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), (BY_QUERIES,), (Format(2),), k_rescale=k_rescale)
+    plan = LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), BY_QUERIES, Format(2), k_rescale=k_rescale)
     return PageCodec.of_layer(plan, "k", "float32", tensors)
 
 

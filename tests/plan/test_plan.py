@@ -58,12 +58,12 @@ def test_a_window_holds_one_token_less_beside_the_one_that_reads_it() -> None:
 def test_transforms_that_do_not_go_together_are_refused() -> None:
     before, predictor = {"k_pages": "pre"}, Predictor("linear", 0)
     k, v = Format(2, "channel", 32), Format(2)
-    layer = LayerPlan(AttentionGeometry(1, 4, 2, 16, 16), (k,), (v,))
+    layer = LayerPlan(AttentionGeometry(1, 4, 2, 16, 16), k, v)
     with pytest.raises(ValueError, match="query score: queries are known after RoPE"):
-        replace(layer, k=(replace(k, boost=Boost("query_range", (Tier(4, 0.2),))),), **before)
+        replace(layer, k=replace(k, boost=Boost("query_range", (Tier(4, 0.2),))), **before)
     with pytest.raises(ValueError, match="has a k_predictor, whose bias holds the mean"):
         replace(layer, k_predictor=predictor, k_offset=True, **before)
-    rotated = replace(layer, v=(Format(2, quantizer="rotated"),), v_basis=True)
+    rotated = replace(layer, v=Format(2, quantizer="rotated"), v_basis=True)
     with pytest.raises(ValueError, match="has a v_gain, which is for values in a basis"):
         replace(rotated, v_gain=True)
     with pytest.raises(ValueError, match="has v_basis and a v_predictor"):
@@ -87,12 +87,12 @@ def test_formats_of_earlier_ablations_are_refused_with_those_there_are(key: str,
 
 def example() -> Plan:
     """One layer of each kind."""
-    k = (Format(2, "channel", 32, 4, 64),)
+    k = Format(2, "channel", 32, 4, 64)
     layers = (
         LayerPlan(StateGeometry(0, 640)),
-        LayerPlan(AttentionGeometry(1, 4, 2, 64, 80), k, (RAW,)),
+        LayerPlan(AttentionGeometry(1, 4, 2, 64, 80), k, RAW),
         LayerPlan(AttentionGeometry(3, 4, 2, 64, 80, window=512)),
-        LayerPlan(AttentionGeometry(4, 4, 2, 64, 80), (RAW,), (Format(4, group_size=64, recent_window=128),)),
+        LayerPlan(AttentionGeometry(4, 4, 2, 64, 80), RAW, Format(4, group_size=64, recent_window=128)),
     )
     identity = ModelIdentity("tests/tiny", "qwen3_next", "a" * 64, "b" * 64, "c" * 64)
     provenance = {"recipe": {"name": "é", "sha256": "d" * 64}, "seeds": [0, 1], "versions": {"torch": "2.13"}}
@@ -163,7 +163,7 @@ def test_bits_per_value_count_everything():
     attention = AttentionGeometry(0, 8, 8, 128, 128)
     identity = ModelIdentity("m", "llama", "", "", "")
     for group_size, bits in ((32, 3.0), (128, 2.25)):
-        formats = (Format(2, "channel", group_size),), (Format(2, "token", group_size),)
+        formats = Format(2, "channel", group_size), Format(2, "token", group_size)
         plan = Plan(identity, "bfloat16", (LayerPlan(attention, *formats),), Workload(1, 128 * 1000), {})
         buffers = 16 * 128 / (128 * 1000)
         assert plan.bits_per_value() == pytest.approx(bits + buffers)
@@ -230,7 +230,7 @@ def test_a_committed_plan_loads_with_its_bytes_or_is_refused_by_schema(folder: P
         layer.nbytes(plan.cache_dtype, plan.workload.lengths, plan.workload.context) for layer in plan.layers
     ]
     assert layer_bytes == report["layer_bytes"]
-    bits = [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in plan.layers]
+    bits = [(layer.k.num_bits, layer.v.num_bits) for layer in plan.layers]
     assert bits == [(layer["k"][0]["num_bits"], layer["v"][0]["num_bits"]) for layer in report["layers"]]
 
 

@@ -77,7 +77,7 @@ def test_unknown_keys(path, place):
 
 REMOVED = ["model.weights_sha256", "layers", "layers.0.geometry.index", "layers.1.k.0.num_bits", "provenance"]
 # Keys that have a default, to which they are never left.
-DEFAULTS = {"layers.1.k.0.axis": "layers is", "layers.2.geometry.window": "layer 3 has 0 k", "layers.0.k": "layers is"}
+DEFAULTS = {"layers.1.k.0.axis": "layers is", "layers.2.geometry.window": "layer 3 has no k", "layers.0.k": "layers is"}
 
 
 @pytest.mark.parametrize("place", [*REMOVED, *DEFAULTS])
@@ -98,7 +98,7 @@ CHANGED = [
     ("layers.4.v.0.axis", "channel", "layer 4 has v axis 'channel', expected one of ('token',)"),
     ("workload.batch", 0, "workload.batch = 0: Input should be greater than or equal to 1"),
     ("layers.1.geometry.index", 0, "layers must be present, unique and in order, found indices [0, 0, 3, 4]"),
-    ("layers.1.geometry.window", 512, "layer 1 is bounded and takes no k formats"),
+    ("layers.1.geometry.window", 512, "layer 1 is bounded and takes no k format"),
     ("layers.1.geometry.k_head_dim", 0, "k_head_dim = 0: Input should be greater than or equal to 1"),
     ("layers", {}, "layers = {}"),
     ("workload.batch", 10**8, "workload.batch = 100000000: Input should be less than or equal to 1000000"),
@@ -225,8 +225,8 @@ def plan_of(
 
 
 LAYERS = (
-    LayerPlan(GEOMETRY[0], (LATTICE,), (LATTICE,), k_pages="pre"),
-    LayerPlan(GEOMETRY[1], (LATTICE,), (LATTICE,), k_pages="pre", v_predictor=VALUES_FROM_0),
+    LayerPlan(GEOMETRY[0], LATTICE, LATTICE, k_pages="pre"),
+    LayerPlan(GEOMETRY[1], LATTICE, LATTICE, k_pages="pre", v_predictor=VALUES_FROM_0),
 )
 CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "missing tensor 'layers.0.k_signs'": lambda tensors: tensors.pop("layers.0.k_signs"),
@@ -254,12 +254,12 @@ def test_tensors_that_are_not_those_needed(message: str) -> None:
     ("change", "message"),
     [
         ({"v_predictor": Predictor("linear", 1)}, "predicts v from layer 1, which is not an earlier layer"),
-        ({"v": (SHRINKING,)}, "and pages shrink: the prediction would change with them"),
+        ({"v": SHRINKING}, "and pages shrink: the prediction would change with them"),
     ],
 )
 def test_predictors_that_read_what_is_not_there(change: dict[str, object], message: str) -> None:
-    first = LayerPlan(GEOMETRY[0], (PLAIN,), (PLAIN,))
-    second = LayerPlan(GEOMETRY[1], (PLAIN,), (PLAIN,), v_predictor=VALUES_FROM_0)
+    first = LayerPlan(GEOMETRY[0], PLAIN, PLAIN)
+    second = LayerPlan(GEOMETRY[1], PLAIN, PLAIN, v_predictor=VALUES_FROM_0)
     assert plan_of((first, second)).predicted_bytes
     with pytest.raises(ValueError, match=message):
         Plan(IDENTITY, "float32", (first, replace(second, **change)), Workload(1, 512), {})

@@ -40,9 +40,9 @@ def layers_of(recipe: str, model: str) -> tuple[LayerPlan, ...]:
 def test_the_first_paged_layer_has_4_bits_and_all_others_2(recipe: str, model: str) -> None:
     layers = layers_of(recipe, model)
     first, *others = [layer for layer in layers if layer.is_paged]
-    assert [first.k[0].num_bits, first.v[0].num_bits] == [4, 4]
-    assert all((layer.k[0].num_bits, layer.v[0].num_bits) == (2, 2) for layer in others)
-    assert all(fmt.num_sink_tokens == 4 for layer in (first, *others) for fmt in (*layer.k, *layer.v))
+    assert [first.k.num_bits, first.v.num_bits] == [4, 4]
+    assert all((layer.k.num_bits, layer.v.num_bits) == (2, 2) for layer in others)
+    assert all(fmt.num_sink_tokens == 4 for layer in (first, *others) for fmt in layer.formats)
     assert all(not layer.k and not layer.v for layer in layers if not layer.is_paged)
 
 
@@ -51,9 +51,7 @@ def test_every_side_of_every_layer_has_signs_of_its_own() -> None:
     wide = replace(measured("llama").layers[0], num_kv_heads=8, k_head_dim=128, v_head_dim=128)
     formats = load_recipe("higgs-2").formats
     assert formats is not None
-    layers = fixed_layers(
-        formats, tuple(LayerPlan(replace(wide, index=i), (formats.k,), (formats.v,)) for i in range(3))
-    )
+    layers = fixed_layers(formats, tuple(LayerPlan(replace(wide, index=i), formats.k, formats.v) for i in range(3)))
     tensors = lattice_tensors(layers)
     signs = [tensors[f"layers.{layer.geometry.index}.{side}_signs"] for layer in layers for side in SIDES]
     for one in signs:

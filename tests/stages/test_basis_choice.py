@@ -44,9 +44,9 @@ def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp
     with pytest.raises(UsageError, match="without gradients"):
         profile.losses("sensitivity", 0, "k")
     for layer in plan.layers:
-        assert {layer.k[0].quantizer, layer.v[0].quantizer} <= {"rotated", "uniform"}
-        assert layer.k_basis == layer.k_feedback == (layer.k[0].quantizer == "rotated")
-        assert layer.v_basis == layer.v_feedback == (layer.v[0].quantizer == "rotated")
+        assert {layer.k.quantizer, layer.v.quantizer} <= {"rotated", "uniform"}
+        assert layer.k_basis == layer.k_feedback == (layer.k.quantizer == "rotated")
+        assert layer.v_basis == layer.v_feedback == (layer.v.quantizer == "rotated")
     # The basis serves other budgets, with the folder's other artifacts, and a compilation by itself.
     told = (tmp_path / "basis.safetensors").stat().st_mtime_ns
     more = build_plan(model, Folder.create(tmp_path), short(4.0))

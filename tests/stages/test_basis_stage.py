@@ -57,7 +57,7 @@ SPEC = FeedbackSpec(damping=0.01, position_scale=1.0)
 
 def layers_of(loaded: LoadedModel, k: Format = K, v: Format = V, **changes) -> tuple[LayerPlan, ...]:
     return tuple(
-        replace(layer, k=(k,), v=(v,), **changes) if layer.is_paged else layer for layer in bare_layers(loaded.geometry)
+        replace(layer, k=k, v=v, **changes) if layer.is_paged else layer for layer in bare_layers(loaded.geometry)
     )
 
 
@@ -238,12 +238,12 @@ def test_what_takes_no_feedback_is_refused() -> None:
     loaded = as_loaded(built("llama"))
     layer = layers_of(loaded)[0]
     with pytest.raises(ValueError, match="has k_feedback, and no k format whose codes"):
-        replace(layer, k=(Format(2, lattice_dim=2),), k_feedback=True)
+        replace(layer, k=Format(2, lattice_dim=2), k_feedback=True)
     with pytest.raises(ValueError, match="has v_feedback, and no v format"):
-        replace(layer, v=(RAW,), v_feedback=True)
+        replace(layer, v=RAW, v_feedback=True)
     shrinking = Format(2, "token", 128, param_dtype="float32", shrink_at=(100,))
     with pytest.raises(ValueError, match="has v_feedback and v pages that shrink"):
-        replace(layer, v=(shrinking,), v_feedback=True)
+        replace(layer, v=shrinking, v_feedback=True)
     window = bare_layers(geometry_of(built("mistral_all_sliding")))[0]
     with pytest.raises(ValueError, match="is bounded and takes no transforms"):
         replace(window, v_feedback=True)

@@ -55,7 +55,7 @@ def rescaled(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, t
 
 
 def of_two_bits(allocation: Allocation) -> Allocation:
-    layers = tuple(replace(layer, k=(Format(2),), v=(Format(2),)) for layer in allocation.layers)
+    layers = tuple(replace(layer, k=Format(2), v=Format(2)) for layer in allocation.layers)
     return replace(allocation, layers=layers)
 
 
@@ -174,14 +174,14 @@ def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
 def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:
     spec = CacheSpec()
     k, v = (spec.format(side, 2, "token", 128) for side in SIDES)
-    return tuple(replace(layer, k=(k,), v=(v,)) for layer in allocation.layers)
+    return tuple(replace(layer, k=k, v=v) for layer in allocation.layers)
 
 
 def test_bases_are_reserved_with_all_that_they_bring() -> None:
     """Of a latent, which takes none, nothing."""
     model, cache, fmt = geometry(), CacheSpec(), Format(2, quantizer="rotated")
     both = {"k_feedback": True, "v_feedback": True, "k_basis": True, "v_basis": True, "v_gain": True}
-    layers = tuple(LayerPlan(layer, (fmt,), (fmt,), **both) for layer in model.layers)
+    layers = tuple(LayerPlan(layer, fmt, fmt, **both) for layer in model.layers)
     assert reserved_bytes(model, cache, None, calibration=BasisSpec()) == needed_nbytes(layers, model.cache_dtype)
     latent = replace(model.layers[0], num_kv_heads=1, expanded=ExpandedHeads(32, 32))
     latents = replace(model, layers=(latent, *model.layers[1:]))
@@ -212,7 +212,7 @@ def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
     total = 700_000 + reserved + WEIGHTS + allocated(budget="10MB").split.workspace
     allocation = allocated(reserved, budget=f"{total}B")
     assert allocation.split.logits == 2 * 4 * BATCH * VOCABULARY and allocation.split.weights == WEIGHTS
-    assert any(RAW not in (*layer.k, *layer.v) for layer in allocation.layers)
+    assert any(RAW not in layer.formats for layer in allocation.layers)
     allocation = of_two_bits(allocation)
     plan = compile_plan(allocation, *transform(allocation))
     scratch = step_workspace(plan.layers, "bfloat16", BATCH, CONTEXT).nbytes
@@ -258,7 +258,7 @@ def test_pages_that_shrink_leave_the_reserved_bytes_at_every_count() -> None:
     spec = AllocateSpec(kv_budget="900000B", batch=BATCH, context=CONTEXT, objective="sensitivity")
     allocation = allocate(found, spec, {}, LAMBDAS)
     allocation = made_progressive(allocation, ProgressiveSpec(), LAMBDAS)
-    assert any(fmt.shrink_at for layer in allocation.layers for fmt in (*layer.k, *layer.v))
+    assert any(fmt.shrink_at for layer in allocation.layers for fmt in layer.formats)
     plan = compile_plan(allocation, *rescaled(allocation))
     assert 900_000 - 40_000 < most_bytes(plan) <= 900_000
     solved = allocate(found, spec, {}, 100_000)
@@ -272,7 +272,7 @@ def test_pages_that_shrink_leave_the_reserved_bytes_at_every_count() -> None:
 def test_a_progressive_plan_is_held_against_its_budget_at_every_count() -> None:
     """At the workload there is room for λ, and right before pages shrink there is not."""
     allocation, fmt = fixed(), replace(FP32, shrink_at=(600, 600, 600))
-    layers = tuple(replace(layer, k=(fmt,), v=(fmt,)) for layer in allocation.layers)
+    layers = tuple(replace(layer, k=fmt, v=fmt) for layer in allocation.layers)
     peak = Plan(IDENTITY, "bfloat16", layers, allocation.workload, {}, {}).nbytes([599] * BATCH)
     allocation = replace(allocation, layers=layers, split=replace(allocation.split, kind="bits", budget=peak))
     assert compile_plan(allocation).predicted_bytes + LAMBDAS < peak
@@ -297,7 +297,7 @@ def test_bits_of_a_progressive_plan_are_all_in() -> None:
 @pytest.mark.parametrize("budget", ["1TB", "1000000000000000000TB", "1" + "0" * 30])
 def test_a_budget_beyond_16_bits_is_that_of_16_bits(budget: str) -> None:
     found = allocated(kv_budget=budget)
-    assert all(fmt == RAW for layer in found.layers for fmt in (*layer.k, *layer.v)) and found.loss == 0
+    assert all(fmt == RAW for layer in found.layers for fmt in layer.formats) and found.loss == 0
     assert found.split.budget in (10**12, 10**30)
     layers = made_progressive(replace(fixed(), split=found.split), ProgressiveSpec(), 0).layers
-    assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in (*layer.k, *layer.v))
+    assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in layer.formats)

@@ -44,7 +44,7 @@ def biased(times: float) -> PreTrainedModel:
 
 
 def layers_in(loaded: LoadedModel, k: Format) -> tuple[LayerPlan, ...]:
-    return tuple(replace(x, k=(k,)) if x.is_paged else x for x in bare_layers(loaded.geometry))
+    return tuple(replace(x, k=k) if x.is_paged else x for x in bare_layers(loaded.geometry))
 
 
 def keys_of(loaded: LoadedModel, tokens_BT: Tensor = TOKENS) -> dict[int, Captured]:
@@ -133,10 +133,10 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
     (first, *_) = layers_in(loaded, LATTICE)
     shrinking = replace(BY_TOKEN, num_bits=2, shrink_at=(256,), param_dtype="float32")
     others = [
-        replace(first, k=(Format(2, "channel", 32),)),
-        replace(first, k=(LATTICE,), k_rescale=True),
-        replace(first, k=(RAW,)),
-        replace(first, k=(shrinking,)),
+        replace(first, k=Format(2, "channel", 32)),
+        replace(first, k=LATTICE, k_rescale=True),
+        replace(first, k=RAW),
+        replace(first, k=shrinking),
     ]
     for layer in others:
         assert not centring(loaded, (layer,), list(TOKENS), Listener()).stored
@@ -145,7 +145,7 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
     read = load(tmp_path / "centre.safetensors")
     assert read.stored.keys() == made.stored.keys() and read.apply(layers) == made.apply(layers)
     with pytest.raises(ArtifactError, match="do not go with the layers"):
-        read.apply((replace(first, k=(LATTICE,), k_rescale=True), *layers[1:]))
+        read.apply((replace(first, k=LATTICE, k_rescale=True), *layers[1:]))
     with torch.no_grad():
         loaded.model.model.layers[0].self_attn.k_proj.bias[0] = math.inf
     with pytest.raises(NonFiniteActivations, match="keys of layer 0"):

@@ -100,8 +100,8 @@ def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(measured_profile:
         found[rotary] = allocate(measured_profile, spec, {})
         taken = sum(layer.nbytes("float32", (640, 640), 640) for layer in found[rotary].layers)
         assert found[rotary].split.paged == taken <= 330_000
-    assert all(layer.v == (RAW,) and layer.k[0].num_bits < 16 for layer in found[False].layers)
-    assert any(layer.v[0].num_bits < 16 for layer in found[True].layers)
+    assert all(layer.v == RAW and layer.k.num_bits < 16 for layer in found[False].layers)
+    assert any(layer.v.num_bits < 16 for layer in found[True].layers)
     assert found[True].loss < found[False].loss
 
 
@@ -128,9 +128,9 @@ def test_scores_by_queries_are_refused_and_others_are_not() -> None:
         in_formats(layer, QUERY_SCORE, TWO_BITS)
     assert "magnitude, variance or range" in str(caught.value.hint)
     with pytest.raises(ValueError, match="layer 0 caches latents: they take no score by queries"):
-        LayerPlan(layer.geometry, (QUERY_SCORE,), (RAW,))
+        LayerPlan(layer.geometry, QUERY_SCORE, RAW)
     kitty = replace(QUERY_SCORE, boost=Boost("magnitude", (Tier(4, 0.25),)))
-    assert in_formats(layer, kitty, TWO_BITS, k_pages="pre") == LayerPlan(layer.geometry, (kitty,), (RAW,))
+    assert in_formats(layer, kitty, TWO_BITS, k_pages="pre") == LayerPlan(layer.geometry, kitty, RAW)
 
 
 def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase
     recipe.write_text(RECIPE.replace('same_bytes_as = "kivi-2"', 'kv_budget = "290KB"'))
     ran_well("run", recipe, "--model", model, "--out", out, "--json", "-q")
     plan = load_plan(out / "plan.safetensors")
-    assert all(layer.attention.is_latent and layer.k[0].num_bits < 16 and layer.v == (RAW,) for layer in plan.layers)
+    assert all(layer.attention.is_latent and layer.k.num_bits < 16 and layer.v == RAW for layer in plan.layers)
     rows = {row.name: row for row in load_evaluation(out / "evaluation.json").rows}
     assert rows["tiny"].text.kl > 0 and rows["16-bit"].text.kl < 1e-6
 

@@ -31,5 +31,5 @@ def test_a_cache_that_never_pays_or_shrinks_on_a_schedule_says_nothing() -> None
     raw = llama_plan(RAW, RAW, cache_dtype="bfloat16")
     assert pays_from(raw) is None  # its ring comes on top
     shrinking = Format(2, "token", 32, param_dtype="float32", shrink_at=(100, 200, 300))
-    layers = tuple(replace(layer, k=(shrinking,)) for layer in raw.layers)
+    layers = tuple(replace(layer, k=shrinking) for layer in raw.layers)
     assert pays_from(replace(raw, layers=layers)) is None

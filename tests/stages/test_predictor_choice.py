@@ -59,12 +59,12 @@ def changed(layers: tuple[LayerPlan, ...], index: int, **changes) -> tuple[Layer
 @pytest.mark.parametrize(
     "changes, refused",
     [
-        ({1: {"k": (RAW,), "v": (RAW,)}}, {(1, "k"): "16 bits", (1, "v"): "16 bits"}),
+        ({1: {"k": RAW, "v": RAW}}, {(1, "k"): "16 bits", (1, "v"): "16 bits"}),
         ({1: {"k_rescale": True}}, {(1, "k"): "k_rescale"}),
-        ({2: {"v": (replace(REST, recent_window=64),)}}, {}),
-        ({2: {"k": (Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),))),)}},
+        ({2: {"v": replace(REST, recent_window=64)}}, {}),
+        ({2: {"k": Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))}},
          {(2, "k"): "query score"}),
-        ({1: {"v": (replace(REST, param_dtype="float32", shrink_at=(200, 300)),)}},
+        ({1: {"v": replace(REST, param_dtype="float32", shrink_at=(200, 300))}},
          {(1, "k"): "shrink", (1, "v"): "shrink", (2, "v"): "shrink"}),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_query_score_is_no_hindrance_for_the_source() -> None:
     """Layer 0 chooses channels by queries; its pages are read back with the queries of the sequence."""
     loaded = loaded_llama(2)
     boosted = Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
-    layers = changed(aqua_layers(loaded), 0, k=(boosted,))
+    layers = changed(aqua_layers(loaded), 0, k=boosted)
     record = fit(loaded, layers, sequences([140] * 4))
     assert [f.is_kept for f in record.findings] == [False, False, True, True]
     plan_with(loaded, layers, record)

@@ -249,7 +249,7 @@ def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
         assert set(found.setup.kl_candidates(side)) == set(product((2, 4), ("token",), (64,), ("uniform",)))
     for objective in ("sensitivity", "kl", "combined"):
         budget = AllocateSpec(bits=7.0, batch=1, context=65536, objective=objective)
-        formats = {fmt for layer in allocate(found, budget, {}).layers for fmt in (*layer.k, *layer.v)}
+        formats = {fmt for layer in allocate(found, budget, {}).layers for fmt in layer.formats}
         assert {(fmt.num_bits, fmt.group_size) for fmt in formats} <= {*product((2, 4), (32, 64)), (16, 128)}
     with pytest.raises(ValueError, match=r"kl_num_bits: \[3\] are no candidates, expected some of \[2, 4\]"):
         ProfileSpec(num_bits=(2, 4), kl_num_bits=(2, 3))

@@ -244,7 +244,7 @@ def test_plans_begin_where_nothing_before_is_read() -> None:
     assert alone.layers[last].predictor("v").source == last - 1
     plain = replace(reference, layers=(*layers[:last], replace(layers[last], v_predictor=None)))
     assert first_difference(alone, plain) == last and first_difference(plain, alone) == last - 1
-    layer = replace(reference.layers[0], k=(Format(2, "token", 32),), k_rescale=True)
+    layer = replace(reference.layers[0], k=Format(2, "token", 32), k_rescale=True)
     scaled = replace(
         reference, layers=(layer, *reference.layers[1:]), tensors={"layers.0.k_rescale": torch.ones(2, HEAD_DIM)}
     )

@@ -165,15 +165,15 @@ def test_positions_end_with_the_models_context(tmp_path, outliers):
 
 
 def test_only_layers_per_token_are_searched(tmp_path, outliers):
-    per_token = layers_of(outliers, (PER_TOKEN,))
-    layers = (per_token[0], replace(per_token[1], k=(Format(2, "channel", 32),)))
+    per_token = layers_of(outliers, PER_TOKEN)
+    layers = (per_token[0], replace(per_token[1], k=Format(2, "channel", 32)))
     record = run(tmp_path, outliers, layers, data=data_of(290))
     assert [layer.index for layer in record.layers] == [0]
     assert not torch.equal(record.lambdas[0], torch.ones(2, 16))
     assert [layer.k_rescale for layer in record.apply(layers)] == [record.layers[0].alpha > 0, False]
     listener = Listener()
     (tmp_path / "none").mkdir()
-    nothing = run(tmp_path / "none", outliers, layers_of(outliers, (RAW,)), listener)
+    nothing = run(tmp_path / "none", outliers, layers_of(outliers, RAW), listener)
     assert nothing.layers == () and nothing.tensors() == {} and "nothing to search" in listener.said[0]
     assert reparam_stage.load(tmp_path / "none" / "reparam.safetensors").layers == ()
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.plan.plan import RAW, Boost, Format, LayerPlan, Tier, WindowRule, Workload
+from kvcal.plan.plan import RAW, SIDES, Boost, Format, LayerPlan, Tier, WindowRule, Workload
 from kvcal.stages.allocate.schedule import progressive_layers
 
 DIM = 32
@@ -21,7 +21,7 @@ def attention(index: int, heads: int = 2, window: int | None = None, dim: int = 
 
 
 def uniform(num_layers: int, k: Format, v: Format, dim: int = DIM) -> tuple[LayerPlan, ...]:
-    return tuple(LayerPlan(attention(index, dim=dim), (k,), (v,)) for index in range(num_layers))
+    return tuple(LayerPlan(attention(index, dim=dim), k, v) for index in range(num_layers))
 
 
 CASES = {
@@ -29,14 +29,14 @@ CASES = {
     "sinks and windows": uniform(2, FOUR, ONE_SINK),
     "several final bits": (
         *uniform(1, FOUR, TWO),
-        LayerPlan(attention(1), (RAW,), (Format(3, "token", 64),)),
-        LayerPlan(attention(2), (Format(8, "channel", 32),), (Format(1, "token", 32),)),
+        LayerPlan(attention(1), RAW, Format(3, "token", 64)),
+        LayerPlan(attention(2), Format(8, "channel", 32), Format(1, "token", 32)),
     ),
     "other layers": (
         LayerPlan(attention(0, window=150)),
         LayerPlan(StateGeometry(1, 999)),
         *[dataclasses.replace(layer, geometry=attention(2)) for layer in uniform(1, ONE_SINK, TWO)],
-        LayerPlan(attention(5), (TWO,), (TWO,)),
+        LayerPlan(attention(5), TWO, TWO),
     ),
     "narrow heads": uniform(2, TWO, TWO, dim=8),  # 8-bit records with fp32 scales are larger than 16-bit ones
     "growing window": uniform(2, TWO, Format(2, "token", 32, window_rule=WindowRule("clamped", 0.3, 100, 10))),
@@ -53,8 +53,8 @@ def layer_bytes(layer: LayerPlan, bits: int, num_tokens: int, dtype: str) -> int
     if geometry.window is not None:
         return min(num_tokens, geometry.window - 1) * heads * 2 * dim * item
     total = 0
-    for side, formats in (("k", layer.k), ("v", layer.v)):
-        for fmt in formats * (heads // len(formats)):
+    for side, fmt in zip(SIDES, layer.formats, strict=True):
+        for _ in range(heads):
             stored = fmt.num_bits if fmt.num_bits in (3, 16) else max(fmt.num_bits, bits)
             params = fmt.param_dtype if fmt.num_bits in (3, 16) else "float32"
             record = oracles.record_bytes(stored, side, fmt.axis, fmt.group_size, dim, params, dtype)
@@ -69,8 +69,7 @@ def scanned(layers, batch: int, context: int, dtype: str, budget: int) -> list[l
     bits = [16] * len(layers)
     steps = [(layer, to) for to in (8, 4, 2, 1) for layer in range(len(layers))]
     final = [
-        min([fmt.num_bits for fmt in (*layer.k, *layer.v) if fmt.num_bits not in (3, 16)], default=16)
-        for layer in layers
+        min([fmt.num_bits for fmt in layer.formats if fmt.num_bits not in (3, 16)], default=16) for layer in layers
     ]
     found, taken = [], 0
     for count in range(1, context + 1):
@@ -103,12 +102,12 @@ def test_every_token_count_fits_and_is_as_wide_as_the_rule_allows(name, slack, b
             layer_bytes(layer, bits, count, "bfloat16") for layer, bits in zip(layers, at, strict=True)
         )
         for layer, bits in zip(found, at, strict=True):
-            for fmt in (*layer.k, *layer.v):
+            for fmt in layer.formats:
                 shrinks = fmt.num_bits not in (3, 16)
                 assert fmt.bits_at(count) == (max(bits, fmt.num_bits) if shrinks else fmt.num_bits), count
     assert expected[0] != expected[-1] or slack > 0.5
     if slack == 0:
-        assert all(fmt.bits_at(workload.context) == fmt.num_bits for layer in found for fmt in (*layer.k, *layer.v))
+        assert all(fmt.bits_at(workload.context) == fmt.num_bits for layer in found for fmt in layer.formats)
 
 
 def test_a_ragged_batch_never_takes_more():
@@ -124,18 +123,18 @@ def test_what_shrinks_has_fp32_parameters_and_all_else_is_left_alone():
     boosted = Format(2, "channel", 32, boost=Boost("magnitude", (Tier(4, 0.25),)))
     lattice = Format(2, "token", 128, lattice_dim=2)
     layers = (
-        LayerPlan(attention(0), (boosted,), (lattice,)),
-        LayerPlan(attention(1), (RAW,), (Format(3, "token", 64, param_dtype="bfloat16"),)),
-        LayerPlan(attention(2), (Format(4, "channel", 64, 5, 7),), (TWO,), k_offset=True),
+        LayerPlan(attention(0), boosted, lattice),
+        LayerPlan(attention(1), RAW, Format(3, "token", 64, param_dtype="bfloat16")),
+        LayerPlan(attention(2), Format(4, "channel", 64, 5, 7), TWO, k_offset=True),
     )
     workload = Workload(2, 2000)
     final = sum(layer.nbytes("bfloat16", workload.lengths, 2000) for layer in layers)
     found = progressive_layers(layers, workload, "bfloat16", 2 * final)
     assert found[:2] == layers[:2]
-    k, v = found[2].k[0], found[2].v[0]
+    k, v = found[2].k, found[2].v
     assert found[2].k_offset and found[2].geometry == layers[2].geometry
     assert (k.start_bits, v.start_bits, k.param_dtype, v.param_dtype) == (16, 16, "float32", "float32")
-    assert dataclasses.replace(k, shrink_at=(), param_dtype="float16") == layers[2].k[0]
+    assert dataclasses.replace(k, shrink_at=(), param_dtype="float16") == layers[2].k
     assert v.shrink_at[:2] == k.shrink_at  # K and V of a layer shrink together
 
 
@@ -154,7 +153,7 @@ def test_many_layers_and_a_long_context_take_no_time():
     workload = Workload(4, 131072)
     budget = smallest_budget(layers, workload, "bfloat16")
     found = progressive_layers(layers, workload, "bfloat16", budget)
-    counts = sorted({count for layer in found for count in layer.k[0].shrink_at})
+    counts = sorted({count for layer in found for count in layer.k.shrink_at})
     assert len(counts) > 20
     for count in (*counts[::9], 131072):
         sizes = [sum(layer.nbytes("bfloat16", (n,) * 4, n) for layer in found) for n in (count - 1, count)]

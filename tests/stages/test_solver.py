@@ -169,7 +169,7 @@ def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None
         found = allocate(profile, AllocateSpec(bits=bits, granularity=granularity, **LENGTHS), {})
         assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
     found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), {})
-    assert [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
+    assert [(layer.k.num_bits, layer.v.num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
 
 
 def test_what_a_budget_leaves_for_the_cache() -> None:
@@ -191,5 +191,5 @@ def test_what_a_budget_leaves_for_the_cache() -> None:
 def test_the_first_paged_layer_has_the_first_formats() -> None:
     """AQUA-KV: 4 bits in the first layer, 2 in the others; layers that are not paged are not counted."""
     formats = load_recipe("aqua-kv").formats
-    layers = fixed_layers(formats, (LayerPlan(GEOMETRY.layers[0]), *(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED)))
-    assert [[fmt.num_bits for fmt in (*layer.k, *layer.v)] for layer in layers] == [[], [4, 4], [2, 2]]
+    layers = fixed_layers(formats, (LayerPlan(GEOMETRY.layers[0]), *(LayerPlan(one, RAW, RAW) for one in PAGED)))
+    assert [[fmt.num_bits for fmt in layer.formats] for layer in layers] == [[], [4, 4], [2, 2]]

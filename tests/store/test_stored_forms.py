@@ -37,7 +37,7 @@ def test_chunks_store_what_steps_store(name: str) -> None:
     assert any(stored_form(layer, side) is not None for layer in plan.layers for side in SIDES)
     steps = fed(plan, STEPS, inputs)
     assert steps.nbytes == plan.nbytes([300] * 2, 300)
-    others = (CHUNKS, (300,)) if not any(layer.k[0].needs_queries for layer in plan.layers) else (STEPS,)
+    others = (CHUNKS, (300,)) if not any(layer.k.needs_queries for layer in plan.layers) else (STEPS,)
     for cuts in others:
         assert assert_same_pages(fed(plan, cuts, inputs), steps) >= 12
 

@@ -54,13 +54,10 @@ def tiny_llama(num_kv_heads: int = 2, num_layers: int = 2) -> hf.LlamaForCausalL
     return perturbed(hf.LlamaForCausalLM(config), 0.2)
 
 
-def plan_of(geometry: Geometry, k: Format | Sequence[Format], v: Format | Sequence[Format], **changes) -> Plan:
+def plan_of(geometry: Geometry, k: Format, v: Format, **changes) -> Plan:
     """The same formats for every paged layer of ``geometry``."""
-    formats = [tuple(side) if isinstance(side, Sequence) else (side,) for side in (k, v)]
     layers = tuple(
-        LayerPlan(layer, *formats)
-        if isinstance(layer, AttentionGeometry) and layer.window is None
-        else LayerPlan(layer)
+        LayerPlan(layer, k, v) if isinstance(layer, AttentionGeometry) and layer.window is None else LayerPlan(layer)
         for layer in geometry.layers
     )
     identity = ModelIdentity("tiny", geometry.model_type, "0", "1", "2")
@@ -69,7 +66,7 @@ def plan_of(geometry: Geometry, k: Format | Sequence[Format], v: Format | Sequen
 
 
 def llama_plan(
-    k: Format | Sequence[Format], v: Format | Sequence[Format], num_kv_heads: int = 2, cache_dtype: str = "float32",
+    k: Format, v: Format, num_kv_heads: int = 2, cache_dtype: str = "float32",
     num_layers: int = 2,
 ) -> Plan:  # fmt: skip
     """A plan for ``tiny_llama(num_kv_heads, num_layers)``."""

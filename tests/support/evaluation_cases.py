@@ -24,7 +24,7 @@ def tiny() -> LoadedModel:
 
 
 def make_plan(loaded: LoadedModel, pair: tuple[Format, Format] = KIVI_2, context: int = 512) -> Plan:
-    layers = tuple(LayerPlan(geometry, (pair[0],), (pair[1],)) for geometry in loaded.geometry.layers)
+    layers = tuple(LayerPlan(geometry, pair[0], pair[1]) for geometry in loaded.geometry.layers)
     return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(2, context), {})
 
 

@@ -26,7 +26,7 @@ KITTY = Format(2, "channel", 64, 4, boost=Boost("magnitude", (Tier(4, 0.25),)))
 
 
 def _formats(k: Format, v: Format, **changes) -> Change:
-    return lambda layer: replace(layer, k=(k,), v=(v,), **changes)
+    return lambda layer: replace(layer, k=k, v=v, **changes)
 
 
 def _predicted(kind: str, k: Format, v: Format, source: int, **size) -> Change:

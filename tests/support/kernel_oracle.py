@@ -75,7 +75,7 @@ class Case:
         geometry = AttentionGeometry(0, NUM_HEADS * GROUP_HEADS, NUM_HEADS, self.dim, self.dim)
         k, v = (self.fmt, Format(2)) if self.side == "k" else (Format(2), self.fmt)
         fed = {f"{self.side}_feedback": self.feedback}
-        plan = LayerPlan(geometry, (k,), (v,), k_rescale=self.rescale, k_offset=self.offset, **fed)
+        plan = LayerPlan(geometry, k, v, k_rescale=self.rescale, k_offset=self.offset, **fed)
         generator = torch.Generator().manual_seed(3)
         tensors = {
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),

@@ -46,7 +46,7 @@ def aqua_layers(loaded: LoadedModel, k_pages: str = "post", first: Format = FIRS
     found, fmt = [], first
     for layer in bare_layers(loaded.geometry):
         if layer.is_paged:
-            layer, fmt = LayerPlan(layer.geometry, (fmt,), (fmt,), k_pages=k_pages), REST
+            layer, fmt = LayerPlan(layer.geometry, fmt, fmt, k_pages=k_pages), REST
         found.append(layer)
     return tuple(found)
 
@@ -74,9 +74,9 @@ def plan_of_random_predictors(
 ) -> Plan:
     """Values of all layers but the first are predicted, by random weights."""
     layers = tuple(
-        LayerPlan(one, (k,), (v,), v_predictor=Predictor("linear", i - 1))
+        LayerPlan(one, k, v, v_predictor=Predictor("linear", i - 1))
         if i
-        else LayerPlan(one, (first_k or k,), (first_v or v,))
+        else LayerPlan(one, first_k or k, first_v or v)
         for i, one in enumerate(loaded.geometry.layers)
     )
     generator, tensors = torch.Generator().manual_seed(3), {}

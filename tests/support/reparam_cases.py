@@ -43,7 +43,7 @@ def data_of(*lengths: int) -> TokenDataset:
 DATA = data_of(290, 60, 180)
 
 
-def layers_of(loaded: LoadedModel, k: tuple[Format, ...] = (PER_TOKEN,)) -> tuple[LayerPlan, ...]:
+def layers_of(loaded: LoadedModel, k: Format = PER_TOKEN) -> tuple[LayerPlan, ...]:
     bare = bare_layers(loaded.geometry)
     return tuple(replace(layer, k=k) if layer.is_paged else layer for layer in bare)
 

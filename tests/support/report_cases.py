@@ -19,7 +19,7 @@ def plan_of(*layers: LayerPlan) -> Plan:
     return Plan(ModelIdentity("m", "llama", "a", "b", "c"), "bfloat16", layers, Workload(8, 4096), {})
 
 
-UNIFORM = plan_of(*(LayerPlan(attention(i), (K3,), (V2,)) for i in range(4)))
+UNIFORM = plan_of(*(LayerPlan(attention(i), K3, V2) for i in range(4)))
 
 
 def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None = 0.01) -> Row:

@@ -40,7 +40,7 @@ def layers_of(case: str) -> list[LayerPlan]:
     if formats is None:
         return [LayerPlan(geometry)]
     has_feedback = case == ROTATED
-    return [LayerPlan(geometry, formats[:1], formats[1:], k_feedback=has_feedback, v_feedback=has_feedback)]
+    return [LayerPlan(geometry, *formats, k_feedback=has_feedback, v_feedback=has_feedback)]
 
 
 def cache_of(case: str) -> PlanCache:
@@ -52,7 +52,7 @@ def cache_of(case: str) -> PlanCache:
     for row, length in enumerate(LENGTHS):
         mask[row, : max(LENGTHS) - length] = 0
     # Without the tensors that some layers need; they come with the layers.
-    plain = [LayerPlan(layer.geometry, *(((RAW,), (RAW,)) if CASES[case] else ())) for layer in layers]
+    plain = [LayerPlan(layer.geometry, *((RAW, RAW) if CASES[case] else ())) for layer in layers]
     plan = with_tensors(Plan(identity, "bfloat16", tuple(plain), Workload(2, 512), {}), layers)
     return PlanCache(plan, config, mask, max_tokens=512)
 

@@ -93,7 +93,7 @@ class Serving:
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
-        formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
+        formats = [fmt for layer in plan.layers for fmt in layer.formats]
         num_sinks = 0 if args.disable_radix_cache else max(fmt.num_sink_tokens for fmt in formats)
         has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
         places = BEGINNINGS * (args.max_running_requests + 1)

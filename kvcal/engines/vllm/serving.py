@@ -83,7 +83,7 @@ class Serving:
         self.sinks: list[SinkLayer] = []
         self.layers: list[Any] = []  # PlanLayer
         self.begun: list[Begun] = []  # while the step runs with which they begin
-        formats = (fmt for layer in plan.layers for fmt in (*layer.k, *layer.v))
+        formats = (fmt for layer in plan.layers for fmt in layer.formats)
         if has_prefixes and any(fmt.max_window or fmt.num_sink_tokens for fmt in formats):
             note_beginnings()
         transfer = config.kv_transfer_config

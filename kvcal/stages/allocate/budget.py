@@ -134,7 +134,7 @@ def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_byt
     if split.kind is None:
         return None
     # Where pages shrink, the bytes are most right before they do.
-    ends = {at - 1 for layer in layers for fmt in (*layer.k, *layer.v) for at in fmt.shrink_at}
+    ends = {at - 1 for layer in layers for fmt in layer.formats for at in fmt.shrink_at}
     counts = {workload.context, *(end for end in ends if 0 < end < workload.context)}
     most = max(sum(layer_bytes(layers, allocation.cache_dtype, Workload(workload.batch, count))) for count in counts)
     return split.for_cache - most - transform_bytes(allocation, layers, tensor_bytes)

@@ -30,7 +30,7 @@ from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, UNIFORM, Format
+from kvcal.plan.page_format import UNIFORM, Format
 from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
 
@@ -80,7 +80,7 @@ def _steps(layers: Sequence[LayerPlan]) -> list[tuple[int, int]]:
     lowest = {
         position: min(final)
         for position, layer in enumerate(layers)
-        if (final := [fmt.num_bits for fmt in (*layer.k, *layer.v) if can_shrink(fmt)])
+        if (final := [fmt.num_bits for fmt in layer.formats if can_shrink(fmt)])
     }
     return [(position, bits) for bits in NARROWER_BITS for position, least in lowest.items() if bits >= least]
 
@@ -89,14 +89,13 @@ def _shrinking(layer: LayerPlan, counts: Mapping[int, int]) -> LayerPlan:
     """The layer with pages of at most ``bits`` bits from ``counts[bits]`` tokens on, down to each format's
     own."""
 
-    def shrinking(fmt: Format) -> Format:
-        if not can_shrink(fmt):
+    def shrinking(fmt: Format | None) -> Format | None:
+        if fmt is None or not can_shrink(fmt):
             return fmt
         shrink_at = tuple(counts[bits] for bits in NARROWER_BITS if bits >= fmt.num_bits)
         return replace(fmt, param_dtype="float32", shrink_at=shrink_at)
 
-    k, v = (tuple(shrinking(fmt) for fmt in layer.formats(side)) for side in SIDES)
-    return replace(layer, k=k, v=v)
+    return replace(layer, k=shrinking(layer.k), v=shrinking(layer.v))
 
 
 class _Cost:

@@ -159,7 +159,7 @@ class Problem:
         for formats, number in zip(self.formats, choice, strict=True):
             chosen |= formats[number]
         return tuple(
-            replace(layer, k=(chosen[layer.geometry.index, "k"],), v=(chosen[layer.geometry.index, "v"],))
+            replace(layer, k=chosen[layer.geometry.index, "k"], v=chosen[layer.geometry.index, "v"])
             if layer.is_paged
             else layer
             for layer in bare_layers(self.geometry)
@@ -271,7 +271,7 @@ def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> I
     for unit, formats in zip(problem.units, problem.formats, strict=True):
         places = list(formats[0])  # (cache index, side)
         index, side = places[0]
-        chosen = option_name(layers[index].formats(side)[0])
+        chosen = option_name(layers[index].format(side))
         for option, parts in zip(unit.options, formats, strict=True):
             kl = _alone(profile, "kl", places, str(option.key))
             sensitivity = _alone(profile, "sensitivity", places, str(option.key))

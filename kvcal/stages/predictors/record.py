@@ -194,9 +194,9 @@ def _obstacle(
     """Why ``side`` of ``layer`` cannot be predicted in these formats."""
     if source is None:
         return "there is no layer before it"
-    if RAW in layer.formats(side):
+    if layer.format(side) == RAW:
         return "16 bits leave no error to save"
-    if any(fmt.shrink_at for fmt in (*source.formats(side), *layer.k, *layer.v)):
+    if any(fmt.shrink_at for fmt in (source.format(side), *layer.formats)):
         return "pages that shrink would change what is predicted from them"
     try:
         predicted = with_predictor(layer, side, source.geometry.index, spec)
