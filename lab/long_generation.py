@@ -32,6 +32,7 @@ from shared import mean_and_error, print_table, ratio_and_error
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kvcal.stages.measuring.cache import DenseCache
 from kvcal import Plan, PlanCache, Workload, load_model
 from kvcal.artifact import write_text_atomic
 from kvcal.cache.attached import attached_for
@@ -184,7 +185,7 @@ def along(loaded: LoadedModel, raw: Plan, plan: Plan, tokens_BT: Tensor, first: 
     """Along tokens from ``first`` on, of every text and quarter: the mean KL of the plan to 16 bits, and the
     negative log-likelihood by 16 bits, both in nats."""
     model, next_BT = loaded.model, tokens_BT[:, 1:].to(loaded.model.device)
-    caches = [PlanCache.for_measurement(one, model.config) for one in ([raw] if plan is raw else [raw, plan])]
+    caches = [DenseCache(one, model.config) for one in ([raw] if plan is raw else [raw, plan])]
     reference_BTV, found = torch.empty(0), dict[str, list[Tensor]]()
     for number, start, logits_BTV in lockstep(model, caches, tokens_BT[:, :-1]):
         if number:

@@ -39,6 +39,7 @@ from dialogues import dialogue
 from shared import mean_and_error, print_table, ratio_and_error, recipe_of, scheduled
 from torch import Tensor
 
+from kvcal.stages.measuring.cache import DenseCache
 from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_model, with_knobs
 from kvcal.artifact import write_text_atomic
 from kvcal.console import TerminalReporter
@@ -342,7 +343,7 @@ def measure_group(
         agrees: list[Tensor] = []
         try:
             for start, logits_BTV in feed(
-                loaded.model, PlanCache.for_measurement(plan, loaded.model.config), tokens_BT
+                loaded.model, DenseCache(plan, loaded.model.config), tokens_BT
             ):
                 stop = start + logits_BTV.shape[1]
                 top_BT, end = logits_BTV.argmax(-1), min(stop + 1, tokens_BT.shape[1])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.operands import QueryStatistic
+from kvcal.kernels.operands import Memory, QueryStatistic
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sinks
 from kvcal.plan.page_format import num_pages
@@ -53,8 +53,7 @@ class PagedTensor:
         codec: PageCodec,
         group_heads: int,
         batch: int,
-        device: torch.device,
-        pool: Pool | None = None,
+        pool: Pool,
         predict: Predict | None = None,
         kernels: KernelCodec | None = None,
         lookahead: int = 0,
@@ -63,7 +62,7 @@ class PagedTensor:
         self.codec, self.format = codec, fmt
         self.group_heads, self.predict, self.kernels = group_heads, predict, kernels
         self.num_bits = fmt.bits_at(0)
-        shape = (batch, codec.num_heads)
+        shape, device = (batch, codec.num_heads), pool.records.device
         dtype = CACHE_DTYPES[codec.cache_dtype]
         channels = codec.head_dim if fmt.needs_queries else 0
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
@@ -73,10 +72,14 @@ class PagedTensor:
             self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
             counted = shape if fmt.needs_queries else (0,)
             self.query_since = fixed(torch.zeros(*counted, dtype=torch.int32, device=device))
-        record = (codec.records_per_page, codec.record_bytes(self.num_bits))
-        self.pool: Pool = GrowingPool(batch, record, device) if pool is None else pool
+        self.pool = pool
         self.keep: Keep | None = None
         self.oldest = [0] * batch
+
+    @property
+    def memory(self) -> Memory:
+        """As operators are given it."""
+        return Memory(self.sinks, self.ring, self.pool.records)
 
     @property
     def overwritten(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from cache_cases import HEAD_DIM, assert_exact_bytes, attended, llama_plan, random_qkv, random_states, tiny_llama
 from progressive_cases import CONTEXT, K_2, V_2, fixed, scheduled
 
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal import PlanCache
 from kvcal.errors import UsageError
 from kvcal.pages.shrink import RECORDS_AT_ONCE, convert
@@ -200,7 +201,7 @@ def test_rows_can_be_selected_at_any_width():
 def test_attention_is_the_same_by_chunks_by_steps_and_from_decoded_pages():
     plan, budget = scheduled(K_2, V_2, 1, num_layers=1, context=520)
     config, given = tiny_llama(2, 1).config, random_qkv(1, 2, 520)
-    caches = [PlanCache(plan, config, keep_decoded=kept) for kept in (False, False, True)]
+    caches = [of_kind(plan, config) for of_kind in (PlanCache, PlanCache, DecodedCache)]
     by_chunk = attended(caches[0], *given, None)
     by_step, decoded_once = (attended(cache, *given, range(1, 520)) for cache in caches[1:])
     exact = attended(PlanCache(llama_plan(RAW, RAW, num_layers=1), config), *given)

@@ -159,7 +159,7 @@ def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[i
         ends = [start + cache.tokens_to_next_page()] if cuts is None else [cut for cut in cuts if cut > start]
         new = slice(start, min([*ends, q.shape[2]]))
         keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
-        if layer.static is not None and layer.static.is_step(new.stop - start):
+        if layer.awaits_step(new.stop - start):
             outputs.append(layer.attend(q[:, :, new], keys, values, None, 1.0, 0.0).transpose(1, 2))
         else:
             sees = torch.ones(new.stop - start, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - new.stop + start)

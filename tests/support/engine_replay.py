@@ -21,11 +21,12 @@ from attention_recorder import Attended
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from kvcal.stages.measuring.decoded_layer import DecodedLayer
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
-from kvcal.store.layer_store import DecodedCopy
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last
 # bits, so that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to
@@ -108,7 +109,7 @@ class Replay:
             self._blocks[name] = blocks
             return own
         self.restarts += own is not None
-        found = PlanCache(self.plan, self.model.config, keep_decoded=True)
+        found = DecodedCache(self.plan, self.model.config)
         for number, layer in enumerate(found.layers):
             if isinstance(layer, BoundedLayer):  # all tokens, as an engine has them: another may begin at earlier ones
                 every = dataclasses.replace(layer.geometry, window=2**20)
@@ -134,8 +135,8 @@ class Replay:
                 for part, other in zip(layer.parts, theirs.parts, strict=True):
                     part.pool.records[page] = other.pool.records[page]
         for layer in cache.layers:
-            if isinstance(layer, PagedLayer):
-                layer.decoded = DecodedCopy()
+            if isinstance(layer, DecodedLayer):
+                layer.forget()
 
 
 class AttentionReplay(Replay):

@@ -22,6 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.folder import tokenizer_of
@@ -78,7 +79,7 @@ class PackedCacheLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         """Tokens [B, T] of prompts and completions; ``settings`` hold the attention mask."""
         mask = settings["attention_mask"]
-        cache = PlanCache(self.plan, self.model.config, mask, keep_decoded=True)
+        cache = DecodedCache(self.plan, self.model.config, mask)
         generate, settings = super()._model_generate, PLAIN_DECODING | settings
         output = generate_packed(cache, self.model, generate, context, max_length, stop, **settings)
         new_B = (output[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum(1)

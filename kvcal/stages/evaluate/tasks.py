@@ -5,7 +5,7 @@ all tasks share ragged, left-padded batches, sorted by length. ``model.generate`
 two of them the finished sequences (end-of-sequence token, or a complete answer line) leave the cache. The
 tokens are those of one long ``generate``. After every segment the cache's bytes are compared with the plan's
 prediction, and everything the model attended to with a fresh read of the packed pages
-(PlanCache.verify_decoded).
+(DecodedCache.verify_decoded).
 
 Long contexts are read (``kvcal.data.reading``: retrieval and completion): texts are fed decode-faithfully
 (``divergence.feed``), so that every token of an answer reads packed pages, as in decoding.
@@ -30,8 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.cache.attached import attached_for
-from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.pools import Purpose
 from kvcal.data.reading import EvaluateSpec, Reading, readings
 from kvcal.data.sequences import encode_problem
@@ -115,7 +115,7 @@ def read_answers(loaded: LoadedModel, plan: Plan, texts: tuple[Reading, ...], ba
         group = texts[first : first + batch]
         tokens_BT = torch.stack([text.tokens_T for text in group]).to(loaded.model.device)
         is_right_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-        for start, logits_BTV in feed(loaded.model, PlanCache.for_measurement(plan, loaded.model.config), tokens_BT):
+        for start, logits_BTV in feed(loaded.model, DenseCache(plan, loaded.model.config), tokens_BT):
             if torch.isnan(logits_BTV).any():
                 raise NonFiniteActivations(f"the logits hold NaN after {start} tokens")
             stop = min(length, start + 1 + logits_BTV.shape[1])
@@ -192,7 +192,7 @@ def _complete(
     width, hint = input_ids.shape[1], "lower max_steps, max_size, max_hops or max_digits, or evaluate without tasks"
     room = _require_room(loaded, plan, width + 1, "a problem's prompt and a token", hint)
     left = int(min(max_new_tokens, room - width))
-    cache = PlanCache(plan, model.config, attention_mask=mask, keep_decoded=True)
+    cache = DecodedCache(plan, model.config, mask)
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
         width = input_ids.shape[1]
@@ -210,7 +210,7 @@ def _complete(
 
 
 def generate_packed(
-    cache: PlanCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
+    cache: DecodedCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through
     ``cache``; then the cache's bytes and its decoded copy are checked."""
