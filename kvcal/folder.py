@@ -22,7 +22,8 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.supported_layers import num_embeddings
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
-from kvcal.recipe import FeedbackSpec, ProfileSpec, Recipe, SearchSpec
+from kvcal.recipe import ProfileSpec, Recipe, SearchSpec
+from kvcal.systems.basis.recipe import FeedbackSpec
 
 Made = TypeVar("Made")
 # Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole

@@ -10,7 +10,7 @@ Unknown keys are errors. ``kvcal.recipe_files`` reads recipes and changes single
 from __future__ import annotations
 
 from itertools import product
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -20,17 +20,19 @@ from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Format, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
-from kvcal.strict import STRICT, Bits, Share, Size, SizeOrNone, TextTokens, Tokens, dump, knob
+from kvcal.strict import STRICT, Bits, GroupSize, Size, SizeOrNone, TextTokens, Tokens, dump, knob
+from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
+from kvcal.systems.kvmix.recipe import ImportanceSpec
+from kvcal.systems.pm_kvq.recipe import ProgressiveSpec, ReparamSpec
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
 CandidateBits = Literal[1, 2, 3, 4, 8]
-GroupSize = Literal[32, 64, 128]
 # Left out of JSON where there is one.
 Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
 DEFAULT_KL_BITS = (2, 3, 4)
@@ -172,27 +174,6 @@ class AllocateSpec:
                 raise ValueError(f"{name} = {size!r}: {refused.message}; {refused.hint}") from None
 
 
-@dataclass(frozen=True, config=STRICT)
-class ImportanceSpec:
-    """[importance], KVmix: layers with the largest gradient norms (K and V apart) get more bits and larger
-    windows."""
-
-    share: Share = knob(0.2, "Share of the layers that get the high bits.")
-    k_high_bits: Literal[2, 3, 4, 8] = knob(3, "Bits of the keys of these layers.")
-    v_high_bits: Literal[2, 3, 4, 8] = knob(4, "Bits of the values of these layers.")
-    low_bits: Literal[1, 2, 3, 4] = knob(2, "Bits of all others.")
-    group_size: GroupSize = knob(32, "Values that share a scale.")
-    window: Literal["paged", "clamped", "none"] = knob("paged", "Recent window: by page (KVmix), a share, or none.")
-    high_window_share: Annotated[float, Field(ge=0, lt=1)] = knob(0.2, "Window share with the high bits.")
-    low_window_share: Annotated[float, Field(ge=0, lt=1)] = knob(0.1, "Window share with the low bits.")
-    min_window: SizeOrNone = knob(0, "Tokens of a clamped window at least.")
-    max_window: SizeOrNone = knob(512, "Tokens of a window at most.")
-
-    def __post_init__(self) -> None:
-        if self.min_window > self.max_window:
-            raise ValueError(f"expected min_window = {self.min_window} <= max_window = {self.max_window}")
-
-
 SYSTEMS = ("default", "sensitivity", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "kivi-2", "higgs-2", "aqua-kv")
 
 
@@ -211,68 +192,6 @@ class SearchSpec:
     def __post_init__(self) -> None:
         if not self.systems or len(set(self.systems)) < len(self.systems):
             raise ValueError(f"systems = {list(self.systems)}, expected one or more, each once")
-
-
-@dataclass(frozen=True, config=STRICT)
-class ProgressiveSpec:
-    """[progressive], PM-KVQ's 16 -> 8 -> 4 -> 2: pages shrink when the budget for the tokens so far is used
-    up."""
-
-    bits: Bits | None = knob(None, "All-in bits per cached value; default: the allocation's budget.")
-
-
-@dataclass(frozen=True, config=STRICT)
-class ReparamSpec:
-    """[reparam], PM-KVQ's λ: channel factors of the keys, searched on a grid of α."""
-
-    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
-    num_steps: Annotated[int, Field(ge=1, le=1000)] = knob(20, "Steps of the grid of α over [0, 1].")
-    num_samples: Size = knob(4, "Calibration sequences.")
-    seq_len: TextTokens = knob(2048, "Tokens of each at most.")
-
-
-@dataclass(frozen=True, config=STRICT)
-class PredictorSpec:
-    """[predictors], AQUA-KV: of which kind, and when one is left out."""
-
-    kind: Kind = knob("linear", "How weights are stored.")
-    rank: Size | None = knob(None, "Rank of low_rank, and of it alone.")
-    group_size: Size | None = knob(None, "Weights that share a scale in int4, and in it alone.")
-    min_explained: Annotated[float, Field(le=1)] = knob(
-        0.1, "Drop predictors that explain no more than this share of the variance."
-    )
-    drop: bool = knob(True, "Drop predictors that save fewer bytes than they take.")
-
-    def __post_init__(self) -> None:
-        require_sizes(self.kind, self.rank, self.group_size)
-
-
-@dataclass(frozen=True, config=STRICT)
-class FeedbackSpec:
-    """[feedback], GPTQ's and LDLQ's error feedback: codes of a token are chosen one after the other, each
-    making up for the errors before it. Pages and their decoder stay. ``stage``: its name, and its artifact's
-    kind."""
-
-    stage: ClassVar[str] = "feedback"
-    sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
-    damping: Annotated[float, Field(ge=1e-4, le=10)] = knob(0.03, "Added to the Hessian, times its mean diagonal.")
-    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
-    num_samples: Size = knob(16, "Calibration sequences.")
-    seq_len: TextTokens = knob(2048, "Tokens of each at most.")
-
-    def __post_init__(self) -> None:
-        if not self.sides or len(set(self.sides)) < len(self.sides):
-            raise ValueError(f"sides = {list(self.sides)}, expected one or both of ['k', 'v']")
-
-
-@dataclass(frozen=True, config=STRICT)
-class BasisSpec(FeedbackSpec):
-    """[basis], in which rotated pages are stored: the one that queries and output weights ask for. Codes are
-    chosen with error feedback in it."""
-
-    stage: ClassVar[str] = "basis"
-    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(1.0, "Stretches positions: short text for long.")
-    exponent: Annotated[float, Field(ge=0, le=0.5)] = knob(0.4375, "How far the basis evens out energies.")
 
 
 @dataclass(frozen=True, config=STRICT)

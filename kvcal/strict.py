@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
@@ -36,6 +36,7 @@ Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 SizeOrNone = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # of what may be left out
 Tokens = Annotated[int, Field(ge=1, le=MAX_CONTEXT)]
 TextTokens = Annotated[int, Field(ge=2, le=MAX_CONTEXT)]  # the first predicts the second
+GroupSize = Literal[32, 64, 128]  # values that share a scale
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 # Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
 Bits = Annotated[float, Field(gt=0, le=4096)]

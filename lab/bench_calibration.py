@@ -37,16 +37,19 @@ from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Workload
 from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import basis
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room, kl_texts
-from kvcal.stages.predictors import stage
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
-from kvcal.stages.reparam import run_reparam
+from kvcal.systems.aqua_kv import stage
+from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.basis import stage as basis
+from kvcal.systems.basis.recipe import FeedbackSpec
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
+from kvcal.systems.pm_kvq.reparam import run_reparam
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bf16
 FULL_LAMBDA_SEQUENCES = ReparamSpec().num_samples

@@ -1,4 +1,4 @@
-"""Make the Gaussian-optimal grids of the package's lattices: kvcal/pages/grids.safetensors.
+"""Make the Gaussian-optimal grids of the package's lattices: kvcal/systems/aqua_kv/grids.safetensors.
 
     python lab/make_grids.py
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.pages.lattice import GRIDS, GRIDS_FILE, KIND, SCHEMA, nearest_point
+from kvcal.systems.aqua_kv.lattice import GRIDS, GRIDS_FILE, KIND, SCHEMA, nearest_point
 
 RATIO = {2: 1.324717957244746, 4: 1.1673039782614187}  # the root above 1 of x^(dim + 1) = x + 1
 BATCH_VECTORS, NUM_BATCHES = 4096, 400

@@ -44,10 +44,10 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
 from kvcal.models.rope import rotary_maps
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.rotated import random_signs, rotate
+from kvcal.pages.hadamard import random_signs, rotate
 from kvcal.plan.page_format import Side
 from kvcal.stages.divergence import kl_divergence
-from kvcal.stages.hessians import output_products, over_context, query_products
+from kvcal.systems.basis.hessians import output_products, over_context, query_products
 
 PLANS = "kivi-4,kivi-2,default@4,default@3,default@2.5,default@2.25"
 AT_ONCE = 8192  # tokens of a forward: its logits are held twice

@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.pages.basis import fitted_basis, moved_hessian
 from kvcal.pages.error_feedback import feedback_factor
-from kvcal.pages.rotated import GAINED_BITS, value_gains
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
-from kvcal.recipe import BasisSpec, Recipe
+from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe, read_settings, with_knobs
-from kvcal.stages.allocate.schedule import progressive_layers
-from kvcal.stages.hessians import rotated
+from kvcal.systems.basis.basis import fitted_basis, moved_hessian
+from kvcal.systems.basis.hessians import rotated
+from kvcal.systems.basis.recipe import BasisSpec
+from kvcal.systems.basis.rotated import GAINED_BITS, value_gains
+from kvcal.systems.pm_kvq.schedule import progressive_layers
 
 RECIPE = "default"
 DAMAGE = {"k": 3.0, "v": 1.0}  # of 2 bits, in the median: keys do more

@@ -17,13 +17,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Side
 from kvcal.store.layer_store import LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState
+from kvcal.systems.kitty.scores import query_sum
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30

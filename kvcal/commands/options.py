@@ -121,8 +121,8 @@ AllowDamage = Annotated[
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
 default; may be repeated."""
 
-DATA_HELP = """tasks, python:docs, python:code, python:chat, a text, JSONL or parquet file or folder, or a hub id; may
-be repeated. Options: columns, split, config."""
+DATA_HELP = """tasks, python:docs, python:code, python:chat, lookups, a text, JSONL or parquet file or folder, or a hub
+id; may be repeated. Options: columns, split, config."""
 
 # Recipe keys that options set, by dotted name; the longest first.
 OPTIONS = {

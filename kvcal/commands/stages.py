@@ -23,14 +23,14 @@ with lazy_imports():
     from kvcal import recipe as recipe_keys
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
-    from kvcal.stages import basis as basis_stage
     from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import formats, pipeline, transform
-    from kvcal.stages import reparam as reparam_stage
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import stage as allocate_stage
-    from kvcal.stages.predictors import record as predictors_record
     from kvcal.stages.profile import record as profile_record
+    from kvcal.systems.aqua_kv import record as predictors_record
+    from kvcal.systems.basis import stage as basis_stage
+    from kvcal.systems.pm_kvq import reparam as reparam_stage
 
 
 @options.spread

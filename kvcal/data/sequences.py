@@ -3,7 +3,8 @@
 Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows
 of exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat
 messages) stay one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that
-the assistant says, since predicting a random prompt says nothing about how well the cache is read. Every
+the assistant says, since predicting a random prompt says nothing about how well the cache is read. Documents
+that look up (kvcal.data.lookups) fill windows that begin with one, with what can be looked up in the loss. Every
 sequence starts with what the tokenizer puts at position 0 (or with its bos token): many models park their
 attention there, and a window that begins in mid-text has other keys. Several sources get equally many
 sequences, in turn.
@@ -28,14 +29,17 @@ from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
+from kvcal.data.lookups import lookup_documents
 from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
 from kvcal.data.sources import (
     AUTO,
     CHAT,
     INSTALLED,
+    LOOKUPS,
     TASK_SOURCES,
     Chat,
     Item,
+    Marked,
     Pair,
     Source,
     identify_source,
@@ -69,7 +73,7 @@ class DataSpec:
     source: str | tuple[str, ...] = knob(
         AUTO,
         "A file, a folder, a hub id, tasks, python:docs …, or a list of these; auto: tasks for an embedded model, "
-        "python:docs, python:code and, with a chat template, python:chat for another.",
+        "python:docs, python:code, lookups and, with a chat template, python:chat for another.",
     )
     num_samples: Size = knob(16, "Sequences.")
     seq_len: TextTokens = knob(1024, "Tokens of each at most.")
@@ -96,8 +100,8 @@ class DataSpec:
         template."""
         if self.source != AUTO:
             return self
-        installed = tuple(name for name in INSTALLED if has_chats or name != CHAT)
-        return replace(self, source=TASK_SOURCES[0] if is_embedded else installed[: self.num_samples])
+        every = tuple(name for name in (*INSTALLED, LOOKUPS) if has_chats or name != CHAT)
+        return replace(self, source=TASK_SOURCES[0] if is_embedded else every[: self.num_samples])
 
 
 def load_sequences(
@@ -146,12 +150,14 @@ def _chosen(
     source: Source, count: int, spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose
 ) -> list[TokensAndMask]:
     """``count`` sequences of one source with their masks."""
-    is_drawn = source.name in TASK_SOURCES  # by the seed already
-    items = (
-        _task_records(source.name, 64 * count, spec.seed, purpose)
-        if is_drawn
-        else read_source(source, spec.seed, purpose)
-    )
+    is_drawn = source.name in (*TASK_SOURCES, LOOKUPS)  # by the seed already
+    items: Iterator[Item]
+    if source.name == LOOKUPS:
+        items = lookup_documents(count * spec.seq_len, spec.seed, purpose)  # more than enough
+    elif is_drawn:
+        items = _task_records(source.name, 64 * count, spec.seed, purpose)
+    else:
+        items = read_source(source, spec.seed, purpose)
     num_candidates = count if is_drawn else CANDIDATES * count
     pool = list(islice(_item_sequences(items, source, tokenizer, spec), num_candidates))
     if len(pool) < count:
@@ -211,12 +217,18 @@ def _item_sequences(
             hint=f"at least {len(prefix) + 1}",
         )
     pending: list[int] = []  # tokens of plain documents that do not fill a window yet
+    marked: list[tuple[int, bool]] = []  # of marked ones, and whether each is in the loss
     for item in items:
         if isinstance(item, Pair):
             spans = [(item.prompt, False), (item.completion, True)]
             yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
         elif isinstance(item, Chat):
             yield from _sequence(_encode_spans(_chat_spans(item, source, tokenizer), [], [], tokenizer), spec)
+        elif isinstance(item, Marked):
+            marked += _encode_spans(item.spans, [] if marked else prefix, end, tokenizer)
+            if len(marked) >= spec.seq_len:  # the next one begins with a document: none is without its first half
+                yield from _sequence(marked, spec)
+                marked = []
         else:
             pending += _encode(tokenizer, item.text) + end
             num_windows = len(pending) // num_body

@@ -5,14 +5,15 @@ A source is spelled alike in a recipe's [data] and after --data, as its name and
     auto                                 the tasks for an embedded model, installed text for a user's
     python:code, python:docs             text of the installed packages, which needs no network
     python:chat                          conversations on them, for a model with a chat template
+    lookups                              generated documents that say everything twice (kvcal.data.lookups)
     my.jsonl,columns=question+answer     a file or a folder
     owner/name,config=en,split=test      a data set on the hub
 
 Yields three kinds of item: a ``Piece`` of plain text, a ``Pair`` with a prompt and a completion, and a
-``Chat``; of each, those that are dealt to one pool (see kvcal.data.pools). Which of them is decided once per
-source, by the file's extension or by the columns of its first record. Nothing is read before it is asked for,
-so sixteen samples of a 10 GB file cost what sixteen samples cost. A table's document longer than 64 KiB is
-dealt in pieces, as a text file is.
+``Chat`` (what is generated is a ``Pair``, too, or ``Marked``); of each, those that are dealt to one pool (see
+kvcal.data.pools). Which of them is decided once per source, by the file's extension or by the columns of its
+first record. Nothing is read before it is asked for, so sixteen samples of a 10 GB file cost what sixteen
+samples cost. A table's document longer than 64 KiB is dealt in pieces, as a text file is.
 
 ``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it.
 """
@@ -41,7 +42,8 @@ TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 # Sources that need neither a file nor a network. A model without data is calibrated on them.
 CHAT = "python:chat"
 INSTALLED = ("python:docs", "python:code", CHAT)
-SOURCES = (AUTO, *TASK_SOURCES, *INSTALLED)
+LOOKUPS = "lookups"
+SOURCES = (AUTO, *TASK_SOURCES, *INSTALLED, LOOKUPS)
 OPTIONS = ("columns", "split", "config")
 _OPTION = re.compile(r",(\w+)=([^,=/\\]*)$")
 EXTENSIONS = dict.fromkeys((".txt", ".text", ".md", ".tex", ".raw"), "text")
@@ -148,7 +150,14 @@ class Chat:
     index: int
 
 
-Item = Piece | Pair | Chat
+@dataclass(frozen=True)
+class Marked:
+    """A document in spans, each with whether it is in the loss: what can be looked up in what is before it."""
+
+    spans: tuple[tuple[str, bool], ...]
+
+
+Item = Piece | Pair | Chat | Marked
 Dealt = tuple[Purpose, Item]
 
 

@@ -41,11 +41,11 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import variant_of
-from kvcal.pages.basis import Basis
 from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
-from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.step import KernelCodec, LayerStep
+from kvcal.systems.basis.basis import Basis
+from kvcal.systems.kitty.scores import query_sum
 
 
 class PagedStep:

@@ -18,9 +18,9 @@ from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, stored_form, variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, UNIFORM
+from kvcal.systems.kitty.tiered import TieredLayout
 
 NARROW_HEAD_DIMS = (64, 128)
 # The fast kernel's passes of 8 query heads a tile (csrc/decode/wide_keys.cuh) take more of them.

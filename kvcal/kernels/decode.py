@@ -28,9 +28,9 @@ from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.pages.layout_protocol import RAW_BITS, padded_channels
-from kvcal.pages.rotated import RotatedLayout
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES
+from kvcal.systems.basis.rotated import RotatedLayout
+from kvcal.systems.kitty.tiered import TieredLayout
 
 MAX_ROWS = 512  # sequences of a launch
 SWAP_BYTES = 644 * 4

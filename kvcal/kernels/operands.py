@@ -80,7 +80,7 @@ class PageTransform(NamedTuple):
     offset: Tensor  # [n, D] fp32
     k_feedback: Tensor = NOTHING  # [n, D (D + 1) / 2] fp16: factors of error feedback (kvcal.pages.error_feedback)
     v_feedback: Tensor = NOTHING  # with gains [n, D (D + 3) / 2]: these last
-    k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.pages.rotated)
+    k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.systems.basis.rotated)
     v_signs: Tensor = NOTHING
 
     @classmethod

@@ -22,11 +22,11 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.layout_protocol import RAW_BITS
-from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
+from kvcal.systems.kitty.tiered import TieredLayout
 
 AXES = {"channel": 0, "token": 1}
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float8_e5m2": 3}

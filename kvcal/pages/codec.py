@@ -23,15 +23,15 @@ from dataclasses import dataclass, field, replace
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.basis import Basis
 from kvcal.pages.error_feedback import feedback_operand
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.rescale_and_rope import BeforeRope, Transform
-from kvcal.pages.scores import channel_scores
-from kvcal.pages.shrink import convert
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
+from kvcal.systems.basis.basis import Basis
+from kvcal.systems.kitty.scores import channel_scores
+from kvcal.systems.pm_kvq.shrink import convert
 
 # Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.workspace).
 ENCODE_PAGES = 16

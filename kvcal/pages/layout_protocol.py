@@ -29,7 +29,7 @@ class Layout(Protocol):
     """The record of one page: a frozen dataclass that inherits from this one; ``Format.layout`` makes them.
 
     M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors
-    that ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error
+    that ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.systems.kitty.scores), and with error
     feedback "feedback", the factor of the n heads (kvcal.pages.error_feedback).
     """
 

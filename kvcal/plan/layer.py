@@ -14,11 +14,11 @@ from pydantic_core import core_schema
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.pages.layout_protocol import AXES, Layout
-from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.quantities import format_bytes
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import MAX_COUNT, STRICT, knob
+from kvcal.systems.aqua_kv.predictor import Kind, require_sizes
 
 Pages = Literal["post", "pre"]
 LATENTS = "latents take no λ, offsets, predictors or error feedback, which are made for keys and values of heads"
@@ -72,8 +72,8 @@ class LayerPlan:
     ``k_offset`` (subtracted before; of keys before RoPE their mean), ``k_pages`` "pre" (pages hold K before
     RoPE), predictors (AQUA-KV: pages hold the residual). ``k_feedback``, ``v_feedback``: codes are chosen
     with error feedback (kvcal.pages.error_feedback), whose factor the plan holds; pages are read as without
-    it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of each head (kvcal.pages.basis),
-    at 16 bits, too. ``v_gain``: values are enlarged by what their codes lose (kvcal.pages.rotated).
+    it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of each head (kvcal.systems.basis.basis),
+    at 16 bits, too. ``v_gain``: values are enlarged by what their codes lose (kvcal.systems.basis.rotated).
 
     Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no
     transforms, which are made for keys and values of heads.

@@ -25,12 +25,13 @@ from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers, parts_of
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
 from kvcal.plan.tensors import check_bases, check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT, Tokens, dump
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 __all__ = [
     "DEFAULT_WORKLOAD", "RAW", "SIDES", "Boost", "Format", "LayerPlan", "Plan", "Predictor", "Side", "Tier",

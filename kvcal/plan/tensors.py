@@ -7,8 +7,8 @@
                                                      predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
     layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.error_feedback)
-    layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    values in their basis are multiplied by it    (kvcal.pages.rotated)
-    layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.pages.basis)
+    layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    factors of values in their basis  (kvcal.systems.basis.rotated)
+    layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.systems.basis.basis)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
@@ -27,14 +27,14 @@ import numpy as np
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
-from kvcal.pages.basis import CENTER, MATRICES, basis_specs
 from kvcal.pages.error_feedback import factor_spec
-from kvcal.pages.predictor import PredictorShape
-from kvcal.pages.rotated import gain_spec
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.records import TensorSpec, require_tensors
 from kvcal.stored_tensor import ITEM_BYTES, StoredTensors, stored
+from kvcal.systems.aqua_kv.predictor import PredictorShape
+from kvcal.systems.basis.basis import CENTER, MATRICES, basis_specs
+from kvcal.systems.basis.rotated import gain_spec
 
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20

@@ -4,17 +4,17 @@ its plans.
 ``pipeline`` runs them in order: ``formats`` has those that choose formats, ``transform`` those after the
 choice. The stage of a package is its ``stage``, what it writes its ``record``:
 
-    basis                      first, where formats are chosen in a basis
+    basis                      first, where formats are chosen in a basis              (kvcal.systems.basis)
     profile                    what every format costs in every layer
     search, tune, allocate     the formats: by measured KL, by tasks, or by the profile within a budget
-    reparam                    λ of keys (lambda_candidates)
-    centre                     the mean of keys
-    predictors                 keys and values from earlier layers
-    basis, for feedback        what codes make good of their own errors (hessians)
+    reparam                    λ of keys                                               (kvcal.systems.pm_kvq)
+    centre                     the mean of keys                                        (kvcal.systems.basis)
+    predictors                 keys and values from earlier layers                     (kvcal.systems.aqua_kv)
+    basis, for feedback        what codes make good of their own errors                (kvcal.systems.basis)
     allocate.budget            compiles the plan
     evaluate, compare          texts and tasks through the plan's cache, next to bytes, of one plan or of all recipes
 
 Without an artifact of a run: memory_needs (before), verify, check_damage (of a plan), generate (with it).
-What stages share: passes over sequences that can be interrupted (checkpoint), KL (divergence), and bytes of
-channels at more bits (tier_capacity).
+What stages share: passes over sequences that can be interrupted (checkpoint), far positions (calibration),
+and KL (divergence).
 """

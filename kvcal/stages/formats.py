@@ -36,21 +36,23 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages import basis as basis_stage
 from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.centre import DATA, centring, takes_mean
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup
-from kvcal.stages.tier_capacity import score_quantile
 from kvcal.stages.transform import basis_folder
 from kvcal.stages.tune import HIGHEST_SHARE, TaskObjective, Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
+from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis.centre import DATA, centring, takes_mean
+from kvcal.systems.kvmix.importance import kvmix_allocation
+from kvcal.systems.mixkvq.tier_capacity import score_quantile
+from kvcal.systems.pm_kvq.schedule import made_progressive
 
 
 def require_feasible(job: Job) -> None:
@@ -141,7 +143,7 @@ def allocate_folder(
         made_from = with_calibration({**provenance, **details}, calibration("profile", read_inputs(folder.profile)))
         allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:
-            allocation = allocation_record.made_progressive(allocation, progressive, reserved)
+            allocation = made_progressive(allocation, progressive, reserved)
         allocation_record.save(allocation, inputs, path)
         reporter.say(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
@@ -177,7 +179,7 @@ def fix_folder(job: Job) -> Allocation:
         if recipe.importance is not None:
             profile = profile_record.load(folder.profile)
             provenance = with_calibration(provenance, calibration("profile", read_inputs(folder.profile)))
-            allocation = allocation_record.kvmix_allocation(profile, recipe.importance, workload, provenance)
+            allocation = kvmix_allocation(profile, recipe.importance, workload, provenance)
         else:
             assert recipe.formats is not None
             allocation = allocation_record.fixed_allocation(
@@ -185,7 +187,7 @@ def fix_folder(job: Job) -> Allocation:
             )
         if recipe.progressive is not None:
             reserved = allocation_budget.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
-            allocation = allocation_record.made_progressive(allocation, recipe.progressive, reserved)
+            allocation = made_progressive(allocation, recipe.progressive, reserved)
         allocation_record.save(allocation, inputs, path)
         return allocation
 

@@ -33,17 +33,18 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import BUDGET_KINDS, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages import basis as basis_stage
 from kvcal.stages import formats
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, compile_plan, resolve_budget, transform_bytes
-from kvcal.stages.allocate.record import Allocation, layer_bytes, layer_format, layers_in
+from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.divergence import kl_texts
 from kvcal.stages.evaluate import stage as evaluate_stage
 from kvcal.stages.search import SearchRecord, choose_plan, not_for_decoding
 from kvcal.stages.transform import Transforms, basis_folder, centre_folder, fit_predictors_folder, reparam_folder
 from kvcal.strict import dump, flat_records
+from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.kvmix.importance import layer_format
 
 
 class Stage(NamedTuple):

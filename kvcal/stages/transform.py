@@ -32,20 +32,22 @@ from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import LayerPlan
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
-from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
-from kvcal.stages import basis as basis_stage
-from kvcal.stages import centre as centre_stage
-from kvcal.stages import reparam as reparam_stage
+from kvcal.recipe import Recipe
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas, transform_bytes
 from kvcal.stages.allocate.record import Allocation, layers_in
-from kvcal.stages.basis import BasisRecord
-from kvcal.stages.centre import Centring, takes_mean
-from kvcal.stages.predictors import record as predictor_record
-from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.predictors.stage import run_fit_predictors
-from kvcal.stages.reparam import Reparam
 from kvcal.strict import dump, flat_records
+from kvcal.systems.aqua_kv import record as predictor_record
+from kvcal.systems.aqua_kv.record import PredictorRecord
+from kvcal.systems.aqua_kv.stage import run_fit_predictors
+from kvcal.systems.basis import centre as centre_stage
+from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis.centre import Centring, takes_mean
+from kvcal.systems.basis.recipe import FeedbackSpec
+from kvcal.systems.basis.stage import BasisRecord
+from kvcal.systems.pm_kvq import reparam as reparam_stage
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
+from kvcal.systems.pm_kvq.reparam import Reparam
 
 Layers = tuple[LayerPlan, ...]
 Record = Reparam | Centring | PredictorRecord | BasisRecord

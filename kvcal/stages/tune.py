@@ -34,8 +34,8 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import MAX_SEED
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_reading, measure_tasks
-from kvcal.stages.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Share, dump, parse
+from kvcal.systems.mixkvq.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
 if TYPE_CHECKING:  # Optuna takes a second, and a choice is made without it
     from optuna import Study

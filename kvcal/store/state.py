@@ -32,7 +32,7 @@ from kvcal.store.step import StepScratch, require_no_error
 
 
 class Source(Protocol):
-    """A layer as others see it that are predicted from it (kvcal.store.prediction)."""
+    """A layer as others see it that are predicted from it (kvcal.systems.aqua_kv.prediction)."""
 
     plan: LayerPlan
 

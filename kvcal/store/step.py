@@ -21,9 +21,9 @@ from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import Variant, window_variant
-from kvcal.pages.basis import Basis, reading_queries
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.store.pool import fixed
+from kvcal.systems.basis.basis import Basis, reading_queries
 
 
 class StepScratch:

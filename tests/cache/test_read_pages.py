@@ -15,11 +15,12 @@ from kvcal import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.stages.checkpoint import Batch
-from kvcal.stages.predictors import reconstruct
-from kvcal.stages.predictors.reconstruct import PageReader, Reconstruction, Wanted
+from kvcal.systems.aqua_kv import reconstruct
+from kvcal.systems.aqua_kv.reconstruct import PageReader, Reconstruction, Wanted
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 LENGTH, KV_HEADS = 700, 2
 BOOST = Boost("query_range", (Tier(4, 0.25),))

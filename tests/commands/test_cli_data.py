@@ -14,9 +14,10 @@ from kvcal.commands.options import BudgetOptions, RecipeOptions, users_evaluatio
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan.plan import load_plan
-from kvcal.recipe import ProfileSpec, Recipe, ReparamSpec
+from kvcal.recipe import ProfileSpec, Recipe
 from kvcal.recipe_files import load_recipe, recipe_names, with_knobs
 from kvcal.strict import dump
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 TOY, NOTE = "embedded toy tasks", "calibrated on installed packages' text"
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}

@@ -28,8 +28,8 @@ from kvcal.stages import tune as tune_objective
 from kvcal.stages.allocate.budget import resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.pipeline import baseline_plan, build_plan
-from kvcal.stages.tier_capacity import measure_scores
 from kvcal.stages.tune import Outcome, TaskObjective, choose, load_tuning, tuned_bits
+from kvcal.systems.mixkvq.tier_capacity import measure_scores
 
 UNTUNED = RECIPE[: RECIPE.index("[tune]")]
 

@@ -19,11 +19,11 @@ from cli_cases import ran_well
 import kvcal
 from kvcal import load_plan
 from kvcal.data.tasks import problems
-from kvcal.pages import scores
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.profile.record import Profile
+from kvcal.systems.kitty import scores
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"generate", "budget", "own_data", "gpu_graph"}

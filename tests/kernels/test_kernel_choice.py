@@ -15,9 +15,9 @@ from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, key_lift, plai
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import MAX_HEADS, plain_defines, plain_shape
 from kvcal.kernels.variants import VARIANTS, Variant
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
+from kvcal.systems.kitty.tiered import TieredLayout
 
 K, V = Format(2, "channel"), Format(2)
 K_SINKS, V_SINKS = replace(K, num_sink_tokens=4), replace(V, num_sink_tokens=9)

@@ -11,9 +11,9 @@ from kernel_oracle import PAIRS, POISON, Paged, pair_variant, states
 from torch import Tensor
 
 from kvcal.kernels.reference import NO_ROOM, NON_FINITE
-from kvcal.pages.scores import channel_scores
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.systems.kitty.scores import channel_scores
+from kvcal.systems.kitty.tiered import TieredLayout
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 16, 0.2
 STEPS = 300

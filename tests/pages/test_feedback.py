@@ -19,11 +19,12 @@ from kvcal.pages.error_feedback import (
     feedback_factor,
     round_with_feedback,
 )
+from kvcal.pages.hadamard import random_signs, rotate
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.rotated import CANDIDATES, LOWEST, SCALE_DTYPE, STEPS, RotatedLayout, random_signs, rotate
-from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import UniformLayout
 from kvcal.stored_tensor import StoredTensor
+from kvcal.systems.basis.rotated import CANDIDATES, LOWEST, SCALE_DTYPE, STEPS, RotatedLayout
+from kvcal.systems.kitty.tiered import TieredLayout
 
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
 

@@ -19,20 +19,9 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.models.load import identity_of
 from kvcal.plan.page_format import num_pages
-from kvcal.plan.plan import (
-    RAW,
-    SCHEMA,
-    Boost,
-    Format,
-    LayerPlan,
-    Plan,
-    Predictor,
-    Tier,
-    WindowRule,
-    Workload,
-    plan_bytes,
-)
+from kvcal.plan.plan import RAW, SCHEMA, Boost, Format, LayerPlan, Plan, Predictor, Tier, Workload, plan_bytes
 from kvcal.strict import parse
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
 

@@ -21,7 +21,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Silent
-from kvcal.recipe import ProgressiveSpec, Recipe
+from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.stages import formats, pipeline
 from kvcal.stages.allocate.budget import reserved_bytes
@@ -29,6 +29,7 @@ from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.verify import verify_plan
+from kvcal.systems.pm_kvq.recipe import ProgressiveSpec
 
 RECIPE = """
 data = { source = "tasks:times", num_samples = 2, seq_len = 256 }

@@ -14,16 +14,7 @@ from kvcal.plan.layer import FormatsSpec, LayerPlan, Predictor
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
-from kvcal.recipe import (
-    AllocateSpec,
-    BasisSpec,
-    CacheSpec,
-    FeedbackSpec,
-    PredictorSpec,
-    ProfileSpec,
-    ProgressiveSpec,
-    ReparamSpec,
-)
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.budget import (
     compile_plan,
     require_budget,
@@ -33,9 +24,13 @@ from kvcal.stages.allocate.budget import (
     workload_of,
     workspace_bytes,
 )
-from kvcal.stages.allocate.record import Allocation, fixed_allocation, made_progressive
+from kvcal.stages.allocate.record import Allocation, fixed_allocation
 from kvcal.stages.allocate.stage import allocate
 from kvcal.store.workspace import step_workspace
+from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
+from kvcal.systems.pm_kvq.recipe import ProgressiveSpec, ReparamSpec
+from kvcal.systems.pm_kvq.schedule import made_progressive
 
 BATCH, CONTEXT = 2, 1024
 LINEAR = PredictorSpec(drop=False)

@@ -24,18 +24,21 @@ from kvcal.errors import UnsupportedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
 from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import basis
-from kvcal.stages import reparam as reparam_stage
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.stage import load_evaluation
-from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.store.workspace import step_workspace
+from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.aqua_kv.record import find_targets
+from kvcal.systems.basis import stage as basis
+from kvcal.systems.basis.recipe import FeedbackSpec
+from kvcal.systems.pm_kvq import reparam as reparam_stage
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 TWO_BITS = Format(2, "channel", 32)
 QUERY_SCORE = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),)))

@@ -28,13 +28,13 @@ from static_cases import with_transforms
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.pages.basis import Basis
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
 from kvcal.store import sinks_ring_pages
 from kvcal.store.layer_store import LayerStore
 from kvcal.store.step import KernelCodec
 from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
+from kvcal.systems.basis.basis import Basis
 
 ROTATED = Format(2, "token", 128, 8, 64, quantizer="rotated")
 

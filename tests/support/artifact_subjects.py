@@ -21,13 +21,11 @@ from kvcal import tables as views
 from kvcal.cache.attached import attached_for
 from kvcal.geometry import ModelIdentity
 from kvcal.pages.error_feedback import factor_spec
-from kvcal.plan.page_format import SIDES, Format, WindowRule
+from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload, plan_bytes, save_plan
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.records import write_json
-from kvcal.stages import basis as basis_stage
 from kvcal.stages import compare as compare_stage
-from kvcal.stages import reparam as reparam_stage
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import compile_plan
@@ -35,8 +33,13 @@ from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
 from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation, table_columns
-from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.profile import record as profile_record
+from kvcal.systems.aqua_kv import record as predictor_record
+from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis.recipe import FeedbackSpec
+from kvcal.systems.kvmix.window_rule import WindowRule
+from kvcal.systems.pm_kvq import reparam as reparam_stage
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Memory, PageTransform, Place
 from kvcal.kernels.variants import Variant
+from kvcal.pages.hadamard import random_signs
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.rotated import random_signs
-from kvcal.pages.scores import channel_scores
-from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
+from kvcal.systems.kitty.scores import channel_scores
+from kvcal.systems.kitty.tiered import TieredLayout
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("magnitude", (Tier(16, 1 / 64), Tier(4, 0.25)))

@@ -17,7 +17,8 @@ from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.step import PagedStep
-from kvcal.plan.page_format import RAW, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, Boost, Format, Side, Tier
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 PAGE = 128
 POISON = 255  # a NaN in every dtype

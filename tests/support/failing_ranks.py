@@ -14,8 +14,8 @@ import sys
 from kvcal import __main__ as cli
 from kvcal import distributed
 from kvcal.errors import NonFiniteActivations
-from kvcal.stages import lambda_candidates as search
-from kvcal.stages import reparam as reparam_stage
+from kvcal.systems.pm_kvq import lambda_candidates as search
+from kvcal.systems.pm_kvq import reparam as reparam_stage
 
 how = sys.argv.pop(1)
 measure, calls = search.key_magnitudes, []

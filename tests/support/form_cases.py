@@ -13,8 +13,9 @@ from torch import Tensor
 from kvcal import Plan, PlanCache
 from kvcal.geometry import Geometry
 from kvcal.plan.layer import LayerPlan, Predictor
-from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.tensors import needed_tensors
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 Change = Callable[[LayerPlan], LayerPlan]
 

@@ -13,10 +13,11 @@ from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import AXES, DTYPES, Variant, side_defines
 from kvcal.pages.codec import PageCodec
+from kvcal.pages.hadamard import random_signs
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.rotated import random_signs
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 PARAMS = ("float16", "bfloat16", "float32")
 CACHES = ("bfloat16", "float16")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvcal.pages.predictor import LinearPredictor
-from kvcal.stages.predictors.regression import LinearFit, NormalEquations
+from kvcal.systems.aqua_kv.predictor import LinearPredictor
+from kvcal.systems.aqua_kv.regression import LinearFit, NormalEquations
 
 
 def correlated(num_tokens: int, num_inputs: int, num_outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:

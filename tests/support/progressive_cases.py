@@ -7,7 +7,7 @@ from cache_cases import llama_plan, plan_of
 
 from kvcal.geometry import Geometry
 from kvcal.plan.plan import Format, Plan, Workload
-from kvcal.stages.allocate.schedule import progressive_layers
+from kvcal.systems.pm_kvq.schedule import progressive_layers
 
 CONTEXT = 560
 K_2 = Format(2, "channel", 32, 3, 20)

@@ -13,8 +13,8 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
-from kvcal.recipe import ReparamSpec
-from kvcal.stages import reparam as reparam_stage
+from kvcal.systems.pm_kvq import reparam as reparam_stage
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 PER_TOKEN = Format(2, "token", 128, num_sink_tokens=1, recent_window=16)
 SPEC = ReparamSpec(position_scale=1.0, num_steps=4)

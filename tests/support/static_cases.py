@@ -12,10 +12,11 @@ from transformers import CompileConfig, PreTrainedModel
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_layer import AttentionLayer
-from kvcal.pages.basis import Basis
 from kvcal.pages.error_feedback import factor_spec
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.store.sinks_ring_pages import PagedTensor
+from kvcal.systems.basis.basis import Basis
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 RECIPES = recipe_formats()
 V = Format(2, "token", 32, recent_window=33)

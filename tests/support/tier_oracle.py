@@ -8,9 +8,9 @@ import oracles
 import torch
 from torch import Tensor
 
-from kvcal.pages.scores import channel_scores
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import Format
+from kvcal.systems.kitty.scores import channel_scores
+from kvcal.systems.kitty.tiered import TieredLayout
 
 NO_SLOT = 255
 Tiers = tuple[tuple[int, int, float | None], ...]

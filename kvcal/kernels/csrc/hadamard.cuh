@@ -1,4 +1,4 @@
-// The Hadamard transform of kvcal/pages/rotated.py, of rows in registers: the same single IEEE operations, in its order.
+// The Hadamard transform of kvcal/pages/hadamard.py, of rows in registers: the same single IEEE operations, in its order.
 
 #include "common.cuh"
 

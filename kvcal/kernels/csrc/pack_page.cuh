@@ -160,7 +160,7 @@ KV_INLINE void select_channels(Scratch<S>& scratch) {
     __syncthreads();
 }
 
-// The staged tokens, rotated and rounded to the cache's dtype (kvcal/pages/rotated.py). Eight lanes share a token.
+// The staged tokens, rotated and rounded to the cache's dtype (kvcal/systems/basis/rotated.py). Eight lanes share a token.
 template <class S>
 KV_INLINE void rotate_tile(const Source& source, Scratch<S>& scratch) {
     constexpr int LANES = 8, OWN = S::dim / LANES;
@@ -252,7 +252,7 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
 // Codes with error feedback, as kvcal/pages/error_feedback.py chooses them: they take the place of the staged values; in that of
 // a 16-bit channel are the bits of its target. Eight lanes share a token, lane l has the channels l, l + 8, ... in
 // registers, and each error goes from its lane to the others. A target is summed up in the order of the channels. Of the
-// candidates for a rotated token's scales those that cost least stay (kvcal/pages/rotated.py).
+// candidates for a rotated token's scales those that cost least stay (kvcal/systems/basis/rotated.py).
 template <class S>
 KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch, unsigned char* record) {
     constexpr int LANES = 8, OWN = S::dim / LANES;

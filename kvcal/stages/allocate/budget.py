@@ -16,22 +16,25 @@ from torch import Tensor
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
-from kvcal.pages.basis import basis_specs
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.rotated import gain_spec
 from kvcal.plan.layer import LayerPlan, describe_parts, fixed_layers, parts_of
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, BasisSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec
+from kvcal.recipe import AllocateSpec, CacheSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.records import refusing
 from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, layers_in, num_values
 from kvcal.stages.memory_needs import budget_bits
-from kvcal.stages.predictors.record import every_finding, with_predictors
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
+from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.aqua_kv.record import every_finding, with_predictors
+from kvcal.systems.basis.basis import basis_specs
+from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
+from kvcal.systems.basis.rotated import gain_spec
+from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 # The libraries that can change what a plan does or how it was measured.
 LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers")

@@ -22,8 +22,8 @@ from kvcal.cache.plan_layer import PlanLayer, require_shapes, tokens_to_next_eve
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
-from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
+from kvcal.systems.kitty.scores import query_sum
 
 # Values that the codec takes at once of several layers, by device: bounds its scratch, on a CPU to what
 # caches hold.

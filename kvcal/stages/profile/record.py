@@ -36,7 +36,6 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
-from kvcal.pages.rotated import DISTORTION
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.records import record_of
@@ -44,6 +43,7 @@ from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.observers import OBSERVERS
 from kvcal.stages.profile.sensitivity import Candidate, candidates
 from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
+from kvcal.systems.basis.rotated import DISTORTION
 
 KIND = "profile"
 TINY = 1e-300  # keeps a share defined where nothing was lost at all

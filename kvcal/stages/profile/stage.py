@@ -27,7 +27,6 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages import divergence
-from kvcal.stages.basis import BasisRecord
 from kvcal.stages.checkpoint import (
     Batch,
     Checkpoint,
@@ -41,6 +40,7 @@ from kvcal.stages.checkpoint import (
 )
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
+from kvcal.systems.basis.stage import BasisRecord
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 # Tokens of a batch of gradients, padding included.

@@ -1,0 +1,1 @@
+"""AQUA-KV: predictions from earlier layers, and HIGGS's lattices."""

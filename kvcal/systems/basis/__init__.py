@@ -1,0 +1,1 @@
+"""Bases of keys and values, rotated pages, and error feedback."""

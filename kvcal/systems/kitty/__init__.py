@@ -1,0 +1,1 @@
+"""Kitty: channels of keys with more bits."""

@@ -1,0 +1,1 @@
+"""KVmix: bits and windows by importance."""

@@ -1,0 +1,1 @@
+"""MixKVQ: tiers by scores of queries."""

@@ -1,0 +1,1 @@
+"""PM-KVQ: pages that shrink, and λ of keys."""

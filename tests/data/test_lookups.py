@@ -1,0 +1,75 @@
+"""Documents that look up: what they hold, and that they share nothing with what is measured."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.data import lookups, reading, tasks
+from kvcal.data.lookups import document, lookup_documents
+from kvcal.data.pools import PURPOSES, data_inputs, require_unseen, with_calibration
+from kvcal.data.sequences import DataSpec, load_sequences
+
+LAB = Path(__file__).parents[2] / "lab"
+WORDS = re.compile(r"[a-z]{3,}")
+
+
+def drawn(count: int) -> list[tuple[str, str]]:
+    """Of each document what is given, and what is in the loss."""
+    rng = random.Random(0)
+    found = [document(rng).spans for _ in range(count)]
+    return [tuple("".join(text for text, marked in spans if marked == of) for of in (False, True)) for spans in found]  # type: ignore[misc]
+
+
+def test_what_is_in_the_loss_stands_before_it() -> None:
+    for given, asked in drawn(100):
+        marks = re.findall(r"[A-Z]{2}-\d{5}", asked) or re.findall(r"\b[0-9a-f]{4}\b|[a-z]+/[a-z]+", asked)
+        assert marks and set(marks) <= set(re.findall(r"[A-Z]{2}-\d{5}|\b[0-9a-f]{4}\b|[a-z]+/[a-z]+", given))
+
+
+def test_the_forms_of_a_sheet_and_its_orders_vary() -> None:
+    texts = [given + asked for given, asked in drawn(200)]
+    for sign in ("[[entry]]", "- id: ", "<entry ", "<e><id>", "<tr><td>", r" \\", "INSERT INTO", "Entry(", "Its id is"):
+        assert any(sign in text for text in texts), sign
+    assert len({len(text) // 1000 for text in texts}) > 4
+
+
+def test_no_form_list_of_words_or_number_is_shared_with_what_is_measured() -> None:
+    ours = set(WORDS.findall(" ".join([*lookups.MATERIALS, *lookups.OBJECTS, *lookups.STATES, *lookups.SYLLABLES])))
+    lists = [reading.PEOPLE, reading._COLOURS, reading._ANIMALS, tasks.NAMES]
+    lab = re.findall(r"^[A-Z]+ = [\[(](.+?)[\])]$", (LAB / "dialogues.py").read_text(), re.MULTILINE | re.DOTALL)
+    measured = {word for words in lists for word in WORDS.findall(" ".join(words).lower())}
+    measured |= {word for words in lab for quoted in re.findall(r'"([^"]+)"', words) for word in WORDS.findall(quoted)}
+    assert "crow" in measured and "carpenter" in measured
+    assert not ours & measured
+    for given, asked in drawn(50):
+        for line in (given + asked).splitlines():
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(line + " ")
+            assert "?" not in line
+
+
+def test_windows_begin_with_a_document_and_pools_share_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    spec = DataSpec("lookups", 6, 1024, seed=3, min_len=1024)
+    found = {purpose: load_sequences(spec, tokenizer, None, purpose) for purpose in PURPOSES}
+    again = load_sequences(spec, tokenizer)
+    assert again.fingerprint == found["fit"].fingerprint
+    starts = (*lookups.TITLES, "Listing", "Terms")
+    for data in found.values():
+        for tokens_T, mask_T in zip(data.sequences, data.loss_masks, strict=True):
+            assert len(tokens_T) == 1024 and 0.05 < float(mask_T.float().mean()) < 0.9
+            assert tokenizer.decode(tokens_T, skip_special_tokens=True).lstrip().startswith(starts)
+    made_from = with_calibration({}, {"profile": data_inputs(found["fit"])["data.record"]})
+    for purpose in PURPOSES[1:]:
+        require_unseen(made_from, found[purpose])
+
+
+def test_a_purpose_draws_its_own_documents() -> None:
+    fit, report = ([one.spans for one in lookup_documents(20, 0, purpose)] for purpose in ("fit", "report"))
+    assert not set(fit) & set(report)
+    assert fit == [one.spans for one in lookup_documents(20, 0, "fit")]
