@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from kvcal.cache.static_layer import StaticPages
 from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.static_layer import StaticPages
 from kvcal.errors import KvcalError, SlowPath, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import refusals
@@ -129,7 +129,7 @@ def filled_layers(
         warnings.simplefilter("ignore", SlowPath)
         cache.allocate(workload.batch, device)
     fill(cache, workload)
-    return cache.paged_layers
+    return [layer for layer in cache.paged_layers if isinstance(layer, StaticPages)]
 
 
 def fill(cache: PlanCache, workload: Workload) -> None:

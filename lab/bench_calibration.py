@@ -28,8 +28,6 @@ import torch
 from shared import layers_with, print_table, random_model
 from transformers import LlamaConfig
 
-from kvcal.stages.measuring.dense_layer import DenseLayer
-from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
@@ -41,6 +39,7 @@ from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room, kl_texts
+from kvcal.stages.measuring.dense_layer import DenseLayer
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup

@@ -32,7 +32,6 @@ from shared import mean_and_error, print_table, ratio_and_error
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kvcal.stages.measuring.cache import DenseCache
 from kvcal import Plan, PlanCache, Workload, load_model
 from kvcal.artifact import write_text_atomic
 from kvcal.cache.attached import attached_for
@@ -44,6 +43,7 @@ from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
 from kvcal.stages.evaluate.tasks import generation_config, read_answers
+from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.stages.verify import require_predicted_bytes
 
 SURNAMES = ("Berg", "Costa", "Diaz", "Fischer", "Ito", "Kovacs", "Lopez", "Moreau", "Novak", "Okafor", "Patel", "Rossi")
@@ -168,7 +168,7 @@ def written(loaded: LoadedModel, plan: Plan, tokens_BT: Tensor, count: int) -> T
     """Tokens [B, T + count]: beginnings, and what is drawn after them, which does not end."""
     torch.manual_seed(0)
     model: Any = loaded.model  # transformers declares no type for generate
-    cache = PlanCache(plan, model.config, keep_decoded=model.device.type == "cpu")
+    cache = (DecodedCache if model.device.type == "cpu" else PlanCache)(plan, model.config)
     config = generation_config(model, tokenizer_of(loaded))
     config.update(do_sample=True, top_k=0, max_new_tokens=count, min_new_tokens=count)
     tokens_BT = tokens_BT.to(model.device)

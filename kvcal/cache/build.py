@@ -23,8 +23,8 @@ from transformers.cache_utils import (
 
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_layer import ANOTHER_MODEL, DYNAMIC_HINT, PlanLayer
-from kvcal.cache.static_layer import Allocate, StaticPages
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
+from kvcal.cache.static_layer import Allocate, StaticPages
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import draft_refusals, refusals
@@ -34,9 +34,7 @@ from kvcal.store.padding import Rows
 from kvcal.store.state import PlanState, StepState
 
 
-def cache_layers(
-    config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate
-) -> list[Any]:
+def cache_layers(config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate) -> list[Any]:
     """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``:
     what they call with batch and device when the first tokens come."""
     layers: list[Any] = DynamicCache(config=config).layers
@@ -86,15 +84,13 @@ def cache_layers(
     return layers
 
 
-class StateLayer(PlanLayer, LinearAttentionLayer):
+class StateLayer(LinearAttentionLayer, PlanLayer):
     """The state of a layer of linear attention, as transformers stores it. ``geometry``: the plan's, None
     where it knows of no state."""
 
     keeps_state = True
 
-    def __init__(
-        self, index: int, geometry: AttentionGeometry | StateGeometry | None, number_of_states: int
-    ) -> None:
+    def __init__(self, index: int, geometry: AttentionGeometry | StateGeometry | None, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self.index, self.geometry = index, geometry
 
@@ -123,9 +119,7 @@ class StateLayer(PlanLayer, LinearAttentionLayer):
 
     def require_croppable(self, rows: Rows, held: int, kept: int) -> None:
         if kept != held:
-            raise UnsupportedModel(
-                f"layer {self.index} keeps a state of linear attention: no token can be taken back"
-            )
+            raise UnsupportedModel(f"layer {self.index} keeps a state of linear attention: no token can be taken back")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Of no tokens."""

@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from kvcal.cache.plan_layer import (
-    AttentionLayer, by_token, cropped_columns, require_shapes, tokens_to_next_event,
+    AttentionLayer,
+    by_token,
+    cropped_columns,
+    require_shapes,
+    tokens_to_next_event,
 )  # fmt: skip
 from kvcal.kernels.choice import draft_reasons, refusals
 from kvcal.kernels.variants import variant_of
@@ -32,7 +36,6 @@ from kvcal.store.layer_store import LayerStore, NewTokens
 from kvcal.store.padding import Rows
 from kvcal.store.pool import GrowingPool
 from kvcal.store.state import PlanState
-
 
 # Types of devices on which kernels take steps.
 STEPPED = {"cuda"}
@@ -62,10 +65,10 @@ class PagedLayer(AttentionLayer):
 
     def is_served(self, device: torch.device) -> bool:
         """Whether kernels read the layer's pages, with drafts where there may be some."""
-        cache_dtype = self.state.plan.cache_dtype
-        if self.state.shares_layers or any(refusals(self.plan, cache_dtype, device.type == "cuda")):
+        cache_dtype, is_cuda = self.state.plan.cache_dtype, device.type == "cuda"
+        if self.state.shares_layers or any(refusals(self.plan, cache_dtype, is_cuda)):
             return False
-        return not (self.state.lookahead and any(draft_reasons(variant_of(self.plan, cache_dtype))))
+        return not (is_cuda and self.state.lookahead and any(draft_reasons(variant_of(self.plan, cache_dtype))))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New tokens [B, N, T, D] -> for a step the same, otherwise all tokens [B, N, S + T, D] in the dtype

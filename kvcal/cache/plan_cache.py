@@ -36,7 +36,6 @@ from kvcal.kernels.choice import MAX_DRAFTS, slow_path
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding
 from kvcal.store.state import PlanState, StepState
-from kvcal.store.step import require_no_error
 
 
 def _require_type(name: str, value: object, expected: type, usage: str) -> None:
@@ -63,8 +62,9 @@ class PlanCache(Cache):
         lookahead: int = 0,
     ) -> None:
         """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens
-        that every sequence has room for, which makes the cache static; lookahead: draft tokens a step, up to 7, that can be taken back as if they had never been there
-        (``crop``). A static cache verifies a token with as many drafts in one step.
+        that every sequence has room for, which makes the cache static; lookahead: draft tokens a step, up to
+        7, that can be taken back as if they had never been there (``crop``). A static cache verifies a token
+        with as many drafts in one step.
 
         Raises:
             ArtifactError: the plan's layers are not the model's. UsageError: max_tokens is no integer of 1 or
@@ -219,7 +219,10 @@ class PlanCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of all tensors held, measured, with those of the plan."""
-        held = [*self.state.tensors.values(), *(tensor for layer in self.plan_layers.values() for tensor in layer.tensors)]
+        held = [
+            *self.state.tensors.values(),
+            *(tensor for layer in self.plan_layers.values() for tensor in layer.tensors),
+        ]
         storages = [tensor.untyped_storage() for tensor in held]  # of which layers may share one
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -244,7 +247,7 @@ class PlanCache(Cache):
         if self.static is not None:
             self.static.check()
         for steps in self.state.steps.values():
-            require_no_error(steps.scratch.error)
+            steps.check()
 
     def save(self, path: str | Path, tokens_T: Tensor) -> None:
         """Write the sequence that a dynamic cache holds, whose token ids ``tokens_T`` [T] are, to a prefix
@@ -337,11 +340,12 @@ class PlanCache(Cache):
         self.padding.reset()
         self._is_unfinished = False
         if self.static is None:
+            self.state.steps.clear()
             self.layers = self.empty_layers()
             self._unseen_states = [layer for layer in self.plan_layers.values() if layer.keeps_state]
             return
-        for layer in self.layers:
-            layer.reset()
+        for each in self.layers:
+            each.reset()
         self.static.in_prompt |= attention_mask is not None
         if self.static.is_allocated:
             self.static.set_columns(0)

@@ -86,7 +86,7 @@ class PlanLayer:
         yield from ()
 
 
-class AttentionLayer(PlanLayer, CacheLayerMixin):
+class AttentionLayer(CacheLayerMixin, PlanLayer):
     """Keys and values of a layer, stored as ``plan`` says; ``state`` is the cache's. ``pending``: new tokens
     that wait for their attention. ``parts``: of pages, once there are any."""
 
@@ -95,7 +95,7 @@ class AttentionLayer(PlanLayer, CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, plan: LayerPlan, state: PlanState) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.plan, self.state = plan, state
         self.pending: NewTokens | None = None
         self._store: LayerStore | None = None

@@ -28,7 +28,7 @@ from kvcal.cache.plan_layer import PlanLayer, require_shapes
 from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.operands import Memory, Place
+from kvcal.kernels.operands import Memory, Place, ring_slots
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.padding import Block, Padding, Rows
@@ -37,8 +37,7 @@ from kvcal.store.step import WindowedStep
 
 
 class StaticWindow(StaticLayer):
-    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side: token number i of a row has
-    slot i modulo the ring's size."""
+    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side."""
 
     is_sliding = True
 
@@ -125,7 +124,9 @@ class StaticWindow(StaticLayer):
     def read_window(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
         """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as
         there are in the ring at most."""
-        out.copy_(self.ring[side][rows].index_select(2, self._slots(num_tokens - out.shape[2], num_tokens)))
+        out.copy_(
+            self.ring[side][rows].index_select(2, ring_slots(num_tokens - out.shape[2], num_tokens, self.ring[side]))
+        )
 
     def extend_window(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
         """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) after the ``num_tokens`` of each of
@@ -133,14 +134,10 @@ class StaticWindow(StaticLayer):
         for side in SIDES:
             last = new[side][:, :, -self.ring_tokens :]
             total = num_tokens + new[side].shape[2]
-            self.ring[side][rows].index_copy_(2, self._slots(total - last.shape[2], total), last)
-
-    def _slots(self, first: int, stop: int) -> Tensor:
-        """int64: where the tokens ``first`` ... ``stop`` - 1 of a row lie."""
-        return torch.arange(first, stop, device=self.ring["k"].device) % self.ring_tokens
+            self.ring[side][rows].index_copy_(2, ring_slots(total - last.shape[2], total, self.ring[side]), last)
 
 
-class BoundedLayer(PlanLayer, DynamicSlidingWindowLayer):
+class BoundedLayer(DynamicSlidingWindowLayer, PlanLayer):
     """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's
     hold on the whole prompt."""
 

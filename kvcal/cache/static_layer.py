@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from kvcal.cache.plan_layer import (
-    DYNAMIC_HINT, AttentionLayer, by_token, cropped_columns, require_shapes, tokens_to_next_event,
+    DYNAMIC_HINT,
+    AttentionLayer,
+    by_token,
+    cropped_columns,
+    require_shapes,
+    tokens_to_next_event,
 )  # fmt: skip
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.kernels.choice import draft_reasons, refusals, slow_reasons
@@ -127,7 +132,8 @@ class StaticLayer(AttentionLayer):
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
         tokens = q.shape[2]
-        attended = self.step(*by_token(tokens, q, k_new, v_new), s_aux, scale, softcap)
+        q, k_new, v_new = by_token(tokens, q, k_new, v_new)
+        attended = self.step(q, k_new, v_new, s_aux, scale, softcap)
         if self._is_last:
             self.static.advance_step(tokens)
         return attended.unsqueeze(1) if tokens == 1 else attended

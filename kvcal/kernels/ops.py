@@ -38,7 +38,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode import launch_decode, row_defines, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, ring_slot
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -153,7 +153,7 @@ def append_window(
     """
     if not k_new.is_cuda:
         every_row = torch.arange(len(lengths)) if rows is None else rows.long()
-        slots = lengths.long() % k_ring.shape[2]
+        slots = ring_slot(lengths.long(), k_ring)
         is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
         for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
             stored = new.to(ring.dtype)

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from kvcal.stages.measuring.cache import DenseCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
@@ -44,6 +43,8 @@ from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import require_smaller
+from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.dense_layer import UnreadPages
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256

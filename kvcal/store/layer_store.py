@@ -57,7 +57,7 @@ class LayerStore:
         self._step: LayerStep | None = None
         self._lookahead = state.lookahead
         self._variant = replace(variant_of(plan, self.cache_dtype), lookahead=state.lookahead)
-        self._tensors, group = state.tensors_on(steps.scratch.device), plan.attention.group_heads
+        self._tensors, group = state.tensors_on(steps.device), plan.attention.group_heads
         for side in SIDES:
             codec = PageCodec.of_layer(plan, side, self.cache_dtype, self._tensors)
             pool, kernels, predict = steps.pool(codec.record), self._kernels(side), self.prediction.of(side)
@@ -90,7 +90,7 @@ class LayerStore:
         padded = any(block.start or block.stop < rows.width for block in rows.blocks)
         allocate = torch.zeros if padded else torch.empty
         shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
-        out = allocate(*shape, dtype=dtype, device=self.steps.scratch.device)
+        out = allocate(*shape, dtype=dtype, device=self.steps.device)
         self.read_blocks(side, rows, rows.blocks, columns, out)
         return out
 
@@ -161,7 +161,12 @@ class LayerStore:
         return step
 
     def _layer_step(self, k: Memory, v: Memory) -> LayerStep:
-        geometry, keys, index, scratch = self.plan.attention, self.sides["k"], self.plan.geometry.index, self.steps.scratch
+        geometry, keys, index, scratch = (
+            self.plan.attention,
+            self.sides["k"],
+            self.plan.geometry.index,
+            self.steps.scratch,
+        )
         k_basis, v_basis = (
             Basis.of(self._tensors, f"layers.{index}.{side}") if self.plan.basis(side) else None for side in SIDES
         )
@@ -179,14 +184,13 @@ class LayerStore:
 
     def _kernels(self, side: Side) -> KernelCodec | None:
         """What packs and unpacks in place of torch, on a GPU where the kernels take the layer."""
-        scratch = self.steps.scratch
-        if scratch.device.type != "cuda" or any(refusals(self.plan, self.cache_dtype)):
+        if self.steps.device.type != "cuda" or any(refusals(self.plan, self.cache_dtype)):
             return None
-        return KernelCodec(side, self._transform(), scratch.error, self._variant, self.steps.is_awaited)
+        return KernelCodec(side, self._transform(), self.steps.scratch.error, self._variant, self.steps.is_awaited)
 
     def _transform(self) -> PageTransform:
         tensors = layer_transforms(self._tensors, self.plan.geometry.index)
-        return PageTransform.of_variant(self._variant, tensors, self.steps.scratch.nothing)
+        return PageTransform.of_variant(self._variant, tensors, torch.empty(0, device=self.steps.device))
 
 
 def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:

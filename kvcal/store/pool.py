@@ -31,10 +31,11 @@ def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
 
 class GrowingPool:
     """See the module's docstring. ``table``: the slot of every page of every sequence; ``records`` uint8
-    [slots, r, record_bytes]: a record for each head, or one for all of them."""
+    [slots, r, record_bytes]: a record for each head, or one for all of them; ``version``: another one whenever
+    the table changes."""
 
     def __init__(self, batch: int, record: tuple[int, int], device: torch.device) -> None:
-        self.records = torch.empty(0, *record, dtype=torch.uint8, device=device)
+        self.records, self.version = torch.empty(0, *record, dtype=torch.uint8, device=device), 0
         self.table: list[list[int]] = [[] for _ in range(batch)]
 
     @property
@@ -64,6 +65,7 @@ class GrowingPool:
         if stop > held:
             old, self.records = self.records, self.records.new_empty(stop, *self.records.shape[1:])
             self.records[:held] = old
+            self.version += 1
 
     def select(self, indices: list[int]) -> None:
         """Keep, repeat or reorder sequences."""
@@ -74,7 +76,7 @@ class GrowingPool:
         kept = torch.tensor([slot for row in table for slot in row], dtype=torch.int64, device=self.records.device)
         self.records = self.records[kept]
         places = itertools.count()
-        self.table = [[next(places) for _ in row] for row in table]
+        self.table, self.version = [[next(places) for _ in row] for row in table], self.version + 1
 
 
 class TablePool:

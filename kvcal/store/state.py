@@ -134,6 +134,10 @@ class StepState:
         return self.batch > 0
 
     @property
+    def device(self) -> torch.device:
+        return self.scratch.device
+
+    @property
     def error(self) -> Tensor:
         """int32 [1], of the operators."""
         return self.scratch.error

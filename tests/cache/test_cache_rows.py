@@ -21,10 +21,10 @@ from cache_cases import (
 )
 from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
 
-from kvcal.stages.measuring.cache import DecodedCache
 from kvcal import Plan, PlanCache
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.plan.plan import SIDES, Format
+from kvcal.stages.measuring.cache import DecodedCache
 
 HEADS = 4
 PLAN = llama_plan(KINDS["windows"][0], KINDS["sinks"][1], num_kv_heads=HEADS, num_layers=1)

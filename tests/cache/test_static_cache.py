@@ -352,17 +352,17 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)
     served(cache, random_ids(2, 140))
-    store, scratch = cache.layers[0].store, cache.static.scratch
-    step, error = store.step, scratch.error
+    layer, scratch = cache.layers[0], cache.static.scratch
+    step, error = layer.store.step, scratch.error
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
     queries = q if step.needs_queries else scratch.nothing
     place, transform, variant, held = (
-        list(store.place),
+        list(layer.place),
         list(step.transform),
         step.variants[0],
         (list(step.k), list(step.v)),
     )
-    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), store.place.table
+    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), layer.place.table
     packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
     calls = {
         "append": (k, v, queries, *held, list(step.statistic), place, transform, error, variant),
@@ -379,7 +379,7 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     """Tensors on CUDA without memory, of which a CPU build cannot make views: layers stay empty. Properties
     of an H200."""
-    monkeypatch.setattr("kvcal.cache.static_layer.LayerStore", lambda *given: None)
+    monkeypatch.setattr("kvcal.cache.static_layer.LayerStore", lambda *given: SimpleNamespace(step=None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return FakeTensorMode()

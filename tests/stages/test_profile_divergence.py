@@ -12,8 +12,6 @@ from static_cases import drifting_ids, plan_for
 from test_profile import CACHE, loaded_model
 from tiny_models import TINY_MODELS, as_loaded, measured
 
-from kvcal.stages.measuring.cache import DenseCache
-from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models import forwards
@@ -34,6 +32,8 @@ from kvcal.stages.divergence import (
     one_side_plan,
     unquantized_plan,
 )
+from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
 
 
 def plans_of(loaded) -> tuple[Plan, Plan]:

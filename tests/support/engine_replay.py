@@ -21,12 +21,12 @@ from attention_recorder import Attended
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from kvcal.stages.measuring.decoded_layer import DecodedLayer
-from kvcal.stages.measuring.cache import DecodedCache
 from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
+from kvcal.stages.measuring.cache import DecodedCache
+from kvcal.stages.measuring.decoded_layer import DecodedLayer
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last
 # bits, so that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to

@@ -22,7 +22,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.folder import tokenizer_of
@@ -31,6 +30,7 @@ from kvcal.plan.plan import Plan, load_plan
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.tasks import generate_packed
 from kvcal.stages.generate import PLAIN_DECODING
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 

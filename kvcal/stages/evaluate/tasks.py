@@ -30,7 +30,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.cache.attached import attached_for
 from kvcal.data.pools import Purpose
 from kvcal.data.reading import EvaluateSpec, Reading, readings
@@ -44,6 +43,7 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.stages.divergence import feed
 from kvcal.stages.generate import PLAIN_DECODING
+from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Share
 

@@ -1,8 +1,8 @@
 """Two caches for measuring plans. Both give attention the keys and values of a dynamic ``PlanCache``.
 
-    DenseCache     keeps no records where it can do without: for likelihoods and divergences of many plans at once
-    DecodedCache   is the packed cache, with a dense copy of it: for generation whose bytes are counted. With a small
-                   model on a CPU, decoding all pages in every step is most of the time
+DenseCache     keeps no records where it can do without: for likelihoods and divergences of many plans at once
+DecodedCache   is the packed cache, with a dense copy of it: for generation whose bytes are counted. With a small
+               model on a CPU, decoding all pages in every step is most of the time
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class DenseCache(PlanCache):
 
     def empty_layers(self) -> list[Any]:
         return [
-            DenseLayer(layer, self._unread) if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer) else layer
+            DenseLayer(layer, self._unread)
+            if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer)
+            else layer
             for layer in super().empty_layers()
         ]
 

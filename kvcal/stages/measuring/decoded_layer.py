@@ -73,8 +73,8 @@ class DecodedLayer(PagedLayer):
         before, bits = self.pages.get(side, ([0] * rows.batch, part.num_bits))
         self.pages[side] = counts, part.num_bits
         is_stale = is_new or bits != part.num_bits
-        first = (block.rows.start for block in rows.blocks)
-        changed = [block for block, row in zip(rows.blocks, first) if is_stale or before[row] != counts[row]]
+        has_more = [is_stale or old != new for old, new in zip(before, counts, strict=True)]
+        changed = [block for block in rows.blocks if has_more[block.rows.start]]
         if columns:
             self.store.read_blocks(side, rows, changed, columns, self.dense[side])
 
@@ -82,7 +82,9 @@ class DecodedLayer(PagedLayer):
         """ArtifactError where the copy is not what the pages read as now; nothing is compared where nothing
         was read since a crop."""
         rows = self.padding.rows
-        for side, dense in list(self.dense.items()) if rows is not None else ():
+        if rows is None:
+            return
+        for side, dense in list(self.dense.items()):
             fresh = self.store.read(side, rows, self.columns, 0, dense.dtype)
             copied = self._copy(side, fresh[:, :, :0], rows, self.columns)
             difference = float((copied - fresh).abs().max()) if fresh.numel() else 0.0  # NaN where one has NaN

@@ -118,7 +118,7 @@ class _Part:
                 self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
-class DenseLayer(PlanLayer, DynamicLayer):
+class DenseLayer(DynamicLayer, PlanLayer):
     """Keys and values as attention reads them, in the dtype of the new ones. ``unread``: of the cache;
     ``columns``: fed."""
 

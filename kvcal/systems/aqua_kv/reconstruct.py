@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcal.stages.measuring.dense_layer import values_at_once
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
@@ -38,6 +37,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
 from kvcal.stages.checkpoint import Batch, host_bytes
+from kvcal.stages.measuring.dense_layer import values_at_once
 from kvcal.systems.aqua_kv.predictor import LinearPredictor
 
 FIT, HELD_OUT = "fit", "held_out"

@@ -12,11 +12,11 @@ import torch
 from cache_cases import HEAD_DIM, assert_exact_bytes, attended, llama_plan, random_qkv, random_states, tiny_llama
 from progressive_cases import CONTEXT, K_2, V_2, fixed, scheduled
 
-from kvcal.stages.measuring.cache import DecodedCache
 from kvcal import PlanCache
 from kvcal.errors import UsageError
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.systems.pm_kvq.shrink import RECORDS_AT_ONCE, convert
 
 V_4 = Format(4, "token", 32, 5, 33)
