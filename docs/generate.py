@@ -51,8 +51,8 @@ MODELS_OPENING = """# Supported models
 kvcal measures a model instead of guessing. It runs the model once, and compares what attention computes with what the
 cache receives. Every decoder-only language model of `transformers` that passes is supported. The contract tests build a
 small random model of each family below; `python docs/generate.py` writes this page from these tests, and
-`kvcal models` prints it. `kvcal size MODEL` tells the bytes of a model's cache before anything is loaded, unless it
-keeps states whose bytes only running it tells (Bamba, Jamba, Falcon-H1).
+`kvcal list models` prints it. `kvcal size MODEL` tells the bytes of a model's cache before anything is loaded, unless
+it keeps states whose bytes only running it tells (Bamba, Jamba, Falcon-H1).
 
 ## Supported
 
@@ -92,8 +92,8 @@ language models with a tiny config and random weights, saves and loads it, and r
 the profile to the check of damage; then tokens are generated through the plan's cache. Of {total} families, {supported}
 are supported, {others} of them by another recipe than `default`; {refused} are refused, and {unbuilt} are not built:
 their configs stay large or inconsistent with sizes made small by name, or need what is not installed. Nothing is said
-about them. A checkpoint's own config may differ: the model itself is measured when it is loaded. `kvcal models` prints
-this.
+about them. A checkpoint's own config may differ: the model itself is measured when it is loaded. `kvcal list models`
+prints this.
 
 {names}
 

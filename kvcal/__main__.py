@@ -15,9 +15,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from kvcal import distributed
-from kvcal.commands import plans, run, stages, without_model
-from kvcal.commands.options import for_ranks, needs_compile
-from kvcal.commands.serve import bench, capacity, serve_args
+from kvcal.commands import run, stages
+from kvcal.commands.compare import compare
+from kvcal.commands.decorators import for_ranks, needs_compile
+from kvcal.commands.doctor import doctor
+from kvcal.commands.eval import eval_command
+from kvcal.commands.generate import generate
+from kvcal.commands.inspect import inspect
+from kvcal.commands.list import list_command
+from kvcal.commands.plan import plan
+from kvcal.commands.report import report
+from kvcal.commands.serve_args import serve_args
+from kvcal.commands.size import size
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -79,6 +88,8 @@ def _wrong_argument(refused: Any) -> UsageError:
     hint = f"`{context.command_path} --help` tells its arguments and options" if context else None
     parameter = getattr(refused, "param", None)
     if parameter is None or not refused.message:  # no such option, a missing one
+        moved = MOVED.get(" ".join(sys.argv[1:2])) if "No such command" in refused.format_message() else None
+        hint = hint if moved is None else f"`kvcal {moved}` took its place"
         return UsageError(refused.format_message(), hint)
     name, typed = parameter.opts[-1], _typed(parameter.opts)
     reason = refused.message.removeprefix("Value error, ").removesuffix(".")
@@ -121,43 +132,34 @@ def options(
     """Compile a KV-cache quantization plan for a language model, and run it."""
 
 
-# Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the
-# command line.
+# Help's panels, by what a user wants, and in each the commands by name.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    "First": {
-        "plan": needs_compile(run.plan),
-        "size": without_model.size,
-        "recipes": without_model.recipes,
-        "models": without_model.models,
-        "doctor": without_model.doctor,
-    },
-    "Whole recipes": {"run": run.run, "search": run.search, "tune": run.tune, "compare": run.compare},
-    "Stage by stage": {
+    "Make a plan": {"plan": plan, "run": run.run, "search": run.search, "tune": run.tune, "compare": compare},
+    "Look at a plan": {"inspect": inspect, "eval": eval_command, "report": report},
+    "Run it, serve it": {"generate": generate, "serve-args": serve_args},
+    "What fits, what there is": {"size": size, "list": list_command, "doctor": doctor},
+    "Step by step": {
         "profile": stages.profile,
         "allocate": stages.allocate,
-        "reparam": stages.reparam,
+        "transform": stages.transform,
         "fit-predictors": stages.fit_predictors,
-        "feedback": stages.feedback,
         "compile": stages.compile_command,
-        "eval": plans.eval_command,
-    },
-    "Serving engines": {"bench": bench, "capacity": capacity, "serve-args": serve_args},
-    "Plans": {
-        "inspect": plans.inspect,
-        "report": needs_compile(plans.report),
-        "diff": plans.diff,
-        "verify": plans.verify,
-        "generate": plans.generate,
-        "pack-prefix": plans.pack_prefix,
     },
 }
-RUNTIME_PANELS = ("First", "Serving engines", "Plans")
+# The commands that need no more than the runtime and the command line.
+OF_RUNTIME = ("inspect", "generate", "serve-args", "size", "list", "doctor")
 # The commands that torchrun may start in several processes: those that measure.
-RANKED = ("plan", "run", "search", "tune", "compare", "profile", "reparam", "fit-predictors", "feedback", "eval")
+RANKED = ("plan", "run", "search", "tune", "compare", "profile", "transform", "fit-predictors", "eval")
 COMMANDS = [name for commands in PANELS.values() for name in commands]
+# What took the place of commands that version 0.1 had besides.
+MOVED = {
+    "recipes": "list recipes", "models": "list models", "diff": "inspect PLAN --against OLD",
+    "verify": "inspect PLAN --model MODEL", "bench": "inspect PLAN --times", "pack-prefix": "generate --pack FILE",
+    "capacity": "serve-args PLAN --kv-memory 50GB", "reparam": "transform DIR", "feedback": "transform DIR",
+}  # fmt: skip
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        checked = command if panel in RUNTIME_PANELS else needs_compile(command)
+        checked = command if name in OF_RUNTIME else needs_compile(command)
         app.command(name, rich_help_panel=panel)(for_ranks(checked, name in RANKED))
 
 

@@ -71,12 +71,12 @@ COMMANDS = {
     "profile": "kvcal profile",
     "allocation": "kvcal allocate",
     "search": "kvcal search",
-    "reparam": "kvcal reparam",
+    "reparam": "kvcal transform",
     "predictors": "kvcal fit-predictors",
     "basis": "kvcal plan",
-    "feedback": "kvcal feedback",
+    "feedback": "kvcal transform",
     "kv-quantization-plan": "kvcal compile",
-    "prefix": "kvcal pack-prefix",
+    "prefix": "kvcal generate --pack",
 }
 
 

@@ -1,4 +1,4 @@
-"""Time of a decoding step over a plan's packed pages, next to a step at 16 bits: ``kvcal bench``.
+"""Time of a decoding step over a plan's packed pages, next to a step at 16 bits: ``kvcal inspect --times``.
 
 A step of a layer is all that its cache does for one new token of every row: keys and values enter their
 basis, are stored, and fill pages, which are packed; queries turn, attention reads sinks, pages and ring, and

@@ -291,7 +291,7 @@ class Recipe:
     @property
     def calibrates(self) -> bool:
         """Whether a stage of `kvcal run` reads [data]."""
-        stages = (self.allocate, self.importance, self.reparam, self.predictors, self.calibration)
+        stages = (self.allocate, self.importance, self.tune, self.reparam, self.predictors, self.calibration)
         return any(stage is not None for stage in stages)
 
     @property

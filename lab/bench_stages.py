@@ -40,7 +40,7 @@ def test_stages(tmp_path: Path) -> None:
         "allocate": ["-m", "kvcal", "allocate", folder, "--set", "allocate.same_bytes_as=kivi-2"],
         "compile": ["-m", "kvcal", "compile", folder],
         "inspect": ["-m", "kvcal", "inspect", plan],
-        "verify": ["-m", "kvcal", "verify", plan, "--model", model],
+        "inspect --model": ["-m", "kvcal", "inspect", plan, "--model", model],
         "eval, two plans": [
             "-m", "kvcal", "eval", plan, "--model", model, "--out", folder, "--set", 'evaluate.against=["kivi-2"]',
         ],

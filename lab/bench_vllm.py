@@ -1,7 +1,7 @@
 """Tokens a second inside vLLM at equal memory of the cache: of plans that ship, and of vLLM's own caches.
 
-    python lab/bench_vllm.py --caches kvcal bfloat16 fp8 int4_per_token_head turboquant_4bit_nc --out
-    speed.json python lab/bench_vllm.py --plan plan.safetensors --context 8192 --passes 8
+    python lab/bench_vllm.py --caches kvcal bfloat16 fp8 --context 4096 8192 32768 --out speed.json
+    python lab/bench_vllm.py --plan plan.safetensors --caches kvcal turboquant_4bit_nc --context 8192 --passes 8
 
 Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and
 dummy weights. Plans are those of --plan, or what the default recipe makes of this shape at each of --bits
@@ -9,11 +9,12 @@ dummy weights. Plans are those of --plan, or what the default recipe makes of th
 are cached, as they are by default. Prompts are of random lengths, so that requests are at random phases of
 their pages.
 
-Every cache has an engine of its own, in its own process as when it serves, and as many sequences as fit with
-the whole context. Prompts are computed once, by one engine after the other. Then they take turns, so that
-what else happens on the host meets all of them: in a pass, each makes so many steps alone, and the others are
-paused. Last, each makes some with a profiler. A cache that vLLM does not start with is reported with vLLM's
-reason.
+Every cache has an engine of its own, in its own process as when it serves. Of each context, the first token
+of one prompt is timed, by one engine after the other. Then all compute the prompts of as many sequences as
+fit with the whole context, side by side. Then they take turns, so that what else happens on the host meets
+all of them: in a pass, each makes so many steps alone, and the others are paused. Last, each makes some with
+a profiler. A cache that vLLM does not serve is reported with vLLM's reason. Answers go to stderr and to the
+JSON as they come.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ import gzip
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from kvcal.artifact import write_text_atomic
 
 PAGE = 128
 SHAPE = {
@@ -45,7 +50,8 @@ TINY = {
     "vocab_size": 512, "torch_dtype": "float32",
 }  # fmt: skip
 WARM_STEPS = 10  # of each pass, after the pause; they are not timed
-FIRST_TOKENS = 3
+FIRST_TOKENS, FIRST_SECONDS = 3, 6.0  # at most; no more prompts alone after so many seconds
+LOG_LINES = 80
 BATCHED = 8192  # tokens of a step
 BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4, "turboquant_3bit_nc": 3}  # scales aside
 PROFILED = 20  # steps
@@ -88,9 +94,9 @@ def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
 
 
 class Served:
-    """One engine with one cache of ``given.memory`` bytes, and as many sequences of ``given.context`` tokens
-    as fit into it, of which the last are made in ``given.passes`` of ``given.steps``, and then with a
-    profiler."""
+    """One engine with one cache of ``given.memory`` bytes, and of each of ``given.context``, one after the
+    other, as many sequences as fit, of which the last tokens are made in ``given.passes`` of ``given.steps``,
+    and then with a profiler."""
 
     def __init__(self, folder: Path, cache: str, given: argparse.Namespace) -> None:
         from vllm import LLM
@@ -98,70 +104,101 @@ class Served:
         from kvcal.engines.capacity import capacity as capacity_of
         from kvcal.plan.plan import load_plan
 
-        plan = folder / "plans" / f"{cache}.safetensors"
+        self.given, self.traces = given, folder / f"{cache}.traces"
+        path = folder / "plans" / f"{cache}.safetensors"
+        plan = load_plan(path) if path.exists() else None
         is_tiny = given.shape == "tiny"
-        nbytes, context = given.memory, given.context
-        steps = given.passes * given.steps + PROFILED
         shape = json.loads((folder / "config.json").read_text())
         token = 2 * CACHE_BYTES[shape["torch_dtype"]] * shape["num_key_value_heads"] * shape["head_dim"] * given.layers
-        most = nbytes * 16 // BITS.get(cache, 16) // token // context
-        if plan.exists():
-            capacity = capacity_of("vllm", load_plan(plan), nbytes, 1, context)
-            most = (capacity.num_blocks - 1) // capacity.blocks_per_request
-        # While later prompts are computed, earlier ones already have new tokens.
-        self.room = steps + 2 * WARM_STEPS * (given.passes + 1) + most * -(-context // BATCHED)
-        self.prompt = context - self.room
-        self.traces = folder / f"{cache}.traces"
+
+        def most_of(context: int) -> int:
+            if plan is None:
+                return given.memory * 16 // BITS.get(cache, 16) // token // context
+            capacity = capacity_of("vllm", plan, given.memory, 1, context)
+            return (capacity.num_blocks - 1) // capacity.blocks_per_request
+
+        self.counts = {context: most_of(context) for context in given.context}
+        most = max(self.counts.values())
         arguments: dict[str, Any] = {
             "model": str(folder), "dtype": "float32" if is_tiny else "bfloat16", "load_format": "dummy",
-            "skip_tokenizer_init": True, "max_model_len": context, "max_num_seqs": most,
-            "max_num_batched_tokens": BATCHED, "kv_cache_memory_bytes": nbytes, "gpu_memory_utilization": 0.15,
+            "skip_tokenizer_init": True, "max_model_len": max(given.context), "max_num_seqs": most,
+            "max_num_batched_tokens": BATCHED, "kv_cache_memory_bytes": given.memory, "gpu_memory_utilization": 0.15,
             "enable_prefix_caching": True, "disable_log_stats": True,
             "profiler_config": {
                 "profiler": "torch", "torch_profiler_dir": str(self.traces), "torch_profiler_with_stack": False,
                 "torch_profiler_activities": ["CPU" if is_tiny else "CUDA"],
             },
         }  # fmt: skip
-        if plan.exists():
-            arguments |= {"block_size": PAGE, "additional_config": {"kvcal_plan": str(plan)}}
+        if plan is not None:
+            arguments |= {"block_size": PAGE, "additional_config": {"kvcal_plan": str(path)}}
         elif cache != "bfloat16":
             arguments["kv_cache_dtype"] = cache
         if is_tiny:
             arguments |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
         else:
-            sizes = sorted({1, *range(8, most, 8), most})  # vLLM captures none above max_num_seqs: more run eager
+            # vLLM captures none above max_num_seqs: more run eager.
+            sizes = sorted({1, *range(8, most, 8), *self.counts.values()})
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
             arguments |= {"compilation_config": graphs, "kernel_config": {"enable_jit_warmup": False}}
-            arguments |= {"attention_backend": "KVCAL"} if plan.exists() else {}
+            arguments |= {"attention_backend": "KVCAL"} if plan is not None else {}
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         config = self.engine.vllm_config
-        own = (config.cache_config.num_gpu_blocks - 1) // -(-context // config.cache_config.block_size)
-        self.count = most if plan.exists() else min(most, own)
-        self.random, self.vocabulary, self.added = random.Random(0), config.model_config.get_vocab_size(), 0
+        if plan is None:
+            blocks, size = config.cache_config.num_gpu_blocks - 1, config.cache_config.block_size
+            self.counts = {context: min(most, blocks // -(-context // size)) for context, most in self.counts.items()}
+        self.random, self.vocabulary, self.running = random.Random(0), config.model_config.get_vocab_size(), list[str]()
+        self.added = 0
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """What is measured, in the order in which it is asked for: of each context the first token, the filled
+        cache, the passes, and the profile."""
+        steps = self.given.passes * self.given.steps + PROFILED
+        self.first_token_seconds(min(self.counts) // 2)  # warms up
+        for context, count in self.counts.items():
+            # While later prompts are computed, earlier ones already have new tokens.
+            room = steps + 2 * WARM_STEPS * (self.given.passes + 1) + count * -(-context // BATCHED)
+            yield {"first_token_s": self.first_tokens(context - room)}
+            start = time.perf_counter()
+            self.fill(count, context - room, room)
+            yield {"sequences": count, "prompt": context - room, "fill_s": time.perf_counter() - start}
+            for _ in range(self.given.passes):
+                tokens, seconds = self.make(self.given.steps)
+                yield {"tokens_per_s": tokens / sum(seconds), "step_s": seconds}
+            yield self.profile()
+            self.finish()
 
     def add(self, count: int, prompt: int) -> None:
         from vllm import SamplingParams
 
         ids = [self.random.randrange(3, self.vocabulary) for _ in range(prompt)]
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        self.engine.add_request(str(self.added), {"prompt_token_ids": ids}, sampling)
+        self.running.append(str(self.added))
+        self.engine.add_request(self.running[-1], {"prompt_token_ids": ids}, sampling)
         self.added += 1
 
-    def first_token_seconds(self) -> float:
+    def first_tokens(self, prompt: int) -> list[float]:
+        """Seconds until the first token of each of some prompts."""
+        found: list[float] = []
+        while len(found) < FIRST_TOKENS and sum(found) < FIRST_SECONDS:
+            found.append(self.first_token_seconds(prompt))
+        return found
+
+    def first_token_seconds(self, prompt: int) -> float:
         """Of one prompt alone."""
-        self.add(1, self.prompt)
+        self.add(1, prompt)
         start = time.perf_counter()
         while self.engine.has_unfinished_requests():
             self.engine.step()
+        self.running.clear()
         return time.perf_counter() - start
 
-    def fill(self) -> None:
+    def fill(self, count: int, prompt: int, room: int) -> None:
         """Computes the prompts of all sequences that fit, at random phases of a page."""
-        for _ in range(self.count):
-            self.add(self.room, self.prompt - self.random.randrange(PAGE))
+        for _ in range(count):
+            self.add(room, prompt - self.random.randrange(PAGE))
         begun: set[str] = set()
-        while len(begun) < self.count:
+        while len(begun) < count:
             begun |= {output.request_id for output in self.engine.step()}
         self.llm.sleep(level=0, mode="keep")
 
@@ -187,11 +224,20 @@ class Served:
         times: dict[str, list[float]] = {}
         for name, microseconds in kernels_in(self.traces):
             times.setdefault(name, []).append(microseconds)
+        shutil.rmtree(self.traces)
         total = sum(map(sum, times.values()))
         found = {name: sum(times[name]) / total for name in KERNELS if name in times}
         if "append" in times:  # at its shortest it packs nothing
             found["packing"] = found["append"] - len(times["append"]) * min(times["append"]) / total
         return found
+
+    def finish(self) -> None:
+        """Ends all sequences."""
+        self.engine.abort_request(self.running)
+        self.running.clear()
+        self.llm.wake_up(["scheduling"])
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
 
 
 def kernels_in(traces: Path) -> Iterator[tuple[str, float]]:
@@ -204,31 +250,22 @@ def kernels_in(traces: Path) -> Iterator[tuple[str, float]]:
 
 
 def serve(folder: Path, given: argparse.Namespace) -> None:
-    """The process of one cache: a line of JSON when it has started, and one for each line of its input:
-    filled at the first, and profiled at the last."""
+    """The process of one cache: a line of JSON when it has started, and an answer for each line of its
+    input."""
     served = Served(folder, given.serve, given)
-    print(LINE + json.dumps({"sequences": served.count, "prompt": served.prompt}), flush=True)
-    for number, _ in enumerate(sys.stdin):
-        if number == 0:
-            first = [served.first_token_seconds() for _ in range(1 + FIRST_TOKENS)][1:]
-            found: dict[str, Any] = {"first_token_s": first}
-            served.fill()
-        elif number <= given.passes:
-            tokens, seconds = served.make(given.steps)
-            found = {"tokens_per_s": tokens / sum(seconds), "step_s": seconds}
-        else:
-            found = served.profile()
+    print(LINE + json.dumps({"started": True}), flush=True)
+    for _, found in zip(sys.stdin, served.answers(), strict=False):
         print(LINE + json.dumps(found), flush=True)
 
 
 class Server:
-    """A process of one cache, as the measuring one has it."""
+    """A process of one cache, as the measuring one has it; without an answer it has ended."""
 
     def __init__(self, folder: Path, cache: str, given: argparse.Namespace) -> None:
-        self.cache, self.passes, self.log = cache, [], folder / f"{cache}.log"
-        options = [("--serve", cache), ("--folder", folder), ("--memory", given.memory), ("--context", given.context)]
-        options += [("--passes", given.passes), ("--steps", given.steps), ("--shape", given.shape)]
-        options += [("--layers", given.layers)]
+        self.cache, self.log = cache, folder / f"{cache}.log"
+        options = [("--serve", cache), ("--folder", folder), ("--memory", given.memory), ("--passes", given.passes)]
+        options += [("--steps", given.steps), ("--shape", given.shape), ("--layers", given.layers)]
+        options += [("--context", *given.context)]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, *(str(word) for option in options for word in option)], text=True,
@@ -236,53 +273,91 @@ class Server:
                 env=os.environ | {"VLLM_NO_USAGE_STATS": "1"},
             )  # fmt: skip
 
-    def line(self) -> dict[str, Any] | None:
+    def ask(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any] | None:
         """The next answer; None: the process has ended."""
         assert self.process.stdout is not None
         found = next((line for line in self.process.stdout if line.startswith(LINE)), None)
         return None if found is None else json.loads(found.removeprefix(LINE))
 
-    def turn(self) -> dict[str, Any] | None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self.line()
-
     def reason(self) -> str:
-        """Why vLLM did not start."""
+        """Why vLLM has ended."""
         errors = [line.strip() for line in self.log.read_text().splitlines() if "Error: " in line]
         return errors[-1] if errors else f"ended with {self.process.wait()}"
 
+    def told(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text().splitlines()[-LOG_LINES:])
 
-def measure(folder: Path, caches: list[str], given: argparse.Namespace) -> dict[str, Any]:
-    servers = [Server(folder, cache, given) for cache in caches]  # they start side by side
-    started = [(server, found) for server in servers if (found := server.line()) is not None]
-    filled = [(server, found | first) for server, found in started if (first := server.turn()) is not None]
-    for _ in range(given.passes):
-        for server, _ in filled:
-            made = server.turn()
-            assert made is not None, f"see {server.log}"
-            server.passes.append(made)
-    shares = {server.cache: server.turn() for server, _ in filled}
-    for server in servers:
-        assert server.process.stdin is not None
-        server.process.stdin.close()
-        server.process.wait()
-    results: dict[str, Any] = {server.cache: {"refused": server.reason()} for server in servers}
-    return results | {
-        server.cache: {**found, "passes": server.passes, "shares": shares[server.cache]} for server, found in filled
-    }
+
+class Measurement:
+    """All servers, and what they have answered: results by context and cache, written after every round of
+    answers."""
+
+    def __init__(self, folder: Path, names: dict[str, str], caches: list[str], given: argparse.Namespace) -> None:
+        self.names, self.given, self.start = names, given, time.monotonic()
+        self.results: dict[str, dict[str, Any]] = {str(context): {} for context in given.context}
+        self.servers = [Server(folder, cache, given) for cache in caches]
+
+    def run(self) -> None:
+        self.take({}, self.servers)  # they start side by side
+        for results in self.results.values():
+            for server in self.servers:
+                results[server.cache] = {"passes": []}
+            self.each(results)
+            for server in self.servers:
+                server.ask()
+            self.take(results, self.servers)  # all fill their caches side by side
+            for _ in range(self.given.passes):
+                self.each(results, "passes")
+            self.each(results, "shares")
+
+    def each(self, results: dict[str, Any], key: str = "") -> None:
+        """One server after the other answers."""
+        for server in list(self.servers):
+            server.ask()
+            self.take(results, [server], key)
+
+    def take(self, results: dict[str, Any], servers: list[Server], key: str = "") -> None:
+        """The answers of servers: items of a result, or under a key of it. A server without one is left out
+        from then on."""
+        for server in list(servers):
+            found, result = server.answer(), results.setdefault(server.cache, {})
+            if found is None:
+                self.servers.remove(server)
+                for of_context in self.results.values():
+                    if "shares" not in of_context.get(server.cache, {}):
+                        of_context[server.cache] = {"refused": server.reason()}
+            elif key == "passes":
+                result[key].append(found)
+            else:
+                result |= {key: found} if key else found
+            told = server.told() if found is None else {**found, "step_s": "timed"} if key == "passes" else found
+            print(f"{time.monotonic() - self.start:.1f} s: {server.cache}: {told}", file=sys.stderr, flush=True)
+        if self.given.out:
+            write_text_atomic(self.given.out, json.dumps({"plans": self.names, "results": self.results}, indent=1))
+
+    def close(self) -> None:
+        for server in self.servers:
+            assert server.process.stdin is not None
+            server.process.stdin.close()
+            server.process.wait()
 
 
 def table(results: dict[str, Any], names: dict[str, str]) -> str:
-    """In Markdown. Of tokens a second, the median pass, the least and the most; of steps, the median, the
-    99th percentile and the longest. Shares are those of the GPU's time."""
+    """Of one context, in Markdown. Of tokens a second, the median pass, the least and the most; of steps, the
+    median, the 99th percentile and the longest. Shares are those of the GPU's time."""
     head = "sequences | step: median, 99th percentile, longest | tokens/s (least, most) | first token | kernels"
     lines = [f"| cache | {head} |", "|---|---|---|---|---|---|"]
     for cache, found in results.items():
         name = names.get(cache, cache)
         if "refused" in found:
-            lines.append(f"| {name} | did not start: {found['refused']} | | | | |")
+            lines.append(f"| {name} | ended: {found['refused']} | | | | |")
             continue
         steps = [1e3 * seconds for one in found["passes"] for seconds in one["step_s"]]
         rates = sorted(one["tokens_per_s"] for one in found["passes"])
@@ -305,7 +380,9 @@ def main() -> None:
         "--caches", nargs="+", default=["kvcal", "bfloat16"], help="kvcal (all plans), bfloat16, or a --kv-cache-dtype"
     )
     parser.add_argument("--memory", type=int, default=12_928_000_000, help="bytes of each cache")
-    parser.add_argument("--context", type=int, default=32768, help="tokens of a sequence, new ones included")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[32768], help="tokens of a sequence, new ones included"
+    )
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50, help="of a pass")
     parser.add_argument("--layers", type=int, default=16)
@@ -320,10 +397,11 @@ def main() -> None:
         folder = Path(temporary) / "model"
         names = write_model(folder, given)
         caches = [name for cache in given.caches for name in (names if cache == "kvcal" else [cache])]
-        results = measure(folder, caches, given)
-    print(table(results, names))
-    if given.out:
-        given.out.write_text(json.dumps({"plans": names, "results": results}, indent=1))
+        measurement = Measurement(folder, names, caches, given)
+        measurement.run()
+        measurement.close()
+    for context, results in measurement.results.items():
+        print(f"\n{int(context):,} tokens\n\n{table(results, names)}")
 
 
 if __name__ == "__main__":

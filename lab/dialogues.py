@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcal.data.reading import DAYS, PEOPLE
+from kvcal.data.word_problems import DAYS, PEOPLE
 
 # fmt: off
 PLACES = ["Lisbon", "Oslo", "Kyoto", "Quito", "Dakar", "Bergen", "Porto", "Riga", "Hanoi", "Galway", "Turin", "Cusco"]

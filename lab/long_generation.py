@@ -37,7 +37,8 @@ from kvcal.artifact import write_text_atomic
 from kvcal.cache.attached import attached_for
 from kvcal.console import TerminalReporter
 from kvcal.data.pools import TokenDataset, require_unseen
-from kvcal.data.reading import LINES, PEOPLE, Reading
+from kvcal.data.reading import LINES, Reading
+from kvcal.data.word_problems import PEOPLE
 from kvcal.folder import tokenizer_of
 from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
@@ -79,7 +80,8 @@ def main() -> None:
             require_unseen(plan.provenance, known)
             started = time.monotonic()
             if name not in found["rows"] and given.tables:
-                found["rows"][name] = read_answers(loaded, plan, tables_of(loaded, given), given.batch)
+                texts_read = read_answers(loaded, plan, tables_of(loaded, given), given.batch)
+                found["rows"][name] = [one.right_A.tolist() for one in texts_read]
                 reporter.say(f"{name}: rows in {time.monotonic() - started:.1f} s")
             if texts and missing and name in missing | {RAW}:  # what 16 bits write is the same each time
                 own_BT = written(loaded, plan, torch.stack(sequences), given.new_tokens)

@@ -123,8 +123,9 @@ class PagedLayer(AttentionLayer):
         self.store.resize(rows.lengths(self.columns + tokens))
         place = self.steps.place(rows, self.columns, tokens, keys.pool, keys.format, values.format)
         q, k_new, v_new = by_token(tokens, q, k_new, v_new)
-        self.store.step.append(q, k_new, v_new, place)
-        attended = self.store.step.attend(q, place, scale, softcap, s_aux)
+        step = self.store.step
+        queries = step.append(q, k_new, v_new, place)
+        attended = step.attend(queries, place, scale, softcap, s_aux, q.dtype)
         self.columns += tokens
         return attended.unsqueeze(1) if tokens == 1 else attended
 

@@ -26,7 +26,7 @@ from kvcal.strict import dump
 
 KIND = "prefix"
 SCHEMA = 6  # one digest
-AGAIN = "pack the prompt again with this plan and model: kvcal pack-prefix"
+AGAIN = "pack the prompt again with this plan and model: kvcal generate --pack"
 
 
 def save(path: str | Path, plan: Plan, layers: Mapping[int, PlanLayer], tokens_T: Tensor) -> None:

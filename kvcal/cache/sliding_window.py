@@ -62,8 +62,8 @@ class StaticWindow(StaticLayer):
     def step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        self._windowed.append(q, k_new, v_new, self._place)
-        return self._windowed.attend(q, self._place, scale, softcap, s_aux)
+        queries = self._windowed.append(q, k_new, v_new, self._place)
+        return self._windowed.attend(queries, self._place, scale, softcap, s_aux, q.dtype)
 
     def past_columns(self, columns: int) -> int:
         window = self.plan.attention.window

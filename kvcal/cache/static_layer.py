@@ -196,8 +196,8 @@ class StaticPages(StaticLayer):
     def step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        self._calls.append(q, k_new, v_new, self.place)
-        return self._calls.attend(q, self.place, scale, softcap, s_aux)
+        queries = self._calls.append(q, k_new, v_new, self.place)
+        return self._calls.attend(queries, self.place, scale, softcap, s_aux, q.dtype)
 
     def tokens_to_next_page(self) -> int:
         return tokens_to_next_event(self.plan, self.padding.rows, self.columns)

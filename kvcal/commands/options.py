@@ -1,20 +1,16 @@
 """Options that several commands share, each declared once: as a type, or as a field of a dataclass that
-``spread`` turns into options. And what they do: change a recipe, load a model, show a result."""
+``decorators.spread`` turns into options. And what they do: change a recipe, load a model, show a result."""
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from dataclasses import dataclass, fields
 from glob import escape, glob
-from importlib.util import find_spec
-from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,13 +24,16 @@ from kvcal.quantities import MAX_BATCH, parse_bytes, parse_memory, parse_tokens
 with lazy_imports():
     from transformers.utils import logging
 
+    from kvcal import folder as artifacts
     from kvcal import recipe as recipe_keys
     from kvcal import recipe_files
+    from kvcal import report as report_page
     from kvcal.data import reading
     from kvcal.data import sequences as data_sequences
     from kvcal.models import files as model_files
     from kvcal.models import load as model_load
     from kvcal.models import residence
+    from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
 
 
@@ -131,9 +130,6 @@ OPTIONS = {
     "allocate.kv_budget": "--kv-budget", "allocate.bits": "--bits", "allocate.batch": "--batch",
     "allocate.context": "--context",
 }  # fmt: skip
-KEYWORD_ONLY = Parameter.KEYWORD_ONLY
-# Packages of kvcal[compile], by their import names.
-COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
 
 
 @dataclass(frozen=True)
@@ -245,15 +241,34 @@ class RecipeOptions(ModelOptions):
         except UsageError as refused:
             raise _of_options(refused, settings) from None
 
-    def for_model(
-        self, recipe: recipe_keys.Recipe, loaded: model_load.LoadedModel, others: Mapping[str, Any], reporter: Reporter
-    ) -> recipe_keys.Recipe:
-        """The recipe, but `sensitivity`, changed as by ``others``, in place of `default` for latent
-        attention."""
-        if recipe.name != "default" or not loaded.geometry.has_latents:
-            return recipe
-        reporter.say("latent attention takes no basis: recipe sensitivity in place of default")
-        return self.change(recipe_files.load_recipe("sensitivity"), others)
+    @contextmanager
+    def job(
+        self, model: str, recipe: recipe_keys.Recipe, folder: artifacts.Folder, others: Mapping[str, Any] | None = None
+    ) -> Iterator[artifacts.Job]:
+        """The recipe on the model, in the folder, within progress; but `sensitivity`, changed as by
+        ``others``, in place of `default` for latent attention."""
+        with self.reporting() as reporter:
+            loaded = self.load(model, recipe.data if recipe.calibrates else None, reporter)
+            if recipe.name == "default" and loaded.geometry.has_latents:
+                reporter.say("latent attention takes no basis: recipe sensitivity in place of default")
+                recipe = self.change(recipe_files.load_recipe("sensitivity"), others)
+            yield artifacts.Job(recipe, loaded, folder, reporter)
+
+    def finish(
+        self,
+        folder: artifacts.Folder,
+        value: dict[str, Any],
+        *shown: console.View | str,
+        said: Mapping[str, object],
+        damage: damage_file.Damage | None = None,
+        allow_damage: bool = False,
+    ) -> None:
+        """The end of a command that leaves a folder: its result, its report, what is ``said`` by name, and
+        GateFailed for a plan that destroys the model, unless ``allow_damage``."""
+        self.show(value, *shown)
+        report_page.write_report(folder)  # after the result: what is damaged there must not hide it
+        self.reporter().say("\n".join(f"{name}: {what}" for name, what in {**said, "report": folder.report}.items()))
+        damage_file.require_undamaged(damage, allow_damage)
 
 
 def _of_options(refused: UsageError, settings: Mapping[str, Any]) -> UsageError:
@@ -264,7 +279,7 @@ def _of_options(refused: UsageError, settings: Mapping[str, Any]) -> UsageError:
         message = message if key in settings else message.replace(f"{key} =", f"{option} =")
     typed = " ".join(f"--set {key}" for key in settings)
     return UsageError(
-        f"{typed}: {message}" if typed else message, refused.hint or "`kvcal recipes NAME` prints a recipe"
+        f"{typed}: {message}" if typed else message, refused.hint or "`kvcal list recipes NAME` prints a recipe"
     )
 
 
@@ -276,8 +291,8 @@ class TaskOptions:
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Tasks: retrieval:TOKENS, completion:TOKENS, those of the embedded model (ledger, chain, times), and "
-            "those of lm-eval (NAME or NAME:METRIC); '' is none.",
+            help="Tasks: rows:TOKENS (also pairs, late, hops, copies, calls, retrieval, completion), those of the "
+            "embedded model (ledger, chain, times), and those of lm-eval (NAME or NAME:METRIC); '' is none.",
         ),
     ] = None
     include_path: Annotated[str | None, typer.Option(help="A folder with lm-eval task files (YAML) of your own.")] = (
@@ -372,6 +387,11 @@ def command_line(*words: object) -> str:
     return shlex.join(["kvcal", *map(str, words)])
 
 
+def generate_line(model: str, plan: Path) -> str:
+    """The command line that generates text with a plan."""
+    return f"{command_line('generate', '--model', model, '--plan', plan, '--prompt', '-')} < prompt.txt"
+
+
 @contextmanager
 def naming_what_works(budgets: BudgetOptions, besides: str = "") -> Iterator[None]:
     """A context whose InfeasibleBudget has this command with the least budget as its hint, and
@@ -401,68 +421,3 @@ def is_model(text: str) -> bool:
     """Whether ``text`` names an embedded model, or a folder with a configuration: no recipe, and no
     artifacts."""
     return text == MODEL_NAME or (Path(text) / "config.json").is_file()
-
-
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, for typer: its parameters that are dataclasses become the options that are their
-    fields."""
-    given = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {one.name: one.annotation for one in given if is_dataclass(one.annotation)}
-    parameters = [parameter.replace(kind=KEYWORD_ONLY) for parameter in given if parameter.name not in groups]
-    for group in groups.values():
-        hints = get_type_hints(group, include_extras=True)
-        for name in (name for base in group.__mro__ for name in vars(base).get("__annotations__", ())):
-            parameters.append(Parameter(name, KEYWORD_ONLY, default=getattr(group, name), annotation=hints[name]))
-
-    @wraps(command)
-    def spread_command(**values: Any) -> None:
-        made = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        command(**values, **made)
-
-    spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return spread_command
-
-
-def needs_compile(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, after a check that the packages of kvcal[compile] are there: hours before they are
-    used."""
-
-    @wraps(command)
-    def checked(*args: Any, **kwargs: Any) -> None:
-        missing = [name for name in COMPILE_PACKAGES if not _is_installed(name)]
-        if missing:
-            raise UsageError(
-                f"this command needs packages that are not installed: {', '.join(missing)}",
-                hint="run: pip install 'kvcal[compile]'",
-            )
-        command(*args, **kwargs)
-
-    return checked
-
-
-def for_ranks(command: Callable[..., None], is_ranked: bool) -> Callable[..., None]:
-    """``command``, run by all processes that torchrun has started; UsageError where several are, and it is
-    for one."""
-
-    @wraps(command)
-    def ranked(*args: Any, **kwargs: Any) -> None:
-        if not is_ranked and distributed.world_size() > 1:
-            raise UsageError(
-                f"this command runs in one process, and torchrun has started {distributed.world_size()}",
-                hint="leave torchrun out; it is for commands that calibrate, search or evaluate",
-            )
-        with distributed.joined():
-            command(*args, **kwargs)
-
-    return ranked
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False

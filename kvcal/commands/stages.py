@@ -1,11 +1,8 @@
-"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``reparam``, ``fit-predictors``,
-``feedback``, ``compile``."""
+"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``transform``, ``fit-predictors`` and
+``compile``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +10,7 @@ import typer
 
 from kvcal import console
 from kvcal.commands import options
+from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import parse_bytes
@@ -24,7 +22,8 @@ with lazy_imports():
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
-    from kvcal.stages import formats, pipeline, transform
+    from kvcal.stages import formats, pipeline
+    from kvcal.stages import transform as transforms
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.profile import record as profile_record
@@ -33,29 +32,27 @@ with lazy_imports():
     from kvcal.systems.pm_kvq import reparam as reparam_stage
 
 
-@options.spread
+@spread
 def profile(
     model: options.ModelArgument,
     out: options.Out,
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "default",
 ) -> None:
-    """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if
-    interrupted.
+    """Measure each layer's sensitivity to KV quantization, for the recipe's candidates.
+
+    Resumes if interrupted.
 
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
-    base = given.recipe(recipe)
     folder = artifacts.Folder.create(out)
-    with given.reporting() as reporter:
-        loaded = given.load(model, base.data, reporter)
-        base = given.for_model(base, loaded, {}, reporter)
-        result = formats.profile_folder(loaded, folder, base, reporter)
+    with given.job(model, given.recipe(recipe), folder) as job:
+        result = formats.profile_folder(job.loaded, folder, job.recipe, job.reporter)
     given.show(tables.profile_json(result), tables.profile_table(result))
-    reporter.say(f"profile: {folder.profile}")
+    job.reporter.say(f"profile: {folder.profile}")
 
 
-@options.spread
+@spread
 def allocate(
     folder: options.FolderArgument,
     given: options.OutputOptions,
@@ -78,10 +75,10 @@ def allocate(
         typer.Option(help="Keep this allocation in DIR/NAME, with others; that is then the next stage's DIR."),
     ] = None,
 ) -> None:
-    """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the
-    compiled plan: λ and predictors, which come later, take part of them (--reserve).
+    """Choose every layer's K and V format for a byte budget, exactly.
 
-    A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
+    Its bytes are those of the compiled plan: λ and predictors, which come later, take part of them
+    (--reserve). A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
 
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context
     32768`
@@ -113,93 +110,91 @@ def allocate(
         reporter.say(f"allocation: {paths.allocation}\nnext: {options.command_line('compile', paths.path)}")
 
 
-@contextmanager
-def _job(folder: Path, model: str, given: options.RecipeOptions, recipe: recipe_keys.Recipe) -> Iterator[artifacts.Job]:
-    """A stage's job in the folder of an allocation, within progress."""
-    with given.reporting() as reporter:
-        loaded = given.load(model, recipe.data, reporter)
-        yield artifacts.Job(recipe, loaded, artifacts.Folder(folder), reporter)
-
-
-def _with_own_sizes(given: options.RecipeOptions, recipe: str, section: str) -> recipe_keys.Recipe:
-    """The recipe; --samples and --seq-len are those of ``section``, which calibrates on text of its own
-    size."""
-    sizes = {f"{section}.num_samples": given.samples, f"{section}.seq_len": given.seq_len}
-    return replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section=section)
-
-
-@options.spread
-def reparam(
+@spread
+def transform(
     folder: options.FolderArgument,
     model: options.ModelOption,
     given: options.RecipeOptions,
-    recipe: options.RecipeOption = "pm-kvq",
+    recipe: options.RecipeOption,
 ) -> None:
-    """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats of DIR's
-    allocation, with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts
-    them into the plan. Resumes if interrupted.
+    """Calibrate a recipe's transforms for the formats that were allocated: λ, predictors, error feedback.
 
-    Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
+    [reparam] has the factors λ that make keys easiest to quantize; [feedback] and [basis] let codes make up
+    for each other's errors. `kvcal compile` puts all into the plan. Resumes if interrupted.
+
+    --samples and --seq-len are those of [reparam], [feedback] and [basis] themselves.
+
+    Example: `kvcal transform artifacts/llama --model meta-llama/Llama-3.1-8B --recipe pm-kvq --data
+    corpus.jsonl --samples 64`
     """
-    with _job(folder, model, given, _with_own_sizes(given, recipe, "reparam")) as job:
-        record = transform.reparam_folder(job)
-    scale = record.subject.position_scale
-    value = {
-        "layers": [strict.dump(layer) for layer in record.layers],
-        "position_scale": scale,
-        "path": str(job.folder.reparam),
-    }
-    title = f"λ from {record.subject.num_tokens} tokens at positions x {scale:.3g}"
-    given.show(value, console.View(title, *reparam_stage.table_rows(record)))
-    job.reporter.say(f"reparam: {job.folder.reparam}")
+    chosen = given.recipe(recipe)
+    sizes = {"num_samples": given.samples, "seq_len": given.seq_len}
+    sections = [name for name in ("reparam", "feedback", "basis") if getattr(chosen, name) is not None]
+    own = {f"{name}.{key}": size for name in sections for key, size in sizes.items() if size is not None}
+    chosen = recipe_files.with_knobs(chosen, own | recipe_files.read_settings(given.sets or ()))
+    has_feedback = chosen.calibration is not None and not chosen.chooses_in_a_basis
+    if not (chosen.reparam or chosen.predictors or has_feedback):
+        raise UsageError(
+            f"recipe {chosen.name!r} transforms no chosen formats; expected [reparam], [predictors] or [feedback]",
+            hint="a recipe with one, such as pm-kvq; the basis of `default` comes with `kvcal profile`",
+        )
+    value: dict[str, Any] = {}
+    shown: list[console.View] = []
+    with given.job(model, chosen, artifacts.Folder(folder)) as job:
+        if chosen.reparam is not None:
+            scaled = transforms.reparam_folder(job)
+            value["reparam"] = {
+                "layers": [strict.dump(layer) for layer in scaled.layers],
+                "position_scale": scaled.subject.position_scale,
+                "path": str(job.folder.reparam),
+            }
+            positions = f"{scaled.subject.num_tokens} tokens at positions x {scaled.subject.position_scale:.3g}"
+            shown.append(console.View(f"λ from {positions}", *reparam_stage.table_rows(scaled)))
+        if chosen.predictors is not None:
+            value["predictors"], view = _predictors(job)
+            shown.append(view)
+        if has_feedback:
+            fed = transforms.basis_folder(job)
+            path = getattr(job.folder, fed.subject.spec.stage)
+            value[fed.subject.spec.stage] = {"sides": [strict.dump(side) for side in fed.sides], "path": str(path)}
+            title = f"Error feedback from {fed.subject.num_tokens} tokens"
+            shown.append(console.View(title, *basis_stage.table_rows(fed)))
+    given.show(value, *shown)
+    given.reporter().say(f"next: {options.command_line('compile', folder)}")
 
 
-@options.spread
+@spread
 def fit_predictors(
     folder: options.FolderArgument,
     model: options.ModelOption,
     given: options.RecipeOptions,
     recipe: options.RecipeOption = "aqua-kv",
 ) -> None:
-    """Fit predictors of each layer's keys and values from the layer before, as the cache reads it back, with
-    the recipe's [predictors] (and after its [reparam]), and say which pay. Resumes if interrupted.
+    """Fit predictors of each layer's keys and values from the layer before, and say which pay.
+
+    The layer before is taken as the cache reads it back, after the recipe's [reparam]. Resumes if
+    interrupted.
 
     Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl
     --samples 256`
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
-    with _job(folder, model, given, given.recipe(recipe, section="predictors")) as job:
-        record = transform.fit_predictors_folder(job)
-    kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
-    value = {"findings": [strict.dump(finding) for finding in record.findings], "nbytes": record.nbytes}
-    title = f"Predictors: {kept}, on {tokens} held-out tokens"
-    given.show(value, console.View(title, *predictors_record.table_rows(record)))
+    with given.job(model, given.recipe(recipe, section="predictors"), artifacts.Folder(folder)) as job:
+        value, view = _predictors(job)
+    given.show(value, view)
     job.reporter.say(f"predictors: {job.folder.predictors}")
 
 
-@options.spread
-def feedback(
-    folder: options.FolderArgument,
-    model: options.ModelOption,
-    given: options.RecipeOptions,
-    recipe: options.RecipeOption = "kitty-feedback",
-) -> None:
-    """Calibrate error feedback, with which codes make up for the errors of the channels before them, for the
-    formats of DIR and the transforms of the recipe, with its [feedback] (--samples and --seq-len are its
-    own). Resumes if interrupted.
-
-    Example: `kvcal feedback artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 16`
-    """
-    with _job(folder, model, given, _with_own_sizes(given, recipe, "feedback")) as job:
-        record = transform.basis_folder(job)
-    value = {"sides": [strict.dump(side) for side in record.sides], "path": str(job.folder.feedback)}
-    title = f"Error feedback from {record.subject.num_tokens} tokens"
-    given.show(value, console.View(title, *basis_stage.table_rows(record)))
-    job.reporter.say(f"feedback: {job.folder.feedback}")
+def _predictors(job: artifacts.Job) -> tuple[dict[str, Any], console.View]:
+    record = transforms.fit_predictors_folder(job)
+    kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
+    value = {"findings": [strict.dump(finding) for finding in record.findings], "nbytes": record.nbytes}
+    title = f"Predictors: {kept}, on {tokens} held-out tokens"
+    return value, console.View(title, *predictors_record.table_rows(record))
 
 
-@options.spread
+@spread
 def compile_command(
     folder: options.FolderArgument,
     given: options.ModelOptions,
@@ -211,9 +206,9 @@ def compile_command(
     ] = None,
     allow_damage: options.AllowDamage = False,
 ) -> None:
-    """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for
-    it. With
-    --model, one that destroys the model ends in exit code 7, and is not written to --output.
+    """Write the plan of an allocation, with the transforms that DIR holds for it.
+
+    With --model, one that destroys the model ends in exit code 7, and is not written to --output.
 
     Example: `kvcal compile artifacts/llama -o plan.safetensors`
     """
@@ -232,7 +227,7 @@ def compile_command(
     if damage_file.save_measured(plan, damage, path, allow_damage or output is None, reasons):
         reporter.say(f"compile: {path}")
     if loaded is None:
-        check = options.command_line("verify", path, "--model", plan.model.id)
+        check = options.command_line("inspect", path, "--model", plan.model.id)
         reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
     found = strict.dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})

@@ -1,10 +1,11 @@
-"""Problems whose answers are read from far back in a long context: codes by key, and lines of source code.
+"""Problems whose answers are read from far back in a long context: facts, rows of tables, lines of source code.
 
 retrieval:TOKENS   RULER's multi-key needle (arXiv 2404.06654): among word problems, ``NUM_KEYS`` sentences give each
                    animal a code; ``ASKED`` of the codes are asked for, and the others distract.
-completion:TOKENS  a file of an installed package or of the standard library: ``LINES`` lines of its last
-half, each
+completion:TOKENS  a file of an installed package or of the standard library: ``LINES`` lines of its last half, each
                    predicted from all that is before it.
+rows:TOKENS        and pairs, late, hops, copies, calls: see kvcal.data.lookup_tasks. After word problems, as many facts
+                   as there is room for.
 
 An answer counts when every token of it is the most likely one after the true tokens before it. That is the
 exact match of greedy decoding, which has written the same up to its first wrong token. So a problem needs no
@@ -15,18 +16,22 @@ text. [evaluate] and [tune] of a recipe name tasks, these and others. Left out: 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from kvcal.data.lookup_tasks import ANIMALS, COLOURS, FORMS, Form, Part
 from kvcal.data.pools import Purpose
-from kvcal.data.sequences import DataSpec
+from kvcal.data.sequences import DataSpec, prefix_ids
 from kvcal.data.sources import Piece, Source, read_source
 from kvcal.data.tasks import MIN_DIGITS, MIN_HOPS, MIN_SIZE, MIN_STEPS, TASKS
+from kvcal.data.word_problems import word_problem
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.quantities import MAX_BATCH, MAX_SEED
@@ -37,14 +42,7 @@ if TYPE_CHECKING:
 
 LM_EVAL = "lm-eval:"  # opens the names of its tasks
 NUM_KEYS, ASKED, LINES = 8, 4, 8
-MIN_TOKENS, MIN_LINE = 512, 10
-# fmt: off
-PEOPLE = ["Amara", "Bruno", "Chiara", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Lucia",
-          "Mateo", "Nadia", "Omar", "Priya", "Rosa", "Stefan", "Tomas", "Yuki"]
-# fmt: on
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-_COLOURS = ["amber", "black", "blue", "brown", "green", "grey", "orange", "pink", "purple", "red", "white", "yellow"]
-_ANIMALS = ["bear", "camel", "crow", "deer", "eagle", "fox", "goat", "horse", "lion", "owl", "rabbit", "tiger", "wolf"]
+MIN_TOKENS, MIN_LINE, MIN_FACTS = 512, 10, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +63,7 @@ def retrieval(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose
     start = list(tokenizer("")["input_ids"]) or encode("\n")
     rng = random.Random(f"{purpose}:retrieval:{num_tokens}:{seed}")
     while True:
-        keys = rng.sample([f"{colour} {animal}" for colour in _COLOURS for animal in _ANIMALS], NUM_KEYS)
+        keys = rng.sample([f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS], NUM_KEYS)
         codes = {key: str(rng.randint(100, 999)) for key in keys}
         needles = [encode(f"The code of the {key} is {codes[key]}.\n") for key in keys]
         questions: list[int] = []
@@ -91,8 +89,7 @@ def retrieval(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose
 def completion(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose) -> Iterator[Reading]:
     """Files of at least ``num_tokens`` tokens, cut there. UsageError for a tokenizer that tells no places of
     tokens."""
-    if not tokenizer.is_fast:
-        raise UsageError("completion needs a fast tokenizer (tokenizer.json)", hint="choose other tasks")
+    _require_places(tokenizer)
     rng = random.Random(f"{purpose}:completion:{seed}")
     start = list(tokenizer("")["input_ids"])
     for piece in read_source(Source("python:code"), seed, purpose):
@@ -114,8 +111,50 @@ def completion(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpos
             yield Reading(torch.tensor(tokens[:num_tokens]), tuple(sorted(rng.sample(answers, LINES))))
 
 
+def looked_up(form: Form, tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose) -> Iterator[Reading]:
+    """Texts of exactly ``num_tokens`` tokens without end: word problems, then as many facts of ``form`` as there
+    is room for. UsageError for a tokenizer that tells no places of tokens, and where not two facts fit."""
+    _require_places(tokenizer)
+    start, rng = prefix_ids(tokenizer), random.Random(f"{purpose}:{form.__name__}:{num_tokens}:{seed}")
+    room, probe = num_tokens - max(1, len(start)), 16
+    while True:
+        state = rng.getrandbits(64)
+        count = probe * room // len(_encoded(form(random.Random(state), probe), tokenizer)[0])
+        tokens, answers = _encoded(form(random.Random(state), count), tokenizer)
+        while len(tokens) > room:
+            count -= 1
+            tokens, answers = _encoded(form(random.Random(state), count), tokenizer)
+        if count < MIN_FACTS:
+            raise UsageError(f"{num_tokens} tokens hold {count} facts of {form.__name__}", hint="name a longer task")
+        before: list[int] = []
+        while len(before) < num_tokens - len(start) - len(tokens):
+            before += _encoded([(word_problem(rng), False)], tokenizer)[0]
+        context = start + before[len(before) - (num_tokens - len(start) - len(tokens)) :]
+        spans = tuple((len(context) + first, len(context) + stop) for first, stop in answers)
+        yield Reading(torch.tensor(context + tokens), spans)
+
+
+def _encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens of the joined parts, and (start, stop) of those of each answer."""
+    encoded = tokenizer("".join(text for text, _ in parts), add_special_tokens=False, return_offsets_mapping=True)
+    starts, stops = zip(*encoded["offset_mapping"], strict=True)
+    ends = list(accumulate(len(text) for text, _ in parts))
+    places = [(end - len(text), end) for end, (text, is_answer) in zip(ends, parts, strict=True) if is_answer]
+    answers = [(bisect_right(stops, begin), bisect_left(starts, end)) for begin, end in places]
+    return list(encoded["input_ids"]), answers
+
+
+def _require_places(tokenizer: Tokenizer) -> None:
+    if not tokenizer.is_fast:
+        raise UsageError("only fast tokenizers (tokenizer.json) tell where tokens are", hint="choose other tasks")
+
+
 Draw = Callable[["Tokenizer", int, int, Purpose], Iterator[Reading]]
 READINGS: dict[str, Draw] = {"retrieval": retrieval, "completion": completion}
+READINGS |= {name: partial(looked_up, form) for name, form in FORMS.items()}
+
+
+TASK_NAMES = f"Embedded tasks, {', '.join(READINGS)} with :TOKENS, or lm-eval:NAME[:METRIC]"
 
 
 def is_reading(task: str) -> bool:
@@ -129,58 +168,17 @@ def readings(
 ) -> tuple[Reading, ...]:
     """Texts with at least ``num_problems`` answers together, fewer than one text's more."""
     name, _, tokens = task.partition(":")
-    count = -(-num_problems // (ASKED if name == "retrieval" else LINES))
-    found = tuple(islice(READINGS[name](tokenizer, int(tokens), seed, purpose), count))
-    if len(found) < count:
-        raise UsageError(
-            f"{task}: the installed packages hold {len(found)} files so long, {count} were asked for",
-            hint="ask for fewer problems, or for fewer tokens",
-        )
-    return found
-
-
-def word_problem(rng: random.Random) -> str:
-    """A story of 3 to 9 events with numbers, a question, and a solution that restates each with its
-    arithmetic."""
-    who, thing = rng.choice(PEOPLE), rng.choice(["rolls", "stamps", "seedlings", "tiles", "tickets", "eggs", "bricks"])
-    count = rng.randint(20, 400)
-    story, steps = [f"{who} starts the week with {count} {thing}."], []
-    for _ in range(rng.randint(3, 9)):
-        said, step, count = _event(rng, who, thing, count)
-        story.append(said)
-        steps.append(step)
-    price = rng.randint(2, 19)
-    if rng.random() < 0.5:
-        story.append(f"At the end {who} sells all of them at {price} coins each. How many coins is that?")
-        steps.append(f"{count} {thing} at {price} coins are {count} * {price} = {count * price} coins.")
-        count *= price
-    else:
-        story.append(f"How many {thing} does {who} have in the end?")
-    solution = "\n".join(f"Step {i}: {step}" for i, step in enumerate(steps, 1))
-    return f"Problem. {' '.join(story)}\nSolution.\n{solution}\nAnswer: {count}\n"
-
-
-def _event(rng: random.Random, who: str, thing: str, count: int) -> tuple[str, str, int]:
-    """One event: its sentence, its step of the solution, and the new count."""
-    day, friend, n = rng.choice(DAYS), rng.choice([name for name in PEOPLE if name != who]), rng.randint(2, 60)
-    divisors = [d for d in range(2, 10) if count % d == 0 and count > 20 * d]
-    kind = rng.choice(["gain", "boxes", "loss", "percent", "share"])
-    if kind == "share" and divisors:
-        d = rng.choice(divisors)
-        said = f"On {day} {who} and {d - 1} others share everything equally."
-        return said, f"One share is {count} / {d} = {count // d} {thing}.", count // d
-    if kind == "percent" and count % 20 == 0 and count > 20:
-        p = rng.choice([5, 10, 20, 25])
-        lost = count * p // 100
-        said = f"On {day} {p} percent of the {thing} turn out to be spoilt."
-        return said, f"{p} percent of {count} are {lost}, and {count} - {lost} = {count - lost}.", count - lost
-    if kind == "loss" and count > n:
-        return f"On {day} {friend} takes {n} of them.", f"{count} - {n} = {count - n} {thing}.", count - n
-    if kind == "boxes":
-        m = rng.randint(2, 12)
-        said = f"On {day} {friend} brings {n} boxes with {m} {thing} each."
-        return said, f"{n} * {m} = {n * m}, and {count} + {n * m} = {count + n * m} {thing}.", count + n * m
-    return f"On {day} {who} finds {n} more.", f"{count} + {n} = {count + n} {thing}.", count + n
+    found: list[Reading] = []
+    num_answers = 0
+    for text in READINGS[name](tokenizer, int(tokens), seed, purpose):
+        found.append(text)
+        num_answers += len(text.answers)
+        if num_answers >= num_problems:
+            return tuple(found)
+    raise UsageError(
+        f"{task}: the installed packages hold {len(found)} such files, with {num_answers} of {num_problems} problems",
+        hint="ask for fewer problems, or for fewer tokens",
+    )
 
 
 def is_own_task(name: str) -> bool:
@@ -206,9 +204,7 @@ class EvaluateSpec:
     ``tasks``."""
 
     data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
-    tasks: tuple[str, ...] = knob(
-        tuple(TASKS), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]; [] for none."
-    )
+    tasks: tuple[str, ...] = knob(tuple(TASKS), f"{TASK_NAMES}; [] for none.")
     num_problems: Size = knob(16, "Problems of each task.")
     max_steps: Annotated[int, Field(ge=MIN_STEPS, le=1000)] = knob(70, "Transfers in a ledger at most.")
     max_size: Annotated[int, Field(ge=MIN_SIZE, le=5000)] = knob(160, "Words in a chain's table at most.")  # of 10,000
@@ -244,9 +240,7 @@ class TuneSpec:
     """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy
     under ``max_bits`` is chosen."""
 
-    tasks: tuple[str, ...] = knob(
-        ("ledger", "chain", "times"), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]."
-    )
+    tasks: tuple[str, ...] = knob(("ledger", "chain", "times"), f"{TASK_NAMES}.")
     num_problems: Size = knob(16, "Problems of each task.")
     num_trials: Size = knob(30, "Trials in all; a larger number continues the study.")
     low: Annotated[float, Field(gt=0)] = knob(0.1, "Lowest threshold.")

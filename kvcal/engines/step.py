@@ -60,7 +60,8 @@ class PagedStep:
         self.scratch = scratch
         self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
-        self._k_basis, self._v_basis = (Basis.of(self._tensors, side) for side in SIDES)
+        k_basis, v_basis = (Basis.of(self._tensors, side) for side in SIDES)
+        self._bases = k_basis, v_basis
         self._step: LayerStep | None = None
         geometry = self.layout.layer.attention
         queries = geometry.group_heads * (1 + self.layout.lookahead)
@@ -81,7 +82,7 @@ class PagedStep:
             v,
             self.layout.statistic(rings) if self.layout.needs_queries else scratch.no_statistic,
             transform,
-            (self._k_basis, self._v_basis),
+            self._bases,
             self._workspace,
             tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
         )
@@ -103,14 +104,13 @@ class PagedStep:
         Of a token and up to ``lookahead`` drafts each: k, v [B, S, N, D], and q [B, S, H, D] as attention,
         each to the tokens up to its own. Rows with fewer drafts may be filled up with finite tokens, which
         count as rejected."""
-        self.append(q, k, v, decodes)
-        return self.attend(q, decodes, logits)
+        return self.attend(self.append(q, k, v, decodes), decodes, logits, q.dtype)
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
-        """The first half of :meth:`decode`."""
+    def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> Tensor:
+        """The first half of :meth:`decode`. Returns the queries as the second half takes them."""
         if self.layout.needs_queries:
             self._begin_sums(decodes)
-        self._held.append(q, k, v, self._place(decodes))
+        return self._held.append(q, k, v, self._place(decodes))
 
     def _begin_sums(self, decodes: Decodes) -> None:
         """Of sequences at the end of a page: one that begins after shared blocks has another one's in its
@@ -121,9 +121,9 @@ class PagedStep:
         self._held.statistic.sum[rings] = sums.masked_fill(is_new.unsqueeze(2), 0.0)
         self._held.statistic.since[rings] = torch.where(is_new, lengths, since)
 
-    def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
-        """The second half of :meth:`decode`."""
-        return self._held.attend(q, self._place(decodes), *logits)
+    def attend(self, queries: Tensor, decodes: Decodes, logits: Logits, dtype: torch.dtype) -> Tensor:
+        """The second half of :meth:`decode`: attention in ``dtype``."""
+        return self._held.attend(queries, self._place(decodes), *logits, dtype)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k
@@ -152,7 +152,7 @@ class PagedStep:
         first = PAGE_TOKENS * min(self.layout.layer.format(side).pages_read(chunk.num_past) for side in SIDES)
         tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
-        k, v = self._held.entered(k, v)
+        _, k, v = self._held.enter(None, k, v)
         self._store("k", k, chunk, query_mean)
         self._store("v", v, chunk)
         return tail
@@ -177,11 +177,11 @@ class PagedStep:
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
         """The second half of :meth:`extend`, of what :meth:`store` returned. Turned queries are rounded to
         the dtype of q, which FlashAttention takes; a decode step has them in fp32."""
-        k_basis, v_basis = self._k_basis, self._v_basis
-        keys, values = (new.to(self.dtype).to(q.dtype) for new in self._held.entered(k, v))
-        queries = q if k_basis is None else k_basis.turned_queries(q).to(q.dtype)
-        attended = attend_chunk(queries, keys, values, self._past(chunk, tail, q.dtype), logits, self.scratch.flash)
-        return attended if v_basis is None else v_basis.outputs(attended).to(q.dtype)
+        queries, *entered = self._held.enter(q, k, v)
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in entered)
+        past = self._past(chunk, tail, q.dtype)
+        attended = attend_chunk(queries.to(q.dtype), keys, values, past, logits, self.scratch.flash)
+        return self._held.leave(attended, q.dtype)
 
     def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes besides its result,

@@ -28,7 +28,6 @@ from kvcal.kernels import choice
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 
 # What else would be served.
@@ -60,9 +59,6 @@ def refusals(
         elif layer.attention.state_bytes:
             yield "it keeps a state besides its keys and values"
         return
-    for side in SIDES:
-        if layer.format(side).keeps_queries:
-            yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     if lookahead:
         yield from choice.draft_refusals(layer, is_static=True)
     yield from choice.refusals(layer, cache_dtype, is_cuda)

@@ -115,15 +115,13 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
-    if plan.k is not None and plan.k.keeps_queries:
-        yield "its channels are chosen by all queries so far; a static cache has those since the page before"
     for side in SIDES if plan.is_paged else ():
         fmt, form = plan.format(side), stored_form(plan, side)
         if form is not None:
             yield f"{side} pages {form}, which the kernels cannot read"
         if fmt.shrink_at:
             yield f"{side} pages shrink, and memory of a fixed size stays as it is"
-        if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
+        if fmt.boost is not None and fmt.boost.score not in SCORES:
             yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
 
 

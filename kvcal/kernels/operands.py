@@ -6,6 +6,7 @@ operands are empty tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
@@ -119,3 +120,12 @@ class PageTransform(NamedTuple):
     def signs(self, side: Side) -> Tensor:
         """The signs of a side's rotated pages; empty where they are not rotated."""
         return self.k_signs if side == "k" else self.v_signs
+
+
+def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16
+    bytes."""
+    x = x.to(dtype)
+    *outer, channel = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0
+    return x if aligned and (not x.numel() or channel == 1) else x.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,8 @@
 """The operators of a step, in torch's namespace ``kvcal``: on CUDA the kernels, elsewhere the reference.
 
 One call serves one layer. Lists of tensors are the groups of kvcal.kernels.operands: ``k`` and ``v``
-(Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform). Besides them:
+(Memory), ``place`` (Place), ``queries`` (QueryStatistic), ``transform`` (PageTransform), ``k_basis`` and
+``v_basis`` (``Basis.operands``). Besides them:
 
     k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype
     q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new
@@ -28,7 +29,6 @@ in ``csrc``. Tensors in another dtype than the cache's (a model that computes in
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -36,13 +36,47 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
+from kvcal.kernels.basis import launch_enter, launch_leave
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode import launch_decode, row_defines, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, ring_slot
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable, ring_slot
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.systems.basis.basis import Basis
+
+
+@torch.library.custom_op("kvcal::enter", mutates_args=("error",))
+def enter(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Keys and values [B, n, D] or [B, S, n, D], in the cache's dtype, in their bases; and queries of any
+    float dtype as they read such keys, in fp32. Empty tensors stand for what does not enter, and give empty
+    ones. ``error`` gets a bit where float16 cannot hold a number."""
+    serve = launch_enter if error.is_cuda else reference.enter
+    return serve(k_new, v_new, q, k_basis, v_basis, error)
+
+
+@enter.register_fake
+def _enter_fake(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    keys, values = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k_new, v_new))
+    return keys, values, torch.empty(q.shape, dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("kvcal::leave", mutates_args=())
+def leave(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Attention [B, n G, D] or [B, S, n G, D], fp32, of values in their basis -> of values, in ``dtype``."""
+    if attention.is_cuda:
+        return launch_leave(attention, v_basis[1], dtype)
+    return Basis(*v_basis).outputs(attention).to(dtype).contiguous()
+
+
+@leave.register_fake
+def _leave_fake(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(attention.shape, dtype=dtype, device=attention.device)
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))
@@ -222,14 +256,5 @@ def launch_append(
         *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
         place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
         *map(Tensor.data_ptr, transform), error.data_ptr(),
-        *k_new.stride()[1:-2], *v_new.stride()[1:-2],
+        *k_new.stride()[1:-2], *v_new.stride()[1:-2], follows=True,
     )  # fmt: skip
-
-
-def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16
-    bytes."""
-    x = x.to(dtype)
-    *outer, channel = x.stride()
-    aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0
-    return x if aligned and (not x.numel() or channel == 1) else x.clone(memory_format=torch.contiguous_format)

@@ -10,6 +10,8 @@ tokens: sinks, the first ``Format.pages_read(n)`` pages, and the ring after them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,30 @@ from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.page_format import RAW, Side
+from kvcal.systems.basis.basis import Basis
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.
 NON_FINITE, NO_ROOM = 1, 2
 # Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
 PAGES_AT_ONCE = 64
+
+
+def enter(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``ops.enter``."""
+    keys, values = (
+        Basis(*basis).enter(x).contiguous() if x.numel() else torch.empty_like(x)
+        for x, basis in ((k_new, k_basis), (v_new, v_basis))
+    )
+    for x in (keys, values):
+        if x.dtype == torch.float16 and not bool(x.isfinite().all()):
+            error.bitwise_or_(NON_FINITE)
+    return (
+        keys,
+        values,
+        Basis(*k_basis).turned_queries(q).contiguous() if q.numel() else q.new_empty(0, dtype=torch.float32),
+    )
 
 
 def append(

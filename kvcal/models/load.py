@@ -185,7 +185,7 @@ def read_config(location: Location) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in "
             "transformers",
-            hint="kvcal is for models that generate text token by token: `kvcal models` lists families",
+            hint="kvcal is for models that generate text token by token: `kvcal list models` lists families",
         )
     try:
         with _quiet(), torch.device("meta"):  # shapes alone, so that what fails later is the weights'

@@ -98,7 +98,7 @@ def concern(damage: Damage | None) -> str | None:
     """A warning for the user of a plan with this record, or without one; None for a good plan.
     ``concern(load_damage(file, plan))`` is that of a file."""
     if damage is None:
-        return "the plan is unchecked: `kvcal verify` measures what it does to the model"
+        return "the plan is unchecked: `kvcal inspect --model` measures what it does to the model"
     return f"the plan destroys the model: {damage}" if damage.is_destroyed else None
 
 

@@ -194,11 +194,6 @@ class Format:
         return self.boost is not None and SCORES[self.boost.score].needs_queries
 
     @property
-    def keeps_queries(self) -> bool:
-        """Whether the query statistic goes on over all queries, instead of beginning anew after each page."""
-        return self.boost is not None and SCORES[self.boost.score].all_queries
-
-    @property
     def max_window(self) -> int:
         return self.recent_window if self.window_rule is None else self.window_rule.max_tokens
 

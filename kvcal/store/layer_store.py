@@ -161,14 +161,10 @@ class LayerStore:
         return step
 
     def _layer_step(self, k: Memory, v: Memory) -> LayerStep:
-        geometry, keys, index, scratch = (
-            self.plan.attention,
-            self.sides["k"],
-            self.plan.geometry.index,
-            self.steps.scratch,
-        )
+        geometry, keys, scratch = self.plan.attention, self.sides["k"], self.steps.scratch
         k_basis, v_basis = (
-            Basis.of(self._tensors, f"layers.{index}.{side}") if self.plan.basis(side) else None for side in SIDES
+            Basis.of(self._tensors, f"layers.{geometry.index}.{side}") if self.plan.basis(side) else None
+            for side in SIDES
         )
         with_drafts = (replace(self._variant, query_tokens=2 + number).number for number in range(self._lookahead))
         return LayerStep(

@@ -17,6 +17,7 @@ is written and read is not in it. Where the plan has pages shrink, all of them a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sin
 from kvcal.plan.page_format import num_pages
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.step import KernelCodec
+from kvcal.systems.basis.basis import Basis
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
@@ -140,7 +142,7 @@ class PagedTensor:
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
         if spans:
             self._pack(spans, num_tokens, x)
-            if self.format.needs_queries and not self.format.keeps_queries:
+            if self.format.needs_queries:
                 self.query_sum[rows] = 0
                 self.query_since[rows] = total
         last = x[:, :, -self.ring.shape[2] :]
@@ -181,7 +183,9 @@ class PagedTensor:
         basis = self.codec.basis
         if basis is None or not x.numel():
             return x.to(dtype)
-        return _by_parts(lambda part: basis.leave(basis.enter(part).to(dtype)), x, torch.empty_like(x, dtype=dtype))
+        return _by_parts(
+            lambda part: basis.leave(self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
+        )
 
     def _entered(self, x: Tensor) -> Tensor:
         """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number
@@ -190,10 +194,14 @@ class PagedTensor:
         basis = self.codec.basis
         if basis is None or not x.numel():
             return x
-        entered = _by_parts(basis.enter, x, torch.empty_like(x))
+        entered = _by_parts(partial(self._enter, basis), x, torch.empty_like(x))
         if x.dtype == torch.float16:
             require_finite(entered, BEYOND_FLOAT16, "check the model's outputs; a model in bfloat16 has room for them")
         return entered
+
+    def _enter(self, basis: Basis, x: Tensor) -> Tensor:
+        """Tokens x [b, T, n, D] in the basis."""
+        return basis.enter(x) if self.kernels is None else self.kernels.enter(basis, x)
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What

@@ -23,7 +23,7 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.store.pool import fixed
-from kvcal.systems.basis.basis import Basis, reading_queries
+from kvcal.systems.basis.basis import Basis
 
 
 class StepScratch:
@@ -91,6 +91,12 @@ class KernelCodec:
     variant: Variant
     is_awaited: bool = False
 
+    def enter(self, basis: Basis, x: Tensor) -> Tensor:
+        """Tokens x [b, T, n, D], in the cache's dtype, in the basis of the side; infinite where float16 cannot
+        hold a number."""
+        nothing, unread = x.new_empty(0), torch.zeros_like(self.error)
+        return ops.enter(x, nothing, nothing, basis.operands, [], unread)[0]
+
     def pack(self, x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None) -> None:
         """Tokens x [b, n, 128 P, D] to pages[slots], int32 [b, P]; ``query_mean`` [b, n, D] fp32."""
         mean = x.new_empty(0, dtype=torch.float32) if query_mean is None else query_mean
@@ -128,43 +134,58 @@ class LayerStep:
     def needs_queries(self) -> bool:
         return self.statistic.sum.numel() > 0
 
-    def entered(self, k_new: Tensor, v_new: Tensor) -> list[Tensor]:
-        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends. Numbers that
-        float16 cannot hold there set a bit of ``error``: nothing waits for the device."""
-        found = []
-        for x, basis in zip((k_new, v_new), self.bases, strict=True):
-            if basis is not None:
-                x = basis.enter(x.to(self.k.ring.dtype))
-                if x.dtype == torch.float16:
-                    is_finite = torch.isfinite(x.sum(dtype=torch.float64))
-                    self.scratch.error.bitwise_or_((~is_finite).int() * NON_FINITE)
-            found.append(x)
-        return found
+    def enter(self, q: Tensor | None, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, if there are any, as they read the layer's keys, and keys and values as the layer holds
+        them, in the bases that it has: fp32 queries where either side has one, so that outputs are fp32, too.
+        Shapes are those of ``append``. Numbers that float16 cannot hold set a bit of ``error``."""
+        k_basis, v_basis = self.bases
+        nothing, dtype = self.scratch.nothing, self.k.ring.dtype
+        read = nothing if q is None else q
+        if k_basis is None and v_basis is None:
+            return read, k_new, v_new
+        keys, values, turned = ops.enter(
+            nothing if k_basis is None else k_new.to(dtype),
+            nothing if v_basis is None else v_new.to(dtype),
+            nothing if k_basis is None else read,
+            [] if k_basis is None else k_basis.operands,
+            [] if v_basis is None else v_basis.operands,
+            self.scratch.error,
+        )
+        keys, turned = (k_new, read.float()) if k_basis is None else (keys, turned)
+        return turned, keys, v_new if v_basis is None else values
 
-    def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> None:
+    def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> Tensor:
         """Store k_new, v_new [B, N, D], one token a sequence, with the queries q [B, N G, D]; or S tokens,
-        [B, S, N, D] and [B, S, N G, D]."""
-        for at, variant, (queries, keys, values) in self._calls(place, q, *self.entered(k_new, v_new)):
+        [B, S, N, D] and [B, S, N G, D]. Returns the queries as ``attend`` takes them."""
+        turned, *entered = self.enter(q, k_new, v_new)
+        for at, variant, (queries, keys, values) in self._calls(place, q, *entered):
             ops.append(
                 keys, values, queries if self.needs_queries else self.scratch.nothing, list(self.k), list(self.v),
                 list(self.statistic), list(at), list(self.transform), self.scratch.error, variant,
             )  # fmt: skip
+        return turned
 
-    def attend(self, q: Tensor, place: Place, scale: float, softcap: float, s_aux: Tensor | None) -> Tensor:
-        """Attention, shaped like q [B, N G, D] and in its dtype, to all tokens of each sequence; of S tokens
-        [B, S, N G, D], each up to its own. ``softcap`` 0 for none; ``s_aux`` [N G]: logits of sinks without a
-        key."""
-        k_basis, v_basis = self.bases
+    def attend(
+        self, queries: Tensor, place: Place, scale: float, softcap: float, s_aux: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Attention, shaped like the ``queries`` of ``append`` [B, N G, D] and in ``dtype``, to all tokens of
+        each sequence; of S tokens [B, S, N G, D], each up to its own. ``softcap`` 0 for none; ``s_aux`` [N
+        G]: logits of sinks without a key."""
         sinks = self.scratch.nothing if s_aux is None else s_aux
         parts = [
             ops.decode(
-                queries, list(self.k), list(self.v), list(at), list(self.transform), sinks, self.workspace, scale,
-                softcap, variant,
+                q, list(self.k), list(self.v), list(at), list(self.transform), sinks, self.workspace, scale, softcap,
+                variant,
             )
-            for at, variant, (queries,) in self._calls(place, reading_queries(q, k_basis, v_basis))
+            for at, variant, (q,) in self._calls(place, queries)
         ]  # fmt: skip
         attended: Tensor = parts[0] if len(parts) == 1 else torch.stack(parts, dim=1)
-        return (attended if v_basis is None else v_basis.outputs(attended)).to(q.dtype)
+        return self.leave(attended, dtype)
+
+    def leave(self, attended: Tensor, dtype: torch.dtype) -> Tensor:
+        """Attention of values as the layer holds them -> of values, in ``dtype``."""
+        v_basis = self.bases[1]
+        return attended.to(dtype) if v_basis is None else ops.leave(attended.float(), v_basis.operands, dtype)
 
     def _calls(self, place: Place, *new: Tensor) -> list[tuple[Place, int, tuple[Tensor, ...]]]:
         """Calls of an operator for new tokens [B, n, D], or [B, S, n, D]: one, or where no variant takes so
@@ -191,9 +212,10 @@ class WindowedStep(LayerStep):
         transform = PageTransform(*[nothing] * 6)
         return cls(scratch, k, v, scratch.no_statistic, transform, (None, None), workspace, (number,))
 
-    def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> None:
-        """Store k_new, v_new [B, N, D], one token a sequence."""
+    def append(self, q: Tensor, k_new: Tensor, v_new: Tensor, place: Place) -> Tensor:
+        """Store k_new, v_new [B, N, D], one token a sequence. Returns q."""
         ops.append_window(
             k_new, v_new, self.k.sinks, self.k.ring, self.v.sinks, self.v.ring, place.lengths, self.scratch.error,
             self.scratch.max_tokens, place.rows if place.rows.numel() else None,
         )  # fmt: skip
+        return q

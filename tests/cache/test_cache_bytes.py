@@ -22,7 +22,7 @@ from cache_cases import (
     tiny_llama,
 )
 from peak_bytes import PeakBytes
-from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
+from tier_formats import BASE_4, KITTY, THREE_TIERS, V
 
 from kvcal import PlanCache
 from kvcal.plan.page_format import Boost, Tier

@@ -21,7 +21,7 @@ from cache_cases import (
     tiny_llama,
 )
 from static_cases import pages_of, plan_for
-from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
+from tier_formats import BASE_4, KITTY, THREE_TIERS, V
 from tier_oracle import BoostedHead
 
 from kvcal import PlanCache

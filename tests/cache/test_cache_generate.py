@@ -19,8 +19,8 @@ from cache_cases import (
     random_ids,
     tiny_llama,
 )
-from test_kvmix_cache import kvmix_plan
-from test_tiered_cache import KITTY, THREE_TIERS, V
+from kvmix_plans import kvmix_plan
+from tier_formats import KITTY, THREE_TIERS, V
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcal import PlanCache

@@ -19,7 +19,7 @@ from cache_cases import (
     random_states,
     tiny_llama,
 )
-from test_tiered_cache import BASE_4, KITTY, THREE_TIERS, V
+from tier_formats import BASE_4, KITTY, THREE_TIERS, V
 
 from kvcal import Plan, PlanCache
 from kvcal.errors import ArtifactError, UsageError

@@ -31,7 +31,7 @@ from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
+from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.store.state import Serving
 
 ALL = [*FORMATS, *TRANSFORMED]
@@ -326,7 +326,6 @@ def test_what_the_kernels_refuse() -> None:
     def found(k: Format, v: Format, dtype: str = "bfloat16", dim: int = 128, v_dim: int | None = None, **changes):
         return list(refusals(LayerPlan(AttentionGeometry(0, 8, 2, dim, v_dim or dim), k, v, **changes), dtype))
 
-    running = Boost("running_query_range", (Tier(4, 0.25),))
     k, sinks = Format(2, "channel"), replace(V, num_sink_tokens=3)
     rotated = replace(V, quantizer="rotated")
     for served in (
@@ -339,7 +338,6 @@ def test_what_the_kernels_refuse() -> None:
         (found(k, V, dim=36), "36"),
         (found(k, V, dim=128, v_dim=64), ""),
         (found(k, rotated, dim=256), "head size 256; of rotated pages the kernels take up to 128"),
-        (found(replace(k, boost=running), V), "chosen by all queries so far"),
         (found(SHRINKING, V), "k pages shrink"),
         (found(rotated, rotated, k_pages="pre"), "k pages hold keys before RoPE"),
         (found(LATTICE, sinks), "k pages are on a lattice"),
@@ -364,7 +362,10 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     )
     x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), layer.place.table
     packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
+    bases = [torch.randn(2, HEAD_DIM, HEAD_DIM)] * 2
     calls = {
+        "enter": (k.bfloat16(), v.bfloat16(), q, bases, bases, error),
+        "leave": (q.float(), bases, torch.bfloat16),
         "append": (k, v, queries, *held, list(step.statistic), place, transform, error, variant),
         "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, variant),
         "pack": (x, step.k.pages, slots, mean, transform, error, 0, variant),

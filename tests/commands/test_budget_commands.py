@@ -33,7 +33,7 @@ class Commands:
         self.model, self.recipe, self.folder = model, recipe, folder
 
     def __call__(self, command: str, *options: object) -> Outcome:
-        if command in ("reparam", "fit-predictors"):
+        if command in ("transform", "fit-predictors"):
             options = ("--model", self.model, "--recipe", self.recipe, *options)
         return run_kvcal(command, self.folder, *options)
 
@@ -105,13 +105,13 @@ def test_lambda_within_the_budget(commands: Commands) -> None:
     budget = commands.exact_budget()
     exact = ("--kv-budget", f"{budget}B", *WORKLOAD)
     assert commands("allocate", *exact).code == 0
-    told = commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256)
+    told = commands("transform", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256)
     assert told.code == 0 and "bytes beyond the budget; repeat" in " ".join(told.err.split())
     refused = commands("compile")
     assert refused.code == 3 and "more than the budget" in " ".join(refused.err.split()), refused.err
     assert reserve_of(refused) == reserve_of(told) == "256" and not (commands.folder / "plan.safetensors").exists()
     assert commands("allocate", *exact, "--reserve", "256").code == 0
-    assert commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256).code == 0
+    assert commands("transform", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256).code == 0
     done = commands("compile")
     assert done.code == 0 and commands.plan_bytes <= budget, done.err
     shown = run_kvcal("inspect", commands.folder / "plan.safetensors").out

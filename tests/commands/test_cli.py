@@ -166,4 +166,4 @@ def test_a_family_with_sliding_layers_goes_through_the_same_commands(
     rows = {row["name"]: row for row in done.json["evaluation"]["rows"]}
     assert rows["small"]["total_bytes"] <= rows["kivi-2"]["total_bytes"]
     assert rows["16-bit"]["text"]["kl"] < 1e-9 < rows["small"]["text"]["kl"]  # fp32 checkpoints: nothing is rounded
-    ran_well("verify", out / "plan.safetensors", "--model", model)
+    ran_well("inspect", out / "plan.safetensors", "--model", model)

@@ -161,18 +161,18 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: PreT
 def test_the_commands_of_hints_exist() -> None:
     from typer.main import get_command
 
-    assert {command.removeprefix("kvcal ") for command in COMMANDS.values()} <= set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert {command.split()[1] for command in COMMANDS.values()} <= set(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "command",
-    ["plan no-model --bits 3", "compile no-folder", "pack-prefix --plan no-plan --model no-model --prompt text"],
+    ["plan no-model --bits 3 -o", "compile no-folder -o", "generate --plan no --model no --prompt text --pack"],
 )
 def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_path: Path, command: str) -> None:
     weights = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2)}, weights)
     before = weights.read_bytes()
-    done = run_kvcal(*command.split(), "-o", weights)
+    done = run_kvcal(*command.split(), weights)
     assert done.code == 5 and f"{weights} is a safetensors file of another program" in done.err
     assert weights.read_bytes() == before
 
@@ -182,7 +182,7 @@ def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_pat
     [
         "plan {made}/none --bits 3 -o {file}/plan.safetensors",
         "compile {made}/run -o {file}/plan.safetensors",
-        "pack-prefix --model {made}/none --plan {made}/run/plan.safetensors --prompt x -o {file}/x.kv",
+        "generate --model {made}/none --plan {made}/run/plan.safetensors --prompt x --pack {file}/x.kv",
         "compare kitty --model {made}/none --out {file}/out",
         "eval {made}/run/plan.safetensors --model {made}/none --out {file}/out",
     ],

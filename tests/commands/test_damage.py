@@ -127,13 +127,13 @@ def test_texts_stand_at_both_ends_of_the_context(loaded: LoadedModel) -> None:
 
 def test_a_destroyed_plan_names_the_layer_and_side(destroyed: tuple[Path, int], tmp_path: Path) -> None:
     path, index = destroyed
-    done = run_kvcal("verify", path, "--model", MODEL)
+    done = run_kvcal("inspect", path, "--model", MODEL)
     assert done.code == 7 and "the plan destroys the model" in done.err and f"layer {index} K" in done.err
     assert "--allow-damage" in done.err
-    allowed = ran_well("verify", path, "--model", MODEL, "--allow-damage", "--json")
+    allowed = ran_well("inspect", path, "--model", MODEL, "--allow-damage", "--json")
     assert "warning: the plan destroys the model" in allowed.err
-    assert [check["name"] for check in allowed.json] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
-    assert f"layer {index} K" in allowed.json[-1]["detail"]
+    assert [check["name"] for check in allowed.json["checks"]] == ["file", "model", "bytes", "bytes", "bytes", "damage"]
+    assert f"layer {index} K" in allowed.json["checks"][-1]["detail"]
 
 
 def test_a_plan_is_marked_before_its_layers_are_named(

@@ -89,7 +89,7 @@ def test_what_is_allowed_is_written_and_marked(model: Path, refused: Outcome) ->
 
 
 def test_every_command_that_measures_refuses_it(model: Path, plan: Path, tmp_path: Path) -> None:
-    assert named(run_kvcal("verify", plan, "--model", model))
+    assert named(run_kvcal("inspect", plan, "--model", model))
     short = ("--tasks", "", "--samples", 1, "--seq-len", 1024)
     assert named(run_kvcal("eval", plan, "--model", model, "--out", tmp_path / "eval", *short))
     out = ("--model", model, "--out", tmp_path / "out", *SIZES)
@@ -114,11 +114,11 @@ def test_a_plan_without_its_mark_is_unchecked(model: Path, plan: Path) -> None:
     assert not shown["is_checked"] and shown["damage"] is None
     told = ran_well("generate", "--model", model, "--plan", plan, "--prompt", "1", "--max-new-tokens", 1)
     assert "warning: the plan is unchecked" in told.err
-    checks = ran_well("verify", plan, "--model", model, "--allow-damage", "--json").json
+    checks = ran_well("inspect", plan, "--model", model, "--allow-damage", "--json").json["checks"]
     assert [check["name"] for check in checks][-2:] == ["unchecked", "damage"]
-    assert "destroys" in str(concern(load_damage(plan, load_plan(plan))))  # which verify has kept
-    checks = ran_well("verify", plan, "--model", model, "--allow-damage", "--json").json
+    assert "destroys" in str(concern(load_damage(plan, load_plan(plan))))  # which the check has kept
+    checks = ran_well("inspect", plan, "--model", model, "--allow-damage", "--json").json["checks"]
     assert "unchecked" not in [check["name"] for check in checks]
     damage_path(plan).unlink()
     damage_path(plan).mkdir()  # as good as a folder that is only read
-    assert "the measurement is not kept" in ran_well("verify", plan, "--model", model, "--allow-damage").err
+    assert "the measurement is not kept" in ran_well("inspect", plan, "--model", model, "--allow-damage").err

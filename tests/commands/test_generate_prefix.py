@@ -52,7 +52,7 @@ class Case:
         layers = tuple(LayerPlan(layer.geometry, k, v) for layer in bare_layers(self.loaded.geometry))
         self.plan = Plan(self.loaded.identity, self.loaded.geometry.cache_dtype, layers, Workload(1, 1024), {})
         save_plan(self.plan, self.plan_file)
-        packed = self.run("pack-prefix", "--prompt", prefix, "-o", self.prefix_file, "--quiet")
+        packed = self.run("generate", "--prompt", prefix, "--pack", self.prefix_file, "--quiet")
         assert packed.code == 0, packed.err
 
     def run(self, command: str, *arguments: object) -> Outcome:
@@ -137,6 +137,7 @@ def test_a_longer_prompt_gives_what_it_gives_in_two_parts(
         ("Chain. " + MANUAL, (), "the prompt does not begin with the "),
         (MANUAL, (), "or has none beyond them"),
         (MANUAL + "a", ("--chat",), "packed without a chat template"),
+        (MANUAL + "a", ("--pack", "x.kv"), "--pack with --prefix"),
         (MANUAL + "a", ("--max-new-tokens", 1024), "exceed the model's context of 1024"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path) ->
     texts = [(folder / "evaluation.json").read_text() for folder in folders]
     evaluations = [re.sub(r'"(seconds|digest)": \S+', "", text) for text in texts]
     assert evaluations[0] == evaluations[1]
-    ran_well("verify", whole["plan.safetensors"], "--model", model, "--memory", "200MB")
+    ran_well("inspect", whole["plan.safetensors"], "--model", model, "--memory", "200MB")
 
 
 def test_memory_for_no_layer_is_refused(model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from kvcal.stages.compare import Comparison, Entry, Refusal
 ROOT = Path(__file__).parents[2]
 PLAN = sorted((ROOT / "artifacts/plans").iterdir())[-1] / "plan.safetensors"
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-LINES = ["inspect {plan}", "recipes", "models", "size reasoner-10m --memory 800MB --batch 48"]
+LINES = ["inspect {plan}", "list recipes", "list models", "size reasoner-10m --memory 800MB --batch 48"]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -166,7 +166,7 @@ def test_without_a_terminal_a_line_comes_now_and_then(
 
 @pytest.mark.parametrize("line", [f"inspect {PLAN} --json", "--help"])
 def test_a_closed_pipe_ends_a_command_without_a_word(line: str) -> None:
-    """As `kvcal recipes | head -1` does, or earlier."""
+    """As `kvcal list recipes | head -1` does, or earlier."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -188,7 +188,7 @@ def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"), [("kvcal run aqua", "aqua-kv"), ("kvcal verify plan --model rea", "reasoner-10m")]
+    ("line", "expected"), [("kvcal run aqua", "aqua-kv"), ("kvcal inspect plan --model rea", "reasoner-10m")]
 )
 def test_the_shell_is_given_the_names(line: str, expected: str) -> None:
     count = len(line.split()) - 1

@@ -14,7 +14,7 @@ import torch
 from cli_cases import ran_well, run_kvcal, save_family
 from transformers import FalconForCausalLM, PreTrainedTokenizerBase
 
-from kvcal.commands import without_model
+from kvcal.commands import doctor
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import Folder, Job
 from kvcal.models.config import families, read_sizes
@@ -122,7 +122,7 @@ def test_weights_that_are_not_here_are_stated(tmp_path: Path) -> None:
 
 
 def test_size_of_a_model_that_cannot_be_calibrated(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Its plans are made by recipes with [formats], of the bytes that are told; capacity takes them, too."""
+    """Its plans are made by recipes with [formats], of the bytes that are told; serve-args takes them, too."""
     model = save_family(tmp_path / "falcon", tokenizer, "falcon")
     FalconForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)  # as engines take it
     rows = {row["recipe"]: row for row in sized(model, "--memory", "1GB")["rows"]}
@@ -134,7 +134,7 @@ def test_size_of_a_model_that_cannot_be_calibrated(tmp_path: Path, tokenizer: Pr
     ran_well(*shlex.split(following.partition("its plan: kvcal ")[2]), "--out", tmp_path / "out", *given)
     plan = tmp_path / "out" / "plan.safetensors"
     assert rows["uniform-2"]["cache_bytes"] == load_plan(plan).predicted_bytes
-    ran_well("capacity", model, "--plan", plan, "--kv-memory", "1GB", "--context", 512)
+    ran_well("serve-args", plan, "--kv-memory", "1GB", "--context", 512)
 
 
 def test_a_model_that_is_refused_is_refused_by_size(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_size_reads_a_large_configuration_without_torch_and_transformers(tmp_pat
 
 
 def test_every_recipe_is_listed_with_what_it_chooses_by() -> None:
-    listed = run_kvcal("recipes", "--json").json
+    listed = run_kvcal("list", "recipes", "--json").json
     assert tuple(one["name"] for one in listed) == recipe_names()
     chosen = {one["name"]: one["chooses_by"] for one in listed}
     assert chosen["sensitivity"] == "integer program, combined"
@@ -172,20 +172,20 @@ def test_every_recipe_is_listed_with_what_it_chooses_by() -> None:
     assert chosen["mixkvq"] == "task accuracy, thresholds" and chosen["kvmix"] == "gradient norms"
     assert chosen["kivi-2"] == "fixed formats" and chosen["pm-kvq-2"] == "fixed formats; progressive, λ"
     assert all(one["description"] for one in listed)
-    assert "pm-kvq-2" in run_kvcal("recipes").out
+    assert "pm-kvq-2" in run_kvcal("list", "recipes").out
 
 
 def test_a_recipe_is_printed_as_its_file() -> None:
-    assert run_kvcal("recipes", "default").out == find_recipe("default").read_text()
-    assert run_kvcal("recipes", "default", "--json").json["allocate"]["batch"] == 8
-    done = run_kvcal("recipes", "nonsense")
+    assert run_kvcal("list", "recipes", "default").out == find_recipe("default").read_text()
+    assert run_kvcal("list", "recipes", "default", "--json").json["allocate"]["batch"] == 8
+    done = run_kvcal("list", "recipes", "nonsense")
     assert done.code == 2 and "'nonsense' is neither a file nor one of" in done.err
 
 
 def test_models_are_those_of_the_contract_tests() -> None:
-    listed = run_kvcal("models", "--json").json
+    listed = run_kvcal("list", "models", "--json").json
     assert listed == {"embedded": ["reasoner-10m"], **families()}
-    table = run_kvcal("models").out
+    table = run_kvcal("list", "models").out
     rows = {line.split("│")[1].strip(): line for line in table.splitlines() if line.startswith("│")}
     assert rows.keys() >= {one["model_type"] for one in listed["families"] if one["outcome"] != "not built"}
     assert "full and state" in rows["qwen3_5"] and "default" in rows["qwen3_5"] and "kivi-2" in rows["bloom"]
@@ -212,7 +212,7 @@ def test_doctor_tells_versions_and_what_follows() -> None:
 def test_doctor_compares_packages_with_the_requirements(
     requirement: str, status: str | None, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(without_model.metadata, "requires", lambda name: [requirement])
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: [requirement])
     done = run_kvcal("doctor", "--json")
     name = requirement.partition(">")[0].partition("<")[0]
     found = [one for one in done.json["findings"] if one["name"] == name]

@@ -106,7 +106,7 @@ def test_a_damaged_folder_of_a_model(
     shutil.copytree(made / "model", tmp_path / "m")
     for name, content in files.items():
         put(tmp_path / "m" / name, content)
-    wrong({"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
+    wrong({"m": tmp_path / "m", "run": made / "run"}, "inspect {run}/plan.safetensors --model {m}", code, says)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ FILES: dict[str, object] = {
 }  # fmt: skip
 GENERATE = "generate --model {model} --plan {plan} --max-new-tokens 1 "
 EVAL = "eval {plan} --model {model} --recipe {recipe} --out {tmp}/o "
-PACK = "pack-prefix --model {model} --plan {plan} -o {tmp}/x.kv "
+PACK = "generate --model {model} --plan {plan} --pack {tmp}/x.kv "
 PROFILE = "profile {model} --recipe {recipe} --out {tmp}/o "
 TUNE = "tune mixkvq --model {model} --out {tmp}/t "
 COMPARE = "compare {recipe} --model {model} --recipe {recipe} --batch 2 --context 4096 --out {tmp}/o "
@@ -186,9 +186,9 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("inspect {model}/model.safetensors", 5, "is not a kvcal artifact"),
     ("inspect " + "a" * 5000, 5, "File name too long"),
     ("inspect {plan} --zap", 2, "No such option"),
-    ("verify {plan}", 2, "Missing option '--model'"),
-    ("verify {plan} --model ./" + "a" * 300, 5, "File name too long"),
-    # generate, pack-prefix
+    ("inspect {plan} --why 0 --times", 2, "--why with --times: --why and --against are answers of their own"),
+    ("inspect {plan} --model ./" + "a" * 300, 5, "File name too long"),
+    # generate
     (GENERATE + f"--prompt a --seed {2**70}", 2, "--seed"),
     (GENERATE + "--prompt a --temperature 1e-320", 2, "--temperature 1e-320; allowed: 0 (greedy), or 0.001 to 100"),
     ((*GENERATE.split(), "--prompt", " \n"), 2, "the prompt is empty"),
@@ -248,7 +248,10 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("plan {model} --budget 24gb", 2, "error: --budget: cannot read '24gb' as a number of bytes: unknown unit 'gb'"),
     ("plan {model} --bits 3 --budget 1GB", 2, "error: --budget and --bits; expected one of --budget, --kv-budget and"),
     ("plan {model} --bits 3 --set allocate.batch=foo", 2, "error: --set allocate.batch: allocate.batch = 'foo': Input"),
-    ("diff {plan}", 2, "error: Missing argument 'after'. hint: `"),
+    ("generate --model {model}", 2, "error: Missing option '--plan'. hint: `"),
+    ("diff {plan}", 2, "No such command 'diff'. hint: `kvcal inspect PLAN --against OLD` took its place"),
+    ("list models {plan}", 2, "only recipes are printed"),
+    ("transform {run} --model {model} --recipe kivi-2", 2, "recipe 'kivi-2' transforms no chosen formats"),
 ]  # fmt: skip
 
 
@@ -285,7 +288,7 @@ def test_stdout_that_takes_nothing(command: str, code: int, says: str, made: Pat
 
 
 @pytest.mark.parametrize(
-    "command", [GENERATE + "--prompt a", PACK + "--prompt a", EVAL, "verify {plan} --model {model}"]
+    "command", [GENERATE + "--prompt a", PACK + "--prompt a", EVAL, "inspect {plan} --model {model}"]
 )
 def test_another_model_is_told_before_its_weights_are_read(
     command: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

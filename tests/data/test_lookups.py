@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.data import lookups, reading, tasks
+from kvcal.data import lookup_tasks, lookups, tasks, word_problems
 from kvcal.data.lookups import document, lookup_documents
 from kvcal.data.pools import PURPOSES, data_inputs, require_unseen, with_calibration
 from kvcal.data.sequences import DataSpec, load_sequences
@@ -41,7 +41,8 @@ def test_the_forms_of_a_sheet_and_its_orders_vary() -> None:
 
 def test_no_form_list_of_words_or_number_is_shared_with_what_is_measured() -> None:
     ours = set(WORDS.findall(" ".join([*lookups.MATERIALS, *lookups.OBJECTS, *lookups.STATES, *lookups.SYLLABLES])))
-    lists = [reading.PEOPLE, reading._COLOURS, reading._ANIMALS, tasks.NAMES]
+    lists = [lookup_tasks.COLOURS, lookup_tasks.ANIMALS, lookup_tasks.CITIES, lookup_tasks.GOODS]
+    lists += [word_problems.PEOPLE, word_problems.DAYS, tasks.NAMES]
     lab = re.findall(r"^[A-Z]+ = [\[(](.+?)[\])]$", (LAB / "dialogues.py").read_text(), re.MULTILINE | re.DOTALL)
     measured = {word for words in lists for word in WORDS.findall(" ".join(words).lower())}
     measured |= {word for words in lab for quoted in re.findall(r'"([^"]+)"', words) for word in WORDS.findall(quoted)}

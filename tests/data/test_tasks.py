@@ -2,6 +2,7 @@
 Readings: answers can be found in the text before."""
 
 import hashlib
+import json
 import random
 import re
 
@@ -10,9 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data import reading
-from kvcal.data.reading import ASKED, LINES, NUM_KEYS, is_reading, readings, word_problem
+from kvcal.data.lookup_tasks import FORMS
+from kvcal.data.reading import ASKED, LINES, NUM_KEYS, READINGS, is_reading, readings
 from kvcal.data.sources import Piece
 from kvcal.data.tasks import TASKS, Problem, chain, extract_answer, ledger, mixture, problems, times
+from kvcal.data.word_problems import word_problem
 from kvcal.errors import UsageError
 
 # sha256 over 50 documents from random.Random(0), computed with the generator that made the training data.
@@ -136,9 +139,48 @@ def test_lines_to_complete_are_whole_lines_of_the_last_half(tokenizer: PreTraine
         assert start >= 300 and tokenizer.decode(text.tokens_T[start:stop]).strip() in lines
 
 
+def told_of(name: str, before: str, after: str) -> str:
+    """A pattern, by what stands right before an answer, of what the text says elsewhere and the answer repeats."""
+    if name in ("late", "hops"):
+        key = re.findall(r"[Tt]he ([\w ]+?) is in box $" if name == "late" else r"of (\w+ \w\.) is in box $", before)[
+            -1
+        ]
+        if name == "hops":
+            cares = rf"{key} looks after the (.+?)\.|The (.+?) is fed by {key}|It is {key} who walks the (.+?)\."
+            (key,) = filter(None, re.findall(cares, before)[0])
+        places = "sleeps in box {}\\.", "in box {}\\.", "into box {}\\."
+        told = [f"{key} {place.format(after)}" for place in places]
+        return "|".join([*told, rf"ox {after} belongs to the {key}\.", rf"ox {after} is home to the {key}\."])
+    if name == "pairs":
+        return re.escape(before.rsplit("\n", 1)[1] + after) + "\n"
+    if name == "copies":
+        return re.escape(after)
+    values = json.loads(after)["arguments"] if name == "calls" else dict(enumerate(after.split(",")))
+    return "|".join(re.escape(str(value)) for value in values.values())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_looked_up_was_told_before(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = readings(f"{name}:2048", 12, 1, tokenizer)
+    assert sum(len(text.answers) for text in texts) >= 12
+    for text in texts:
+        assert text.tokens_T.shape == (2048,) and text.answers[-1][1] > 2000
+        whole = tokenizer.decode(text.tokens_T)
+        for start, stop in text.answers[:: max(1, len(text.answers) // 5)]:
+            before, answer = (tokenizer.decode(part) for part in (text.tokens_T[:start], text.tokens_T[start:stop]))
+            assert whole.startswith(before + answer)
+            pad = " " if answer.startswith(" ") else ""
+            assert re.search(told_of(name, before + pad, answer.strip()), before), (name, answer)
+
+
+def test_too_few_tokens_for_two_facts_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UsageError, match=r"200 tokens hold \d facts of late"):
+        next(READINGS["late"](tokenizer, 200, 1, "report"))
+
+
 def test_purposes_and_seeds_share_no_text_and_a_repetition_gives_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
     def of(seed: int, purpose: str) -> list[bytes]:
-        tasks = (f"{name}:512" for name in ("retrieval", "completion"))
+        tasks = (f"{name}:512" for name in ("retrieval", "completion", "rows", "copies"))
         return [one.tokens_T.numpy().tobytes() for task in tasks for one in readings(task, 8, seed, tokenizer, purpose)]
 
     assert of(1, "report") == of(1, "report")
@@ -149,7 +191,7 @@ def test_more_files_than_there_are_is_an_error(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "read_source", lambda *_: iter([Piece("print(1)\n" * 600)]))
-    with pytest.raises(UsageError, match=r"hold 0 files so long, 1 were asked for"):
+    with pytest.raises(UsageError, match=r"hold 0 such files, with 0 of 1 problems"):
         readings("completion:200000", 1, 1, tokenizer)
 
 

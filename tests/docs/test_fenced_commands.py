@@ -41,9 +41,8 @@ SHORTER = {
     "run": f"{CALIBRATION} {NO_TASKS} --set evaluate.data.num_samples=2 --set evaluate.data.seq_len=300"
            " --set evaluate.data.min_len=300",
     "profile": "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220",
-    "reparam": "--samples 2 --seq-len 300 --set reparam.num_steps=2",
+    "transform": "--samples 2 --seq-len 300 --set reparam.num_steps=2",
     "fit-predictors": "--samples 2 --seq-len 300",
-    "feedback": "--samples 2 --seq-len 300",
     "eval": "--samples 1 --seq-len 300 --limit 1 --set evaluate.against=[]",
     "generate": "--max-new-tokens 4",
 }  # fmt: skip
@@ -53,7 +52,7 @@ PARSED = {
     "tune": "measures 30 trials", "gsm8k": "needs a data set of the hub", "aqua-kv": "fits predictors of all layers",
     "torchrun": "needs several processes", "kitty": "is no plan of the default recipe",
 }  # fmt: skip
-ENDS = {"bench": 6, "doctor --engine": 2}  # without a GPU, and without an engine
+ENDS = {"inspect plan.safetensors --times": 6, "doctor --engine": 2}  # without a GPU, and without an engine
 
 
 def lines(path: Path) -> list[str]:

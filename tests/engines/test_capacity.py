@@ -246,30 +246,29 @@ def plan_path(model: Path) -> Path:
     return path
 
 
-def test_capacity_of_a_memory_for_the_cache(model: Path, plan_path: Path) -> None:
-    shared = ("capacity", model, "--plan", plan_path, "--context", 1000, "--tp", 2)
-    value = ran_well(*shared, "--kv-memory", "100MB", "--json").json
+def test_serve_args_tell_what_fits_into_a_memory(model: Path, plan_path: Path) -> None:
+    sized = ("serve-args", plan_path, "--context", 1000, "--tp", 2, "--kv-memory", "100MB")
+    value = ran_well(*sized, "--json").json["capacity"]
     assert value["memory"] == 10**8 and value["num_blocks"] == 10**8 // value["block_bytes"]
     assert value["blocks_per_request"] == 8 + value["ring_blocks"] and value["tp"] == 2
     assert value["tokens"] == int(value["concurrency"] * 1000)
-    done = run_kvcal(*shared, "--kv-memory", "100MB")
-    assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
+    done = run_kvcal(*sized)
+    assert f"{value['num_blocks']} blocks" in done.err and f"{value['concurrency']:.2f} requests" in done.err
+    assert shlex.split(done.out)[:2] == ["vllm", "serve"] and len(done.out.splitlines()) == 1
 
 
-def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
-    model: Path, plan_path: Path, tmp_path: Path
-) -> None:
+def test_serve_args_tell_rings_that_are_larger_than_the_pages_of_a_block(model: Path, tmp_path: Path) -> None:
     geometry = read_sizes(str(model)).geometry
     sinks = Format(2, "channel", num_sink_tokens=2000)
     layers = tuple(LayerPlan(layer, sinks, Format(4)) for layer in geometry.layers)
     path = tmp_path / "sinks.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
-    sized = ("--kv-memory", "100MB", "--context", 1000, "--json")
-    done = run_kvcal("capacity", model, "--plan", path, *sized)
-    value = done.json
+    sized = ("serve-args", path, "--kv-memory", "100MB", "--context", 1000, "--json")
+    done = run_kvcal(*sized)
+    value = done.json["capacity"]
     assert value["block_bytes"] > 1.5 * value["page_bytes"] and "larger than the pages of a block" in done.err
-    sglang = run_kvcal("capacity", model, "--plan", path, *sized, "--engine", "sglang", "--max-requests", 1)
-    assert "larger than" not in sglang.err and sglang.json["page_bytes"] == value["page_bytes"]
+    sglang = run_kvcal(*sized, "--engine", "sglang", "--max-requests", 1)
+    assert "larger than" not in sglang.err and sglang.json["capacity"]["page_bytes"] == value["page_bytes"]
 
 
 def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +300,9 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
         assert ("--no-enable-prefix-caching" in found) == is_off and "--disable-radix-cache" not in found
 
 
-def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None:
-    line = ("capacity", model, "--plan", plan_path, "--kv-memory", "1GB", "--context", 1000)
-    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json for n in (0, 7))
+def test_drafts_take_a_place_in_every_ring(plan_path: Path) -> None:
+    line = ("serve-args", plan_path, "--kv-memory", "1GB", "--context", 1000)
+    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json["capacity"] for n in (0, 7))
     plan = load_plan(plan_path)
     pools = [VllmPool(HeadShard(plan, lookahead=n)) for n in (0, 7)]
     for value, pool in zip((plain, more), pools, strict=True):
@@ -314,7 +313,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
     assert given == {"method": "ngram", "num_speculative_tokens": 5}
 
 
-def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
+def test_serve_args_of_sglang(plan_path: Path) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(*shared).out)
     assert words[:7] == [
@@ -324,21 +323,16 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
         "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
         "--disable-prefill-cuda-graph",
     ]  # fmt: skip
-    words = shlex.split(run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
-    sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
-    value = run_kvcal(*sized, "--context", 512, "--kv-memory", "10MB", "--json").json
+    value = run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB", "--json").json
+    words, num_blocks = value["arguments"], value["capacity"]["num_blocks"]
     assert words[14:] == [
-        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
+        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * num_blocks),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none", 2, "'none' is not one of"),
-        ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),

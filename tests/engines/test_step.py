@@ -225,7 +225,7 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: 
     others[0].sequence.grow(1)
     lengths, rings = (torch.tensor([n], dtype=torch.int32) for n in (256, others[0].sequence.ring))
     place = scratch.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
-    step.append(*given[0], place)
+    queries = step.append(*given[0], place)
     chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
     tails = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
     step.begin(scratch.Chunk(256, others[0].sequence.table, rings), 257)
@@ -233,7 +233,7 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: 
     unlike = step.begun_tail(chunks[0], tails[0], torch.tensor([False]))
     torch.testing.assert_close(unlike, tails[0], rtol=0, atol=0, equal_nan=True)
     tails[0] = step.begun_tail(chunks[0], tails[0], torch.tensor([True]))
-    found = [step.attend(given[0][0], place, once)]
+    found = [step.attend(queries, place, once, given[0][0].dtype)]
     found += [step.attend_chunk(*x, chunk, tail, once) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
     expected = [first.by_cache(new[2])]
     for both, rows in zip(others, new[:2], strict=True):

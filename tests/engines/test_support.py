@@ -21,7 +21,6 @@ from kvcal.plan.plan import Plan
 
 K, V = Format(2, "channel", 32), Format(2, "token", 32)
 REFUSED = {
-    "all queries": (boosted("running_query_range"), V, "k channels are chosen by the queries of all tokens"),
     "shrinking": (K, replace(V, num_bits=4, shrink_at=(256,), param_dtype="float32"), "v pages shrink"),
 }
 
@@ -137,7 +136,6 @@ MENDS = [
     (llama_plan(K, V), "vllm", 0, DTYPE),
     (llama_plan(*SHRINKING), "sglang", 0, f"{DTYPE}; {FORMATS}"),
     (llama_plan(*BY_QUERIES, cache_dtype="bfloat16"), "vllm", 5, DRAFTS),
-    (llama_plan(boosted("running_query_range"), V, cache_dtype="bfloat16"), "vllm", 5, FORMATS),
     (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
     (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
     *(

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from cli_cases import run_kvcal
 
-from kvcal.commands import without_model as doctor_command
+from kvcal.commands import doctor as doctor_command
 from kvcal.engines import support
 from kvcal.engines.sglang import PLAN_VARIABLE, plugin
 from kvcal.engines.support import TESTED, refusal, require_version

@@ -1,4 +1,4 @@
-"""``kvcal bench`` on a CPU, where the kernels' reference runs and a clock says 10 µs; and the scripts that
+"""``kvcal inspect --times`` on a CPU, where the kernels' reference runs and a clock says 10 µs; and the scripts that
 use it."""
 
 import json
@@ -127,12 +127,14 @@ def test_a_step_in_a_basis_enters_and_leaves_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_command_prints_a_row_for_each_kind_of_layer(plan: Plan, clock: list[torch.Tensor], tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.safetensors")
-    found = ran_well("bench", tmp_path / "plan.safetensors", "--batch", 2, "--context", 300, "--json").json
-    assert found["device"] == "Test GPU" and found["workload"] == {"batch": 2, "context": 300}
+    timed = ("inspect", tmp_path / "plan.safetensors", "--times")
+    value = ran_well(*timed, "--batch", 2, "--context", 300, "--json").json
+    found = value["times"]
+    assert found["device"] == "Test GPU" and value["workload"] == {"batch": 2, "context": 300}
     assert found["plan_sha256"] == plan.sha256
     (layer,) = found["layers"]
     assert layer["step"]["longest_us"] == layer["step"]["us"] and layer["step"]["packing"] == 0.0
-    shown = ran_well("bench", tmp_path / "plan.safetensors").out
+    shown = ran_well(*timed).out
     assert "A step of a layer of plan.safetensors, for m, on Test GPU, batch 2 x 300 tokens" in " ".join(shown.split())
     assert f"{layer['dense_us'] / layer['step']['us']:.2f}x" in shown
 
@@ -141,14 +143,15 @@ def test_without_a_gpu_it_ends_with_code_6(plan: Plan, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     save_plan(plan, tmp_path / "plan.safetensors")
-    done = run_kvcal("bench", tmp_path / "plan.safetensors")
+    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--times")
     assert done.code == 6 and "needs a CUDA device" in done.err
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_times(plan: Plan, tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.safetensors")
-    (row,) = ran_well("bench", tmp_path / "plan.safetensors", "--batch", 2, "--context", 4096, "--json").json["layers"]
+    timed = ("inspect", tmp_path / "plan.safetensors", "--times", "--batch", 2, "--context", 4096, "--json")
+    (row,) = ran_well(*timed).json["times"]["layers"]
     step = row["step"]
     assert 1 < step["us"] <= step["us_99"] <= step["longest_us"] < 10_000 and 1 < row["dense_us"] < 10_000
     assert step["in_phase_us"] > step["us"] and 0 <= step["packing"] < 1

@@ -196,7 +196,7 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     model, recipe = given
     for name in ("profile", "allocation"):
         shutil.copy(alone / f"{name}.safetensors", tmp_path)
-    arguments = ["reparam", tmp_path, "--model", model, "--recipe", recipe, "--device", "cpu"]
+    arguments = ["transform", tmp_path, "--model", model, "--recipe", recipe, "--device", "cpu"]
     failed = ranks(2, kvcal, ROOT / "tests/support/failing_ranks.py", how, *arguments)
     told = "".join(err for _, _, err in failed)
     assert tuple(code for code, _, _ in failed) == codes and message in told, told
@@ -234,10 +234,10 @@ def test_what_ranks_tell_each_other(kvcal: Path, tmp_path: Path) -> None:
 
 def test_a_command_for_one_process_refuses_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused = run_kvcal("recipes")
+    refused = run_kvcal("list", "recipes")
     assert refused.code == 2 and "torchrun has started 2" in refused.err
     monkeypatch.setenv("WORLD_SIZE", "two")
-    refused = run_kvcal("recipes")
+    refused = run_kvcal("list", "recipes")
     assert refused.code == 2 and "WORLD_SIZE = 'two'" in refused.err
 
 

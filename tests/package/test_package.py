@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 import kvcal
 from kvcal import artifact, load_plan
-from kvcal.commands.options import COMPILE_PACKAGES
+from kvcal.commands.decorators import COMPILE_PACKAGES
 from kvcal.models.load import load
 from kvcal.plan.plan import plan_record, save_plan
 
@@ -125,14 +125,14 @@ def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("command", "tensors"), [("inspect", "int4, lattice"), ("diff", "one source of two layers, λ")]
+    ("command", "tensors"), [("inspect", "int4, lattice"), ("--against", "one source of two layers, λ")]
 )
 def test_a_plan_is_read_with_neither_torch_nor_what_compiles_plans(tensors: str, command: str, tmp_path: Path) -> None:
     """Tensors included: their values are checked, their bytes are counted and compared."""
     plan = tmp_path / "plan.safetensors"
     save_plan(form_plan(tensors), plan)
-    given = (plan, "--json") if command == "inspect" else (plan, plan, "--json")
-    done = without(",".join(("torch", "transformers", *COMPILE_PACKAGES)), command, *given)
+    given = () if command == "inspect" else ("--against", plan)
+    done = without(",".join(("torch", "transformers", *COMPILE_PACKAGES)), "inspect", plan, "--json", *given)
     assert done.returncode == 0, done.stderr
     *printed, loaded = done.stdout.splitlines()
     assert "kvcal.plan.plan" in loaded.split() and not {"kvcal.models.load", "kvcal.stages"} & set(loaded.split())

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from test_layout_contract import random_page
+from page_cases import random_page
 from torch import Tensor
 
 from kvcal.pages.error_feedback import (

@@ -11,6 +11,7 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
+from page_cases import random_page
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
@@ -110,15 +111,6 @@ CASES: dict[str, list[Case]] = {
 }
 EVERY = [case for cases in CASES.values() for case in cases]
 CODED = [case for case in EVERY if case.format.num_bits != RAW_BITS]
-
-
-def random_page(dim: int, seed: int = 0) -> torch.Tensor:
-    """[128, dim] bf16 values, with an outlier channel, a constant channel and a constant token."""
-    page = torch.randn(PAGE_TOKENS, dim, generator=torch.Generator().manual_seed(seed))
-    page[:, 3] *= 30.0
-    page[:, 5] = -0.75
-    page[7, :] = 0.5
-    return page.to(torch.bfloat16)
 
 
 def pages_of(case: Case, num_pages: int = 3) -> Tensor:

@@ -28,6 +28,8 @@ from kvcal.stages.evaluate.stage import (
     load_evaluation,
     measured_bits,
     save_evaluation,
+    task_cell,
+    task_header,
 )
 from kvcal.stages.evaluate.tasks import measure_reading, read_answers
 from kvcal.stages.evaluate.text import measure_text
@@ -203,7 +205,22 @@ def test_right_answers_are_those_that_greedy_decoding_writes(wordy: LoadedModel)
     wrong_T[305] = (wrong_T[305] + 1) % wordy.vocab_size
     texts = (Reading(tokens_T, ((300, 302), (302, 307), (307, 320))), Reading(wrong_T, ((300, 305), (302, 306))))
     for batch in (1, 2):
-        assert read_answers(wordy, plan, texts, batch) == [[True, True, True], [True, False]]
+        found = read_answers(wordy, plan, texts, batch)
+        assert [one.right_A.tolist() for one in found] == [[True, True, True], [True, False]]
+        for one, read in zip(found, texts, strict=True):
+            torch.testing.assert_close(one.lost_A, lost(wordy, plan, read), atol=1e-4, rtol=1e-4)
+            assert len(one.kl_n) == sum(stop - start for start, stop in read.answers) and bool((one.kl_n > 0).all())
+
+
+def lost(loaded: LoadedModel, plan: Plan, read: Reading) -> torch.Tensor:
+    """The rise of each answer's negative log-likelihood, token by token."""
+    of_plans = []
+    for one in (plan, make_plan(loaded, RAW_PAIR, 640)):
+        cache = PlanCache(one, loaded.model.config)
+        logits = [loaded.model(t.view(1, 1), **with_cache(loaded.model, cache)).logits[0, -1] for t in read.tokens_T]
+        of_plans.append(torch.stack(logits).double().log_softmax(-1)[:-1].gather(1, read.tokens_T[1:, None])[:, 0])
+    rise_T = of_plans[1] - of_plans[0]
+    return torch.stack([rise_T[start - 1 : stop - 1].sum() for start, stop in read.answers])
 
 
 def test_tasks_give_results_in_their_order(wordy: LoadedModel) -> None:
@@ -213,6 +230,9 @@ def test_tasks_give_results_in_their_order(wordy: LoadedModel) -> None:
     assert (retrieval.task, retrieval.num_problems, retrieval.lengths) == ("retrieval:512", 8, (512, 512))
     assert (completion.task, completion.num_problems, completion.lengths) == ("completion:512", 8, (512,))
     assert retrieval.num_correct is not None and retrieval.accuracy == retrieval.num_correct / 8
+    assert retrieval.lost is not None and retrieval.lost_se is not None and completion.lost_se is None
+    assert 0 < (retrieval.kl_99 or 0) <= (retrieval.kl_999 or 0)
+    assert "nats lost" in task_header(retrieval) and f"; {retrieval.lost:.3f} ± " in task_cell(retrieval)
 
 
 def test_a_text_beyond_the_context_is_refused(wordy: LoadedModel) -> None:

@@ -183,7 +183,7 @@ def test_answer_line_ends_a_completion(tokenizer: PreTrainedTokenizerBase) -> No
     cases = {"x\nAnswer: 12": False, "x\nAnswer: 12\n": True, "the Answer: 12\n": False, "Answer: a b\n": False}
     for line, is_finished in cases.items():
         tokens = tokenizer(line, add_special_tokens=False)["input_ids"]
-        sequence = tasks.Sequence(problems("chain", 1, 0)[0], torch.ones(1), 1)
+        sequence = tasks.Written(problems("chain", 1, 0)[0], torch.ones(1), 1)
         tasks._extend(sequence, tokens, None, tokenizer)
         assert sequence.is_finished == is_finished, line
 

@@ -187,7 +187,7 @@ def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase
     rows = {row.name: row for row in load_evaluation(out / "evaluation.json").rows}
     assert rows["tiny"].text.kl > 0 and rows["16-bit"].text.kl < 1e-6
 
-    verified = ran_well("verify", out / "plan.safetensors", "--model", model)
+    verified = ran_well("inspect", out / "plan.safetensors", "--model", model)
     assert "allocated = predicted" in verified.out
     inspected = ran_well("inspect", out / "plan.safetensors")
     assert "latent attention: K is the latent, V the rotary key" in inspected.out

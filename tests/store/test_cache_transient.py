@@ -102,7 +102,7 @@ def assert_bounded(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.M
     return peak - larger
 
 
-LATTICE, TWO_LAYERS = (Format(2, lattice_dim=2),), llama_plan(RAW, RAW).layers
+LATTICE, TWO_LAYERS = Format(2, lattice_dim=2), llama_plan(RAW, RAW).layers
 PLANS = {
     "kivi": llama_plan(*KIVI_2),
     "sinks": llama_plan(*SINKS_3),

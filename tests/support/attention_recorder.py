@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 VARIABLE = "KVCAL_TEST_ATTENTION"
@@ -38,15 +39,15 @@ def register() -> None:
         return
     append, attend, attend_chunk = PagedStep.append, PagedStep.attend, PagedStep.attend_chunk
 
-    def appended(self: Any, q: Tensor, k: Tensor, v: Tensor, decodes: Any) -> None:
-        self.kvcal_recorded = k, v
-        append(self, q, k, v, decodes)
+    def appended(self: Any, q: Tensor, k: Tensor, v: Tensor, decodes: Any) -> Tensor:
+        self.kvcal_recorded = q, k, v
+        return append(self, q, k, v, decodes)
 
-    def attended(self: Any, q: Tensor, decodes: Any, logits: Any) -> Tensor:
-        out = attend(self, q, decodes, logits)
+    def attended(self: Any, queries: Tensor, decodes: Any, logits: Any, dtype: torch.dtype) -> Tensor:
+        out = attend(self, queries, decodes, logits, dtype)
         places = zip(decodes.lengths.tolist(), decodes.table.tolist(), strict=True)
         for row, (num_past, table) in enumerate(places):
-            own = (x[row : row + 1] for x in (q, *self.kvcal_recorded, out))
+            own = (x[row : row + 1] for x in (*self.kvcal_recorded, out))
             write(self, num_past, table, logits, *own)
         return out
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from kvcal.kernels.compile import nvrtc_version
 
 INSTRUCTION_BYTES = 16
+# Of an instruction's first two bytes, its operation without the kinds of its operands: DMUL, DADD, DSETP and
+# DFMA.
+_OPERATION, _FP64 = 0x1FF, range(0x28, 0x2C)
 
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -36,12 +39,13 @@ def old_compiler_bytes() -> int:
 class Resources:
     """One entry: ``registers`` a thread, ``local_bytes`` of stack and spills a thread,
     ``static_shared_bytes`` a block (the declared ones), and ``instructions``, the padding after the last one
-    included (less than 16)."""
+    included (less than 16), of which ``fp64`` compute in double precision."""
 
     registers: int
     local_bytes: int
     static_shared_bytes: int
     instructions: int
+    fp64: int
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ def resources(cubin: bytes) -> dict[str, Resources]:
     found = {}
     for index, (name, is_entry) in enumerate(symbols):
         if is_entry:
-            shared = sections.get(f".nv.shared.{name}")
+            shared, code = sections.get(f".nv.shared.{name}"), sections[f".text.{name}"].content
+            operations = (first & _OPERATION for (first,) in struct.iter_unpack("<H14x", code))
             found[name] = Resources(
                 registers=values[_REGISTERS][index],
                 local_bytes=values[_STACK].get(index, 0),
                 static_shared_bytes=shared.size - reserved if shared else 0,
-                instructions=sections[f".text.{name}"].size // INSTRUCTION_BYTES,
+                instructions=len(code) // INSTRUCTION_BYTES,
+                fp64=sum(operation in _FP64 for operation in operations),
             )
     return found
 

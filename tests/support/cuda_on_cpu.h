@@ -28,7 +28,7 @@ namespace cpu {
 
 constexpr int STACK_BYTES = 1 << 16;
 
-struct Dim { unsigned x; };
+struct Dim { unsigned x, y, z; };
 typedef std::vector<std::pair<void*, const void*>> Copies;
 // ``groups``: copies of 16 bytes that are on their way; the last group is open.
 struct Fiber { void* stack; Dim thread; bool is_done; const unsigned long* awaited; unsigned long seen; std::vector<Copies> groups; };
@@ -179,7 +179,7 @@ inline unsigned transpose(unsigned x) {
     return out()[0];
 }
 
-// Operands of tensor cores: bytes, unsigned times signed or unsigned, and halves.
+// Operands of tensor cores: bytes, signed or not, and halves.
 enum { SIGNED_BYTES, UNSIGNED_BYTES, HALVES, BF16 };
 template <int KIND> double number(unsigned word, int i) {
     if (KIND == HALVES) return of_half((unsigned short)(word >> 16 * i));
@@ -187,8 +187,8 @@ template <int KIND> double number(unsigned word, int i) {
     return KIND == SIGNED_BYTES ? (int)(signed char)(word >> 8 * i) : (int)(word >> 8 * i & 255);
 }
 // d = c + a b: 16 rows, 8 columns, COLUMNS that are summed over, of which a word has 4 or 2.
-template <int KIND, int COLUMNS> void multiply(unsigned (&d)[4], const unsigned* a, const unsigned* b, const unsigned* c) {
-    constexpr int PER = KIND == HALVES || KIND == BF16 ? 2 : 4, WORDS = COLUMNS / PER / 4;  // of b
+template <int A_KIND, int B_KIND, int COLUMNS> void multiply(unsigned (&d)[4], const unsigned* a, const unsigned* b, const unsigned* c) {
+    constexpr int PER = A_KIND == HALVES || A_KIND == BF16 ? 2 : 4, WORDS = COLUMNS / PER / 4;  // of b
     for (int i = 0; i < 2 * WORDS; i++) in()[i] = a[i];
     for (int i = 0; i < WORDS; i++) in()[4 + i] = b[i];
     for (int i = 0; i < 4; i++) in()[6 + i] = c[i];
@@ -198,8 +198,8 @@ template <int KIND, int COLUMNS> void multiply(unsigned (&d)[4], const unsigned*
             for (int w = 0; w < WORDS; w++)
                 for (int i = 0; i < PER; i++) {
                     const int at = w * 4 * PER + l % 4 * PER + i;
-                    for (int half = 0; half < 2; half++) rows[l / 4 + 8 * half][at] = number<KIND == SIGNED_BYTES ? UNSIGNED_BYTES : KIND>(all.in[l][2 * w + half], i);
-                    columns[l / 4][at] = number<KIND>(all.in[l][4 + w], i);
+                    for (int half = 0; half < 2; half++) rows[l / 4 + 8 * half][at] = number<A_KIND>(all.in[l][2 * w + half], i);
+                    columns[l / 4][at] = number<B_KIND>(all.in[l][4 + w], i);
                 }
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) {
@@ -239,6 +239,9 @@ inline float __uint_as_float(unsigned x) { return cpu::float_of(x); }
 inline int __float_as_int(float x) { return (int)cpu::bits_of(x); }
 inline float __int_as_float(int x) { return cpu::float_of((unsigned)x); }
 inline unsigned __float2uint_rn(float x) { return x > 0 ? (unsigned)nearbyintf(x) : 0; }
+inline int __float2int_rn(float x) { return x != x ? 0 : x >= 2147483648.f ? INT32_MAX : x < -2147483648.f ? INT32_MIN : (int)nearbyintf(x); }
+inline float __ll2float_rn(long long x) { return (float)x; }
+inline int atomicOr(int* to, int bits) { const int before = *to; *to |= bits; return before; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

@@ -292,9 +292,8 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         count = decoded.requests
         step = plan.step
         decodes = Decodes(attn_metadata.lengths[:count], table[:count], rings[:count])
-        queries = decoded.of_rows(query)
         if count:
-            step.append(queries, decoded.of_rows(key), decoded.of_rows(value), decodes)
+            queries = step.append(decoded.of_rows(query), decoded.of_rows(key), decoded.of_rows(value), decodes)
         stored = []
         for row, tokens, num_past in attn_metadata.chunks:
             chunk = Chunk(num_past, table[row], rings[row : row + 1])
@@ -303,7 +302,7 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
             plan.share_sinks(rings)
             plan.begin()
         if count:
-            decoded.to_rows(step.attend(queries, decodes, self.logits), output)
+            decoded.to_rows(step.attend(queries, decodes, self.logits, query.dtype), output)
         for tokens, chunk, held in stored:
             tail = plan.tail(chunk, held)
             output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, self.logits)

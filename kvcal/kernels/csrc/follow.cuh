@@ -1,9 +1,10 @@
 // Kernels of a step that overlap: the blocks of the next one come while the last of this one are at work, and what they
 // do before they wait is hidden ("programmatic dependent launch", compute capability 9.0 and later; nothing before).
 //
-// `append` and `decode` let the next kernel start at once. `decode` is launched to follow (kvcal/kernels/compile.py): it
-// may read what was there before the `append` of its step, such as lengths, and waits for all else. It waits on every
-// path that lets it end, since whoever follows it waits for it alone.
+// `enter`, `append`, `decode` and `leave` are launched to follow (kvcal/kernels/compile.py). Each waits on every path that lets it
+// end, since whoever follows it waits for it alone. `enter` reads nothing but matrices before it waits, `append` nothing, and
+// both wait before they let the next one start. So `decode` may read what was there before the step, such as lengths, before it
+// waits for all else; and `leave` its matrix.
 
 #define KV_INLINE __device__ __forceinline__
 

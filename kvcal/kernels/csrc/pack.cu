@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
     const signed char* k_signs, const signed char* v_signs, int* error TOKEN_PARAMETERS) {
+    kv_wait_for_previous();
     kv_let_next_start();
 #if QUERY_TOKENS == 1
     const long long k_token_stride = 0, v_token_stride = 0;

@@ -132,6 +132,9 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
         (f"bits at {workload.batch} x {workload.context}", [f"{row.bits_per_value:.3f}" for row in rows]),
         ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
     ]
+    if all(row.text.kl_99 is not None for row in rows):
+        tails = [f"{row.text.kl_99:.4f}, {row.text.kl_999:.4f}" for row in rows]
+        columns.append(("99 and 99.9 % of KL below", tails))
     if len(rows[0].tasks) > 1:
         means = [percent(*mean_accuracy(row.tasks), mean_interval(row.tasks)) for row in rows]
         columns.append(("all tasks %", means))
@@ -171,14 +174,19 @@ def _is_counted(task: TaskResult) -> bool:
 
 
 def task_header(task: TaskResult) -> str:
-    return task.task if _is_counted(task) else f"{task.task} %"
+    header = task.task if _is_counted(task) else f"{task.task} %"
+    return header if task.lost is None else f"{header}; nats lost"
 
 
 def task_cell(task: TaskResult) -> str:
-    """A task's accuracy, in % with its error; of few problems, how many were solved."""
-    if _is_counted(task):
-        return f"{task.num_correct} of {task.num_problems}"
-    return percent(task.accuracy, task.accuracy_se, task.interval)
+    """A task's accuracy, in % with its error; of few problems, how many were solved; and the nats that an answer
+    loses."""
+    solved = (
+        f"{task.num_correct} of {task.num_problems}"
+        if _is_counted(task)
+        else percent(task.accuracy, task.accuracy_se, task.interval)
+    )
+    return solved if task.lost is None else f"{solved}; {_with_error(task.lost, task.lost_se, 3)}"
 
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:

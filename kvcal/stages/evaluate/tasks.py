@@ -7,8 +7,10 @@ tokens are those of one long ``generate``. After every segment the cache's bytes
 prediction, and everything the model attended to with a fresh read of the packed pages
 (DecodedCache.verify_decoded).
 
-Long contexts are read (``kvcal.data.reading``: retrieval and completion): texts are fed decode-faithfully
-(``divergence.feed``), so that every token of an answer reads packed pages, as in decoding.
+Long contexts are read (``kvcal.data.reading``: rows, pairs, late facts and others): texts are fed
+decode-faithfully and next to 16 bits (``divergence.lockstep``), so that every token of an answer reads packed
+pages, as in decoding. The rise of an answer's negative log-likelihood, paired with 16 bits, is far quieter than
+the share of right answers, and tells plans apart that shares cannot.
 
 The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n +
 1 / (4 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
@@ -19,13 +21,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -41,11 +44,12 @@ from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.stages.divergence import feed
+from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
+from kvcal.stages.evaluate.text import TAILS, ratio_and_error
 from kvcal.stages.generate import PLAIN_DECODING
 from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.stages.verify import require_predicted_bytes
-from kvcal.strict import STRICT, Amount, Count, Share
+from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 SEGMENT_TOKENS = 32
 _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
@@ -56,7 +60,11 @@ class TaskResult:
     """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at
     ``max_new_tokens``; ``generated_tokens`` counts those up to the end of each completion; ``lengths``:
     tokens of each problem, prompt and completion. The harness does not count ``num_correct`` and
-    ``num_unfinished``: None."""
+    ``num_unfinished``: None.
+
+    Of texts that are read: ``lost``, the nats that an answer's negative log-likelihood is above that at 16 bits,
+    with its standard error over texts (None for one text); ``kl_99`` and ``kl_999``, below which the KL to 16
+    bits lies at 99 and 99.9 % of the answers' tokens. None for other tasks."""
 
     task: str
     accuracy: Share
@@ -66,6 +74,10 @@ class TaskResult:
     num_unfinished: Count | None
     generated_tokens: Count
     lengths: tuple[Count, ...]
+    lost: Number | None = None
+    lost_se: Amount | None = None
+    kl_99: Amount | None = None
+    kl_999: Amount | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -77,7 +89,7 @@ class TaskResult:
 
 
 @dataclass
-class Sequence:
+class Written:
     """A problem on its way: ``prompt_T`` int64, ``completion`` grows by segments."""
 
     problem: Problem
@@ -104,40 +116,88 @@ def measure_tasks(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Of one text. ``right_A``: whether greedy decoding gives an answer; ``lost_A``: nats that its negative
+    log-likelihood is above that at 16 bits, fp64; ``kl_n``: KL to 16 bits at the answers' tokens, nats, fp64."""
+
+    right_A: Tensor
+    lost_A: Tensor
+    kl_n: Tensor
+
+
 @torch.inference_mode()
-def read_answers(loaded: LoadedModel, plan: Plan, texts: tuple[Reading, ...], batch: int) -> list[list[bool]]:
-    """Of every text, which answers greedy decoding gives. Texts have one length; ``batch`` are fed at
-    once."""
+def read_answers(loaded: LoadedModel, plan: Plan, texts: Sequence[Reading], batch: int) -> list[Answers]:
+    """The answers of every text, next to 16 bits. Texts have one length; ``batch`` are fed at once."""
     length = texts[0].tokens_T.numel()
     _require_room(loaded, plan, length, "a text", "name shorter tasks")
     found = []
     for first in range(0, len(texts), batch):
         group = texts[first : first + batch]
-        tokens_BT = torch.stack([text.tokens_T for text in group]).to(loaded.model.device)
-        is_right_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-        for start, logits_BTV in feed(loaded.model, DenseCache(plan, loaded.model.config), tokens_BT):
-            if torch.isnan(logits_BTV).any():
-                raise NonFiniteActivations(f"the logits hold NaN after {start} tokens")
-            stop = min(length, start + 1 + logits_BTV.shape[1])
-            expected_BT = tokens_BT[:, start + 1 : stop]
-            is_right_BT[:, start + 1 : stop] = logits_BTV[:, : stop - start - 1].argmax(-1) == expected_BT
-        for text, is_right_T in zip(group, is_right_BT.cpu(), strict=True):
-            found.append([bool(is_right_T[start:stop].all()) for start, stop in text.answers])
+        right_BT, lost_BT, kl_BT = _read(loaded, plan, group)
+        for row, text in enumerate(group):
+            parts = [slice(*answer) for answer in text.answers]
+            right_A = torch.stack([right_BT[row, part].all() for part in parts])
+            lost_A = torch.stack([lost_BT[row, part].sum() for part in parts])
+            found.append(Answers(right_A, lost_A, torch.cat([kl_BT[row, part] for part in parts])))
     return found
+
+
+def _read(loaded: LoadedModel, plan: Plan, texts: Sequence[Reading]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every token [B, T] that is in an answer, on the CPU: whether it is the most likely one; its negative
+    log-likelihood less that at 16 bits; and the KL to 16 bits."""
+    tokens_BT = torch.stack([text.tokens_T for text in texts]).to(loaded.model.device)
+    right_BT = torch.zeros(tokens_BT.shape, dtype=torch.bool)
+    lost_BT, kl_BT = (torch.zeros(tokens_BT.shape, dtype=torch.float64) for _ in range(2))
+    asked_BT = right_BT.clone()
+    for row, text in enumerate(texts):
+        for start, stop in text.answers:
+            asked_BT[row, start:stop] = True
+    raw = unquantized_plan(loaded.identity, loaded.geometry)
+    caches = [DenseCache(one, loaded.model.config) for one in (raw, plan)]
+    reference: list[tuple[Tensor, Tensor]] = []  # logits and negative log-likelihoods of chunks not yet compared
+    for number, start, logits_BTV in lockstep(loaded.model, caches, tokens_BT):
+        if torch.isnan(logits_BTV).any():
+            raise NonFiniteActivations(f"the logits hold NaN after {start} tokens")
+        row_n, place_n = asked_BT[:, start + 1 : start + 1 + logits_BTV.shape[1]].nonzero().unbind(1)
+        at = row_n.to(logits_BTV.device), place_n.to(logits_BTV.device)
+        logits_nV, expected_n = logits_BTV[at], tokens_BT[at[0], at[1] + start + 1]
+        nll_n = cross_entropy(logits_nV.float(), expected_n, reduction="none").double()
+        if number == 0:
+            reference.append((logits_nV, nll_n))
+            continue
+        raw_nV, raw_n = reference.pop()
+        to = row_n, place_n + start + 1
+        right_BT[to] = (logits_nV.argmax(-1) == expected_n).cpu()
+        lost_BT[to] = (nll_n - raw_n).cpu()
+        kl_BT[to] = kl_divergence(raw_nV, logits_nV).cpu()
+    return right_BT, lost_BT, kl_BT
 
 
 def measure_reading(
     loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
 ) -> tuple[TaskResult, ...]:
-    """Accuracy of ``plan`` on each of these tasks in ``spec``. UsageError and others as ``readings`` and
+    """Answers of ``plan`` to each of these tasks in ``spec``. UsageError and others as ``readings`` and
     ``read_answers``."""
     results = []
     for task in spec.reading_tasks:
         texts = readings(task, spec.num_problems, spec.seed, tokenizer_of(loaded), purpose)
-        right = [is_right for text in read_answers(loaded, plan, texts, spec.batch) for is_right in text]
-        results.append(task_result(task, right, [text.tokens_T.numel() for text in texts]))
+        found = read_answers(loaded, plan, texts, spec.batch)
+        results.append(reading_result(task, found, [text.tokens_T.numel() for text in texts]))
         reporter(len(results), len(spec.reading_tasks), "evaluate: reading")
     return tuple(results)
+
+
+def reading_result(task: str, found: Sequence[Answers], lengths: list[int]) -> TaskResult:
+    """Of the texts of one task, of these lengths in tokens."""
+    right = [bool(one) for text in found for one in text.right_A]
+    sums, counts = (
+        torch.tensor(values).double()
+        for values in zip(*((text.lost_A.sum(), len(text.lost_A)) for text in found), strict=True)
+    )
+    lost, error = ratio_and_error(sums, counts)
+    tails = torch.cat([text.kl_n for text in found]).quantile(torch.tensor(TAILS, dtype=torch.float64)).tolist()
+    return replace(task_result(task, right, lengths), lost=lost, lost_se=error, kl_99=tails[0], kl_999=tails[1])
 
 
 def mean_accuracy(results: Collection[TaskResult]) -> tuple[float, float]:
@@ -165,11 +225,11 @@ def wilson_se(num_correct: float, num_problems: int) -> float:
     return math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n)
 
 
-def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Sequence]:
+def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Written]:
     tokenizer = tokenizer_of(loaded)
     limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
     return [
-        Sequence(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
+        Written(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
         for task in spec.embedded_tasks
         for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
     ]
@@ -178,8 +238,8 @@ def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> lis
 def _complete(
     loaded: LoadedModel,
     plan: Plan,
-    active: list[Sequence],
-    everything: list[Sequence],
+    active: list[Written],
+    everything: list[Written],
     max_new_tokens: int,
     reporter: Reporter,
 ) -> None:
@@ -242,7 +302,7 @@ def generation_config(model: PreTrainedModel, tokenizer: Tokenizer) -> Generatio
     )
 
 
-def _extend(sequence: Sequence, new: list[int], ends: list[int] | None, tokenizer: Tokenizer) -> None:
+def _extend(sequence: Written, new: list[int], ends: list[int] | None, tokenizer: Tokenizer) -> None:
     """Add a segment up to its end-of-sequence token; a complete answer line is an end, too."""
     stop = next((i for i, token in enumerate(new) if token in (ends or ())), None)
     sequence.completion += new[:stop]
@@ -250,7 +310,7 @@ def _extend(sequence: Sequence, new: list[int], ends: list[int] | None, tokenize
     sequence.is_finished = stop is not None or _ANSWER_LINE.search(text) is not None
 
 
-def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskResult:
+def _result(loaded: LoadedModel, task: str, sequences: list[Written]) -> TaskResult:
     tokenizer = tokenizer_of(loaded)
     right = [extract_answer(str(tokenizer.decode(one.completion))) == one.problem.answer for one in sequences]
     found = task_result(task, right, [one.prompt_T.numel() + len(one.completion) for one in sequences])

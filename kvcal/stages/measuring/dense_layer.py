@@ -114,8 +114,7 @@ class _Part:
             # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
             mean = self._query_sum / self._query_sum.new_full((), num_queries)
             self.query_means |= dict.fromkeys(completed, mean)
-            if not self.codec.format.keeps_queries:
-                self._query_sum, self._query_since = torch.zeros(()), num_tokens
+            self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
 class DenseLayer(DynamicLayer, PlanLayer):

@@ -19,6 +19,12 @@ Rotated pages (kvcal.systems.basis.rotated) add their Hadamard transform when th
 times their mean diagonal, so that T can be inverted. T is scaled to a mean variance of 1 in y. Left out: one
 T for all heads, which share no query; T within the projections' weights, which norms of queries and keys
 forbid; and a center of values, which on SmolLM2-135M made the KL worse (24.2 instead of 15.0 thousandths).
+
+What enters decides bytes, so the sums of T (k - c) are sums of integers: T in 16 bits for each row and k - c
+in 24 bits for each token and head, in units of a power of two. A product has less than 2^38 and a sum of up
+to 2^14 of them less than 2^52, so fp64 on a CPU and int32 of bytes on a tensor core (csrc/basis.cu) are both
+exact in any order. One rounding to fp32 and one to the cache's dtype follow. Queries and outputs decide no
+bytes and are fp32.
 """
 
 from __future__ import annotations
@@ -33,6 +39,9 @@ RIDGE = 1e-2
 LARGEST_ENTRY = 2.0**40
 # Of both sides, by the last part of their names in a plan; keys have a center, too.
 MATRICES, CENTER = ("basis", "basis_inverse"), "center"
+MATRIX_BITS, TOKEN_BITS = 16, 24  # of the integers of a row of T, and of a token, with their signs
+# Exponents of rows of T, and of tokens, at the least: powers of two that undo them are normal numbers.
+LEAST_EXPONENTS = {MATRIX_BITS: -62, TOKEN_BITS: -94}
 
 
 def basis_specs(side: str, num_heads: int, head_dim: int) -> dict[str, TensorSpec]:
@@ -64,11 +73,20 @@ class Basis:
         found = zip((*MATRICES, CENTER), (self.matrix, self.inverse, self.center), strict=True)
         return {f"{prefix}_{part}": tensor for part, tensor in found if tensor is not None}
 
+    @property
+    def operands(self) -> list[Tensor]:
+        """As the operators are given it (kvcal.kernels.ops)."""
+        return [self.matrix, self.inverse] if self.center is None else [self.matrix, self.inverse, self.center]
+
     def enter(self, x: Tensor) -> Tensor:
-        """T (x - c): in fp64, whose order of sums does not reach the result, so that pages are the same bytes
-        for any number of tokens at once and on any device."""
-        centered = x.double() if self.center is None else x.double() - self.center
-        return torch.einsum("...nd,ned->...ne", centered, self.matrix.double()).to(x.dtype)
+        """T (x - c) by exact sums of integers: the same bytes for any number of tokens at once and on any
+        device. NaN in all channels of a token and head with a number that is not finite."""
+        centered = x.float() if self.center is None else x.float() - self.center
+        token_unit, tokens = _in_units(centered, TOKEN_BITS)
+        row_unit, rows = _in_units(self.matrix, MATRIX_BITS)
+        sums = torch.einsum("...nd,ned->...ne", tokens, rows).float()
+        is_finite = centered.abs().amax(-1, keepdim=True).isfinite()
+        return (sums * row_unit.squeeze(-1) * token_unit).masked_fill_(~is_finite, torch.nan).to(x.dtype)
 
     def leave(self, y: Tensor) -> Tensor:
         """T^-1 y + c."""
@@ -87,18 +105,25 @@ class Basis:
         return x.float().unflatten(-2, (len(self.matrix), -1))
 
 
-def reading_queries(q: Tensor, k_basis: Basis | None, v_basis: Basis | None) -> Tensor:
-    """Queries as a step reads pages with them; fp32 where there is a basis, and so are the outputs then."""
-    if k_basis is not None:
-        return k_basis.turned_queries(q)
-    return q if v_basis is None else q.float()
+def _in_units(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
+    """x fp32 [..., D] as integers of so many bits, in fp64, and the unit of each row [..., 1], a power of
+    two."""
+    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent.clamp_(min=LEAST_EXPONENTS[num_bits])
+    shift = num_bits - 1 - exponent
+    integers = (x * _power_of_two(shift)).round_().clamp_(max=2 ** (num_bits - 1) - 1)
+    return _power_of_two(-shift), integers.double()
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in fp32, of int32 within the exponents of normal numbers: its bits, as pow may round."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def fitted_basis(
     hessian_NDD: Tensor, covariance_NDD: Tensor, exponent: float, center_ND: Tensor | None = None
 ) -> Basis:
     """The basis of heads with these H, and C about the center, fp64. Without a trace, H or C counts as the
-    identity."""
+    identity. T is rounded to the integers by which tokens enter before it is inverted."""
     hessian, covariance = _ridged(hessian_NDD), _ridged(covariance_NDD)
     lower = torch.linalg.cholesky(hessian)
     energies_ND, vectors = torch.linalg.eigh(lower.mT @ covariance @ lower)
@@ -109,7 +134,8 @@ def fitted_basis(
     # Of values that are all but 0, or beyond any range, T is as large, or as small, as a plan takes it.
     matrix = matrix * (LARGEST_ENTRY / _largest(matrix)).clamp_max(1.0)
     matrix = matrix * (_largest(torch.linalg.inv(matrix)) / LARGEST_ENTRY).clamp_min(1.0)
-    center = None if center_ND is None else center_ND.float()
+    unit, rows = _in_units(matrix.float(), MATRIX_BITS)
+    matrix, center = rows * unit, None if center_ND is None else center_ND.float()
     return Basis(matrix.float(), torch.linalg.inv(matrix).float(), center)
 
 

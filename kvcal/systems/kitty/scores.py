@@ -9,7 +9,6 @@ again. A new score is one function and one line of ``SCORES`` (docs/adding.md):
 - ``range``: S = (max - min) / (2^B - 1), B = 2: the step of 2 bits (MixKVQ, Eq. 7), its "error-only" score.
 - ``query_range``: A = I S (MixKVQ, Eq. 8), I = mean |Q| of the channel after RoPE (Eq. 6), over the heads of
   the group.
-- ``running_query_range``: the same with I over all queries so far, instead of those since the page before.
 - ``query_magnitude``: I mean |K|, Kitty's score weighted in the same way.
 
 Scores decide between channels, so they are the same on every device, bit for bit: all is fp64, one IEEE
@@ -32,12 +31,10 @@ RANGE_LEVELS = 2**2 - 1
 @dataclass(frozen=True)
 class Score:
     """``of``: keys of a page after RoPE, [..., 128, D] fp64 -> [..., D] fp64, higher is more important.
-    ``needs_queries``: times the mean |Q| of the channel, of the queries since the page before, or of
-    ``all_queries`` so far."""
+    ``needs_queries``: times the mean |Q| of the channel, of the queries since the page before."""
 
     of: Callable[[Tensor], Tensor]
     needs_queries: bool = False
-    all_queries: bool = False
 
 
 def channel_scores(score: str, k_post: Tensor, query_mean: Tensor | None = None) -> Tensor:
@@ -85,5 +82,4 @@ SCORES: dict[str, Score] = {
     "range": Score(_range),
     "query_magnitude": Score(_magnitude, needs_queries=True),
     "query_range": Score(_range, needs_queries=True),
-    "running_query_range": Score(_range, needs_queries=True, all_queries=True),
 }

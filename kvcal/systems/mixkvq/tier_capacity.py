@@ -73,8 +73,6 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
     magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
     queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
-    if fmt.keeps_queries:
-        queries_PND = queries_PND.cumsum(0) / torch.arange(1, P + 1, device=k_post_NTD.device)[:, None, None]
     return channel_scores(fmt.boost.score, pages_PNtD, queries_PND)
 
 

@@ -12,7 +12,6 @@ from kvcal.systems.basis.basis import (
     basis_specs,
     fitted_basis,
     moved_hessian,
-    reading_queries,
 )
 
 
@@ -84,14 +83,6 @@ def test_values_of_any_size_have_a_basis_within_the_plans_limits(size: float) ->
         torch.testing.assert_close(matrix / matrix.norm(dim=(1, 2), keepdim=True),
                                    other / other.norm(dim=(1, 2), keepdim=True))  # fmt: skip
     torch.testing.assert_close(basis.matrix @ basis.inverse, torch.eye(8).expand(2, 8, 8), atol=1e-4, rtol=0)
-
-
-def test_queries_are_fp32_where_a_basis_is_left_or_entered() -> None:
-    q, values = torch.randn(1, 4, 8).bfloat16(), some_basis(2, 8, False)
-    assert reading_queries(q, None, None) is q
-    read = reading_queries(q, None, values)
-    assert read.dtype == torch.float32 and torch.equal(read, q.float())
-    assert torch.equal(reading_queries(q, values, None), values.turned_queries(q))
 
 
 def test_a_plan_has_its_tensors() -> None:

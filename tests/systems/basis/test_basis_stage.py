@@ -404,8 +404,8 @@ def test_from_a_recipe_to_a_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerB
 
     folder = Folder.create(tmp_path / "stages")
     fix_folder(Job(recipe, loaded, folder, Silent(), Workload(1, 512)))
-    given = ["feedback", folder.path, "--model", model, "--recipe", path, "--device", "cpu"]
-    assert {side["side"] for side in ran_well(*given, "--json", "--quiet").json["sides"]} == {"k", "v"}
+    given = ["transform", folder.path, "--model", model, "--recipe", path, "--device", "cpu"]
+    assert {side["side"] for side in ran_well(*given, "--json", "--quiet").json["feedback"]["sides"]} == {"k", "v"}
     table = ran_well(*given)
     assert "K error left" in table.out and "feedback.safetensors is current" in table.err
     assert pipeline.compile_folder(folder).sha256 == plan.sha256

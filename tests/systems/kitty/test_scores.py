@@ -32,7 +32,6 @@ def exact_scores(score: str, channel: list[float], query: float) -> float:
             "range": step,
             "query_magnitude": weight * mean_abs,
             "query_range": weight * step,
-            "running_query_range": weight * step,
         }[score]
     )
 
@@ -81,7 +80,7 @@ def _mean_of_halves(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor([[total(channel) / 128 for channel in page] for page in rows], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("score", ["query_magnitude", "query_range", "running_query_range"])
+@pytest.mark.parametrize("score", ["query_magnitude", "query_range"])
 def test_query_scores_need_queries(score):
     with pytest.raises(UsageError, match=f"the score '{score}' needs the queries"):
         channel_scores(score, random_keys())

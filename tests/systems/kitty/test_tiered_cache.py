@@ -12,37 +12,25 @@ from cache_cases import (
     plan_of,
     random_ids,
     random_states,
-    recipe_formats,
     tiny_llama,
 )
 from oracles import StoredHead
+from tier_formats import KITTY, QUERY, V, boosted
 from tier_oracle import channel_bits
 
 from kvcal import PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import RAW, Boost, Format, Tier
+from kvcal.plan.page_format import RAW, Boost, Tier
 from kvcal.systems.kitty.scores import channel_scores
 
 HEADS = 2
 
 
-def boosted(score: str, *tiers: Tier, **changes) -> Format:
-    return replace(Format(2, "channel", 32, 5, boost=Boost(score, tiers)), **changes)
-
-
-KITTY = recipe_formats()["kitty"]
-THREE_TIERS = boosted("range", Tier(16, 0.25, 2.0), Tier(4, 0.5, 0.9), recent_window=17, num_sink_tokens=0)
-BASE_4 = boosted("variance", Tier(8, 0.375), num_bits=4, param_dtype="bfloat16")
-QUERY = boosted("query_range", Tier(16, 0.25, 1.5), Tier(4, 0.25, 0.5))
-V = Format(2, "token", 32, recent_window=33)
-
-
-@pytest.mark.parametrize("score", ["query_range", "running_query_range"])
-def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_all(score):
-    """Pages of the first chunk meet its queries, padding left out; the next page those after it, or all so
-    far."""
+def test_query_scores_weigh_channels_by_the_queries_since_the_last_page():
+    """Pages of the first chunk meet its queries, padding left out; the next page those after it."""
+    score = "query_range"
     fmt, heads, group = boosted(score, *QUERY.boost.tiers), 2, 4
     plan = llama_plan(fmt, V, heads, num_layers=1)
     keys, queries = random_states(2, heads, 300, seed=1), random_states(2, heads * group, 300, seed=2)
@@ -57,8 +45,6 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_al
         layer.observe(queries[:, :, part])
     # Of row 0, the first chunk packs tokens 0 to 127, the third those to 255. Row 1 begins at column 7.
     heard = {(0, 0): (0, 160), (0, 1): (160, 300), (1, 0): (7, 160), (1, 1): (160, 300)}
-    if score == "running_query_range":
-        heard |= {(0, 1): (0, 300), (1, 1): (7, 300)}
     part = layer.sides["k"]
     layout = fmt.layout("k", heads, HEAD_DIM, "float32", 2)
     chosen = set()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_layout_contract import random_page
+from page_cases import random_page
 from tier_oracle import NO_SLOT, OraclePage, channel_bits
 
 from kvcal.errors import NonFiniteActivations, UsageError

@@ -10,12 +10,13 @@ import oracles
 import pytest
 import torch
 from cache_cases import assert_exact_bytes, llama_plan, random_states, tiny_llama
+from kvmix_plans import kvmix_plan
 
 from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import KIND, SCHEMA
-from kvcal.systems.kvmix.importance import kvmix_formats, layer_format
+from kvcal.systems.kvmix.importance import layer_format
 from kvcal.systems.kvmix.recipe import ImportanceSpec
 from kvcal.systems.kvmix.window_rule import WindowRule
 
@@ -36,18 +37,6 @@ V_FORMATS = (
     Format(4, "token", 128, 60, 0, window_rule=WindowRule("clamped", 0.3, 512)),
 )
 MIXED = [llama_plan(*pair, HEADS, num_layers=1) for pair in zip(K_FORMATS, V_FORMATS, strict=True)]
-
-
-def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
-    """Layer 0 matters for K, the last one for V."""
-    spec = replace(PAPER, window=window, **changes)
-    scores = {side: {i: float(i if side == "v" else -i) for i in range(num_layers)} for side in ("k", "v")}
-    formats = kvmix_formats(scores, spec, 0, "float16")
-    base = llama_plan(*formats[0], num_layers=num_layers)
-    layers = tuple(
-        replace(layer, k=formats[layer.geometry.index][0], v=formats[layer.geometry.index][1]) for layer in base.layers
-    )
-    return replace(base, layers=layers)
 
 
 def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:

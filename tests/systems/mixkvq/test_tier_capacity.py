@@ -26,7 +26,6 @@ from kvcal.systems.mixkvq.tier_capacity import (
 )
 
 BOOST = Boost("query_range", (Tier(16, 0.25, 1.5), Tier(4, 0.5, 0.5)))
-RUNNING = Boost("running_query_range", BOOST.tiers)
 V = Format(2, "token", 32)
 
 
@@ -53,14 +52,14 @@ def scores_by_hand(fmt: Format, q_HTD: Tensor, k_NTD: Tensor) -> list[list[list[
                     row.append(math.fsum(magnitudes) / len(magnitudes) * (max(column) - min(column)) / 3)
                 page.append(row)
             pages.append(page)
-        since = num_tokens if new and not fmt.keeps_queries else since
+        since = num_tokens if new else since
     return pages
 
 
 @pytest.mark.parametrize(
     ("fmt", "num_pages"),
     [
-        (format_of(), 3), (format_of(sinks=5, window=40), 3), (format_of(RUNNING, sinks=5), 3),
+        (format_of(), 3), (format_of(sinks=5, window=40), 3),
         (format_of(rule=WindowRule("clamped", 0.3, 100, 10)), 3), (format_of(window=300), 3),
     ],
 )  # fmt: skip
@@ -73,12 +72,11 @@ def test_scores_against_loops(fmt: Format, num_pages: int) -> None:
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("boost", [BOOST, RUNNING])
-def test_scores_are_those_that_the_cache_decides_by(boost: Boost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_that_the_cache_decides_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 0, whose keys and queries do not depend on what was quantized; fed in chunks that end where pages
     do."""
     loaded = as_loaded(tiny_llama())
-    plan = make_plan(loaded, (format_of(boost, sinks=3, window=20), V))
+    plan = make_plan(loaded, (format_of(BOOST, sinks=3, window=20), V))
     data = text(300)
     measured = measure_scores(loaded, plan, data, Silent())
     decided: list[Tensor] = []

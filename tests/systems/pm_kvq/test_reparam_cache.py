@@ -1,4 +1,4 @@
-"""λ through the packed cache: a block run again reads what the cache reads. ``kvcal reparam`` in a folder: λ
+"""λ through the packed cache: a block run again reads what the cache reads. ``kvcal transform`` in a folder: λ
 reaches the plan."""
 
 import json
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from kvcal import PlanCache
-from kvcal.commands.stages import reparam
+from kvcal.commands.stages import transform
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder, Job
 from kvcal.geometry import ModelIdentity
@@ -189,11 +189,11 @@ def test_from_the_command_to_plans(tmp_path, model):
     plain = pipeline.compile_folder(folder, tmp_path / "plain.safetensors")
 
     app = typer.Typer()
-    app.command()(reparam)
+    app.command()(transform)
     given = [str(folder.path), "--model", str(model), "--recipe", str(recipe), "--device", "cpu", "--json", "--quiet"]
     done = CliRunner().invoke(app, [*given, "--set", "reparam.position_scale=2"])
     assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    result = json.loads(done.stdout)["reparam"]
     assert result["position_scale"] == 2.0
     assert [layer["index"] for layer in result["layers"]] == [0, 1]
     assert all(layer["alpha"] > 0 and layer["error"] == min(layer["errors"]) for layer in result["layers"])

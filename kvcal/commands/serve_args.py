@@ -1,0 +1,113 @@
+"""``kvcal serve-args``: how an engine serves a plan, and what of it fits there. No engine is imported."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvcal.commands import options
+from kvcal.commands.decorators import spread
+from kvcal.errors import UsageError
+from kvcal.lazy_torch import lazy_imports
+from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes, parse_bytes
+
+with lazy_imports():
+    from kvcal.engines import capacity as engine_capacity
+    from kvcal.engines import shard, support
+    from kvcal.plan import plan as plan_file
+
+
+WASTEFUL = 1.5  # bytes of a block, by those of its pages
+
+
+@spread
+def serve_args(
+    plan: options.PlanArgument,
+    given: options.OutputOptions,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option("--engine")] = "vllm",
+    model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)] = 1,
+    max_requests: Annotated[
+        int, typer.Option(help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
+    ] = 64,
+    drafts: Annotated[
+        int, typer.Option(help="Draft tokens (n-grams) that vLLM verifies with a token, 0 to 7.", min=0, max=7)
+    ] = 0,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **options.TOKENS)
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Of one device, for the cache alone, such as 50GB: also tell what fits; default: what the engine "
+            "finds.",
+            callback=options.of_bytes,
+        ),
+    ] = None,
+) -> None:
+    """Print the command line that serves a plan in an engine; with --kv-memory and --context, what fits.
+
+    kvcal has to be installed next to the engine. Blocks, tokens and requests that fit are as the engine will
+    count them; `kvcal size` counts weights and workspace, too.
+
+    Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
+
+    Example: `kvcal serve-args plan.safetensors --kv-memory 50GB --context 32768 --json`
+    """
+    if drafts and engine != "vllm":
+        raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
+    loaded = plan_file.load_plan(plan)
+    support.require_served(loaded, True, engine, drafts)
+    shard.HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
+    name, path = model or loaded.model.id, str(plan.resolve())
+    memory = None if kv_memory is None else parse_bytes(kv_memory)
+    sizes = tp, context or 1, drafts, max_requests
+    found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
+    if engine == "vllm":
+        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
+        words += ["--additional-config", json.dumps({"kvcal_plan": path})]
+        words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+        words += ["--max-model-len", str(context)] if context is not None else []
+        words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
+        by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
+        words += ["--speculative-config", by_ngrams] if drafts else []
+    else:
+        words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
+        words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
+        words += ["--disable-prefill-cuda-graph"]
+        words += ["--tp-size", str(tp)] if tp > 1 else []
+        words += ["--context-length", str(context)] if context is not None else []
+        words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
+    words += [support.NO_PREFIXES] if support.loses_sinks(loaded, drafts, engine) else []
+    value: dict[str, Any] = {"engine": engine, "arguments": words, "capacity": None}
+    if found is not None and context is not None:
+        counted = {"tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
+        value["capacity"] = asdict(found) | counted
+    given.show(value, shlex.join(words))
+    if found is not None and context is not None:
+        _say_what_fits(found, given.reporter())
+        if engine == "sglang" and found.concurrency > max_requests:
+            given.reporter().say(f"note: sglang runs at most {max_requests} of them at once: --max-requests")
+    if model is None and "/" not in name:
+        given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
+
+
+def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:
+    fitting = f"{found.concurrency:.2f} requests of {found.context} tokens at once"
+    factor = found.num_tokens / max(1, found.raw_tokens)
+    reporter.say(f"{fitting}: {found.num_tokens} tokens, {factor:.2f}x of those at 16 bits")
+    block, padding = format_bytes(found.block_bytes), format_bytes(found.block_bytes - found.page_bytes)
+    reporter.say(
+        f"{found.num_blocks} blocks of 128 tokens on each rank, {block} each ({padding} of padding); a request takes "
+        f"{found.blocks_per_request}, {found.ring_blocks} of them for rings and {found.window_blocks} for windows"
+    )
+    if found.block_bytes > WASTEFUL * found.page_bytes:
+        reporter.say(
+            "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: few layers with "
+            "full attention cannot save more"
+        )

@@ -1,0 +1,88 @@
+"""Launching ``enter`` and ``leave``: macros and grid of the kernels of csrc/basis.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.operands import DTYPE_NAMES, loadable
+from kvcal.kernels.variants import DTYPES, Defines
+
+THREADS = 64
+BLOCK_CHANNELS = 32  # of the result, of one KV head
+ROWS_AT_ONCE = 8
+MOST_BLOCKS = 1024  # of one side: blocks beyond take their turn with a matrix that is there
+
+
+@functools.cache
+def _kernel(
+    entry: str, head_dim: int, group_heads: int, dtype: torch.dtype, q_dtype: torch.dtype, device: int
+) -> Kernel:
+    return kernel("basis", entry, basis_defines(head_dim, group_heads, dtype, q_dtype), device)
+
+
+def basis_defines(head_dim: int, group_heads: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Defines:
+    """All macros: ``dtype`` of the cache, which ``leave`` does not know; ``q_dtype`` of queries and
+    outputs."""
+    dtypes = {name: DTYPES[DTYPE_NAMES[of]] for name, of in (("DTYPE", dtype), ("Q_DTYPE", q_dtype))}
+    return {"DIM": head_dim, "GROUP": group_heads} | dtypes
+
+
+def launch_enter(
+    k_new: Tensor, v_new: Tensor, q: Tensor, k_basis: Sequence[Tensor], v_basis: Sequence[Tensor], error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``ops.enter``."""
+    q = loadable(q, q.dtype) if q.numel() else q
+    keys, values = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_new, v_new))
+    turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    entering = [
+        (loadable(x, x.dtype), basis, out)
+        for x, basis, out in ((k_new, k_basis, keys), (v_new, v_basis, values))
+        if x.numel()
+    ]
+    sides = [
+        (x.data_ptr(), *_strides(x), basis[0].data_ptr(), basis[2].data_ptr() if len(basis) > 2 else 0, out.data_ptr())
+        for x, basis, out in entering
+    ]
+    (tokens, _, _), *_ = entering
+    heads, dim, rows = tokens.shape[-2], tokens.shape[-1], tokens.shape[:-2].numel()
+    of_queries = (q.data_ptr(), *_strides(q), k_basis[1].data_ptr(), turned.data_ptr()) if q.numel() else (0,) * 6
+    group = q.shape[-2] // heads if q.numel() else 1
+    q_dtype = q.dtype if q.numel() else tokens.dtype
+    _kernel("enter", dim, group, tokens.dtype, q_dtype, tokens.get_device()).launch(
+        (*_grid(heads, dim, rows), len(sides) + bool(q.numel())),
+        THREADS,
+        0,
+        *sides[0], *(sides[1] if len(sides) > 1 else (0,) * 7), *of_queries,
+        len(sides), rows, tokens.shape[1] if tokens.dim() == 4 else 1, heads, error.data_ptr(), follows=True,
+    )  # fmt: skip
+    return keys, values, turned
+
+
+def launch_leave(attention: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``ops.leave``."""
+    attention = attention.contiguous()  # as ``decode`` leaves it
+    out = torch.empty(attention.shape, dtype=dtype, device=attention.device)
+    heads, dim = inverse.shape[:2]
+    rows = attention.shape[:-2].numel()
+    group = attention.shape[-2] // heads
+    _kernel("leave", dim, group, torch.bfloat16, dtype, attention.get_device()).launch(
+        (*_grid(heads, dim, rows * group), 1), THREADS, 0,
+        attention.data_ptr(), inverse.data_ptr(), out.data_ptr(), rows, heads, follows=True,
+    )  # fmt: skip
+    return out
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Of x [B, n, D] or [B, S, n, D]: from row to row, token to token, and head to head."""
+    return x.stride(0), x.stride(1) if x.dim() == 4 else 0, x.stride(-2)
+
+
+def _grid(heads: int, head_dim: int, rows: int) -> tuple[int, int]:
+    """Blocks of all channels, and of rows."""
+    channels = heads * -(-head_dim // BLOCK_CHANNELS)
+    return channels, max(1, min(-(-rows // ROWS_AT_ONCE), MOST_BLOCKS // channels))
