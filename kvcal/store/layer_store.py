@@ -179,8 +179,10 @@ class LayerStore:
         )
 
     def _kernels(self, side: Side) -> KernelCodec | None:
-        """What packs and unpacks in place of torch, on a GPU where the kernels take the layer."""
-        if self.steps.device.type != "cuda" or any(refusals(self.plan, self.cache_dtype)):
+        """What packs and unpacks pages in place of torch: of a dynamic cache on a GPU, where the kernels take the
+        layer; of a static one always."""
+        is_cuda = self.steps.device.type == "cuda"
+        if isinstance(self.steps, GrowingSteps) and (not is_cuda or any(refusals(self.plan, self.cache_dtype))):
             return None
         return KernelCodec(side, self._transform(), self.steps.scratch.error, self._variant, self.steps.is_awaited)
 

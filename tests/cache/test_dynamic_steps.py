@@ -28,9 +28,9 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each sequence in every step so far."""
     counts, append = list[int](), LayerStep.append
 
-    def counted(step: LayerStep, q: Tensor, *given: Any) -> None:
+    def counted(step: LayerStep, q: Tensor, *given: Any) -> Tensor:
         counts.append(1 if q.dim() == 3 else q.shape[1])
-        append(step, q, *given)
+        return append(step, q, *given)
 
     monkeypatch.setattr(LayerStep, "append", counted)
     return counts
