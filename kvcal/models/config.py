@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, get_args
 from kvcal.errors import AS_A_DECODER, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
+from kvcal.models.gguf_header import read_header
 from kvcal.stored_tensor import ITEM_BYTES
 
 # Model types whose layers plain keys state, with the keys besides SHAPE_KEYS whose absence would leave
@@ -41,6 +43,13 @@ DIRECT: dict[str, tuple[str, ...]] = {
     "smollm3": ("use_sliding_window",),
     "stablelm": (),
 }
+# By key of config.json, the key of a GGUF file's header; and where types that state all have the head size.
+GGUF_KEYS = {
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "hidden_size": "embedding_length",
+    "max_position_embeddings": "context_length",
+}  # fmt: skip
+GGUF_HEAD_DIM = {"llama": "rope.dimension_count", "qwen2": "attention.key_length", "qwen3": "attention.key_length"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 EVERY_COMMAND = "every command"
 
@@ -72,10 +81,13 @@ def families() -> dict[str, Any]:
 def read_sizes(source: str) -> ModelSizes:
     """The sizes of ``source`` (an embedded name, a folder, a GGUF file or a hub id), without its weights."""
     location = locate(source)
-    content: dict[str, Any] = {}
     if location.gguf is None:
         content = read_json(location.folder / "config.json", location.id)
         require_sizes(content, location.id)
+        weight_bytes = checkpoint_bytes(location)
+    else:
+        header, num_values = read_header(location.gguf)
+        content, weight_bytes = _gguf_content(header), num_values * ITEM_BYTES["bfloat16"]  # as it is loaded
     if _is_direct(content):
         stated, geometry = content, _direct_geometry(content, f"{location.id}: {location.config_name}")
     else:
@@ -91,11 +103,24 @@ def read_sizes(source: str) -> ModelSizes:
         location.id,
         geometry,
         _number(stated, "vocab_size", location.id),
-        checkpoint_bytes(location),
+        weight_bytes,
         stated.get("max_position_embeddings"),
         any(one["model_type"] == geometry.model_type for one in families()["supported"]),
         _uncalibrated(geometry.model_type, location.id, is_decoder=True),
     )
+
+
+def _gguf_content(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json that a GGUF file's header states, as transformers reads them; {} for types whose
+    configurations have more than these."""
+    kind = header.get("general.architecture")
+    if kind not in GGUF_HEAD_DIM or header.get("general.name") == "mistral":  # the one "llama" that slides
+        return {}
+    tokens = header.get("tokenizer.ggml.tokens", ())
+    found = {ours: header.get(f"{kind}.{theirs}") for ours, theirs in GGUF_KEYS.items()}
+    found["head_dim"] = header.get(f"{kind}.{GGUF_HEAD_DIM[kind]}")
+    found["vocab_size"] = header.get(f"{kind}.vocab_size", len(tokens))
+    return {**found, "model_type": kind, "dtype": "bfloat16", "use_sliding_window": False}
 
 
 def _uncalibrated(model_type: object, model_id: str, is_decoder: bool) -> str | None:
@@ -157,12 +182,8 @@ def _number(keys: dict[str, Any], name: str, place: str) -> int:
 
 def checkpoint_bytes(location: Location) -> int | None:
     """Bytes of the checkpoint's tensors, by the headers of its safetensors files, or by an index where those
-    are not here; None where neither is. A GGUF file's count as they are loaded, in bfloat16."""
+    are not here; None where neither is."""
     folder = location.folder
-    if location.gguf is not None:
-        from gguf import GGUFReader
-
-        return sum(int(tensor.n_elements) for tensor in GGUFReader(location.gguf).tensors) * ITEM_BYTES["bfloat16"]
     try:
         paths = weight_files(folder, location.id)
     except UsageError:

@@ -19,10 +19,11 @@ from kvcal.plan.plan import save_plan
 HIDDEN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 64, 2, 4, 2, 261
 
 
-def write(path: Path) -> dict[str, torch.Tensor]:
-    """A tiny Llama with a byte-level vocabulary, in fp16; its tensors under transformers' names."""
+def write(path: Path, architecture: str = "llama") -> dict[str, torch.Tensor]:
+    """A tiny Llama with a byte-level vocabulary, in fp16; its tensors under transformers' names. The header
+    alone may say that it is of another architecture."""
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -32,6 +33,8 @@ def write(path: Path) -> dict[str, torch.Tensor]:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
+    if architecture == "qwen3":
+        writer.add_key_length(128)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("gpt2")
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -94,6 +97,35 @@ def test_a_gguf_file_is_loaded_as_a_plain_model(tmp_path: Path) -> None:
     command += ["--prompt", "c", "--max-new-tokens", "3", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "it/s" not in done.stderr  # transformers shows a bar, but for --quiet
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_header_states_what_transformers_reads(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write(tmp_path / "m.gguf", architecture)
+    code = "import sys; from kvcal.models.config import read_sizes; read_sizes(sys.argv[1]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "m.gguf"], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "gguf"} & set(done.stdout.split())
+    sizes = read_sizes(str(tmp_path / "m.gguf"))
+    assert sizes.weight_bytes == 2 * sum(tensor.numel() for tensor in written.values())
+    monkeypatch.setattr("kvcal.models.config.GGUF_HEAD_DIM", {})  # as of any other architecture
+    assert read_sizes(str(tmp_path / "m.gguf")) == sizes
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"GGUF\1\0\0\0" + bytes(16), "is no GGUF file of version 2 or 3"),
+        (b"GGUF\3\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\xff" * 12, "ends within its header, or is damaged"),
+        (b"GGUF\3\0\0\0" + bytes(8) + b"\1" + bytes(7), "ends within its header, or is damaged"),
+    ],
+)
+def test_a_damaged_header_is_told(content: bytes, says: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        read_sizes(str(tmp_path / "m.gguf"))
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,11 @@ class Basis:
     def enter(self, x: Tensor) -> Tensor:
         """T (x - c) by exact sums of integers: the same bytes for any number of tokens at once and on any
         device. NaN in all channels of a token and head with a number that is not finite."""
-        centered = x.float() if self.center is None else x.float() - self.center
-        token_unit, tokens = _in_units(centered, TOKEN_BITS)
+        token_unit, tokens = _in_units(x.float() if self.center is None else x.float() - self.center, TOKEN_BITS)
         row_unit, rows = _in_units(self.matrix, MATRIX_BITS)
-        sums = torch.einsum("...nd,ned->...ne", tokens, rows).float()
-        is_finite = centered.abs().amax(-1, keepdim=True).isfinite()
-        return (sums * row_unit.squeeze(-1) * token_unit).masked_fill_(~is_finite, torch.nan).to(x.dtype)
+        sums = torch.einsum("...nd,ned->...ne", tokens, rows)
+        del tokens  # of 8 bytes a value, as the sums
+        return sums.float().mul_(row_unit.squeeze(-1)).mul_(token_unit).to(x.dtype)
 
     def leave(self, y: Tensor) -> Tensor:
         """T^-1 y + c."""
@@ -106,12 +105,13 @@ class Basis:
 
 
 def _in_units(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    """x fp32 [..., D] as integers of so many bits, in fp64, and the unit of each row [..., 1], a power of
-    two."""
-    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent.clamp_(min=LEAST_EXPONENTS[num_bits])
-    shift = num_bits - 1 - exponent
-    integers = (x * _power_of_two(shift)).round_().clamp_(max=2 ** (num_bits - 1) - 1)
-    return _power_of_two(-shift), integers.double()
+    """x fp32 [..., D] as integers of so many bits, in fp64, and the unit of each row [..., 1], a power of two;
+    NaN of a row with a number that is not finite."""
+    least, most = x.aminmax(dim=-1, keepdim=True)
+    largest = torch.maximum(most, -least)
+    shift = num_bits - 1 - torch.frexp(largest).exponent.clamp_(min=LEAST_EXPONENTS[num_bits])
+    unit = _power_of_two(-shift).masked_fill_(~largest.isfinite(), torch.nan)
+    return unit, x.double().mul_(_power_of_two(shift)).round_().clamp_(max=2 ** (num_bits - 1) - 1)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
