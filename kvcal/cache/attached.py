@@ -5,10 +5,10 @@
         model.generate(**inputs, past_key_values=cache)
 
 Within it, every plan cache that the model is called with, by any thread, is given its own queries, for plans
-that choose channels by queries (MixKVQ); and of a static cache, one new token for every row goes to the
-kernels, which read packed pages (``StaticLayer.attend``) and need no mask. Everything else goes to the
-implementation that the model had: prompts, whose tokens are stored then (``AttentionLayer.observe``), and calls
-with other caches, or none.
+that choose channels by queries (MixKVQ). One new token for every row goes to the kernels, which read packed
+pages (``PlanLayer.attend``) and need no mask: of a static cache always, of a dynamic one on a GPU. Everything
+else goes to the implementation that the model had: prompts, whose tokens are stored then
+(``AttentionLayer.observe``), and calls with other caches, or none.
 
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
 ``AttentionMaskInterface``. Attention functions are not handed the cache: it is noted by thread, before every

@@ -6,7 +6,8 @@
     cache = PlanCache(plan, model.config, attention_mask=inputs["attention_mask"])
     model.generate(**inputs, past_key_values=cache)
 
-``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
+``attention_mask`` is needed only for batches with padding: without it every column counts as a token. On a
+GPU, steps are served by the kernels within ``kvcal.attached(model)``; elsewhere all pages are decoded in each.
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are
 served by the kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph.
@@ -50,8 +51,9 @@ class PlanCache(Cache):
     on (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next
     crop or update. While it stores new tokens, a dynamic cache takes up to
     ``kvcal.store.workspace.transient_bytes`` more. A static cache takes ``plan.nbytes`` of rows of
-    ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top. With ``lookahead``, every
-    sequence of either takes the bytes of so many more tokens at 16 bits in each full-attention layer."""
+    ``max_tokens``, from the first update on. Steps by the kernels take ``workspace_nbytes`` on top. With
+    ``lookahead``, every sequence of either takes the bytes of so many more tokens at 16 bits in each
+    full-attention layer."""
 
     def __init__(
         self,

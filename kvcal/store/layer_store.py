@@ -157,7 +157,8 @@ class LayerStore:
         step, (k, v) = self._step, (part.memory for part in self.parts)
         is_moved = step is None or step.k.pages is not k.pages or step.k.ring is not k.ring
         if step is None or is_moved or step.scratch is not self.steps.scratch:
-            step = self._step = self._layer_step(k, v)
+            with torch.inference_mode(False):  # or its scratch could not be written to outside of inference mode
+                step = self._step = self._layer_step(k, v)
         return step
 
     def _layer_step(self, k: Memory, v: Memory) -> LayerStep:

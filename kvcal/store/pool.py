@@ -63,7 +63,9 @@ class GrowingPool:
             row += range(stop, stop + new)
             stop += new
         if stop > held:
-            old, self.records = self.records, self.records.new_empty(stop, *self.records.shape[1:])
+            old = self.records
+            with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
+                self.records = old.new_empty(stop, *old.shape[1:])
             self.records[:held] = old
             self.version += 1
 
@@ -74,7 +76,8 @@ class GrowingPool:
     def _keep(self, table: list[list[int]]) -> None:
         """The pages in these slots alone, sequence after sequence."""
         kept = torch.tensor([slot for row in table for slot in row], dtype=torch.int64, device=self.records.device)
-        self.records = self.records[kept]
+        with torch.inference_mode(False):
+            self.records = self.records[kept]
         places = itertools.count()
         self.table, self.version = [[next(places) for _ in row] for row in table], self.version + 1
 

@@ -74,6 +74,21 @@ def test_prompts_and_steps_in_turn(stepped: list[int]) -> None:
     assert len(stepped) == 4 * (2 + 20 + 160 + 10 + 40)
 
 
+def test_a_cache_fed_in_inference_mode_is_stepped_outside(stepped: list[int]) -> None:
+    plan, model, ids = plan_for("kivi"), tiny_llama(2, 1), random_ids(2, 270)
+    cache, found = PlanCache(plan, model.config), []
+    with attached(model):
+        for start, stop, mode in ((0, 130, True), (130, 133, False), (133, 258, True), (258, 270, False)):
+            with torch.inference_mode(mode):
+                found.append(feed(model, cache, ids[:, start:stop], range(1, 200) if start else ()))
+            if stop == 133:
+                cache.crop(-3)
+                found[-1] = feed(model, cache, ids[:, start:stop], range(1, 3))
+        cache.reset()
+        expected = feed(model, cache, ids, range(130, 270))
+    assert torch.equal(torch.cat([x.clone() for x in found], 1), expected) and len(stepped) == 3 + 140 + 140
+
+
 def test_rows_come_and_go(stepped: list[int]) -> None:
     plan, model = plan_for("kivi"), tiny_llama(2, 1)
     ids = random_ids(3, 300)
