@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
 from kvcal.geometry import AttentionGeometry
-from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.damage import concern
 from kvcal.plan.layer import describe_parts
-from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import SIDES, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes, format_measured
 from kvcal.strict import dump
@@ -40,8 +38,7 @@ def side_name(layer: LayerPlan, side: Side) -> str:
     name = " ".join(part for part in (_bits(layer, side), _pages(layer, side)) if part)
     if layer.attention.is_latent:
         name = f"{'latent' if side == 'k' else 'rotary key'} {name}"
-    predictor = layer.predictor(side)
-    return name if predictor is None else f"{name}, {predictor.kind} from layer {predictor.source}"
+    return name
 
 
 def _bits(layer: LayerPlan, side: Side) -> str:
@@ -50,10 +47,7 @@ def _bits(layer: LayerPlan, side: Side) -> str:
 
 def _pages(layer: LayerPlan, side: Side) -> str:
     """All but the bits of a side, such as "rotated g128 in basis with feedback"; "" of plain 16 bits."""
-    words = [layer.format(side).label.partition(" ")[2]]
-    if side == "k":
-        words += ["λ"] * layer.k_rescale + ["offset"] * layer.k_offset + ["before RoPE"] * (layer.k_pages == "pre")
-    words += ["in basis"] * layer.basis(side) + ["with feedback"] * layer.feedback(side)
+    words = layer.format(side).label.partition(" ")[2], layer.label(side)
     return " ".join(filter(None, words))
 
 
@@ -105,9 +99,9 @@ class _Legend:
         """The same for layers whose pages differ in bits alone."""
         sides = [_pages(layer, side) for side in SIDES]
         if not any(sides):
-            return _kind(layer)
+            return layer.kind
         for number in count(1):
-            name = _kind(layer) if number == 1 else f"{_kind(layer)} {number}"
+            name = layer.kind if number == 1 else f"{layer.kind} {number}"
             known = self._meanings.get(name, ["", ""])
             if all(not one or not other or one == other for one, other in zip(sides, known, strict=True)):
                 break
@@ -120,22 +114,6 @@ class _Legend:
             both = [k] if k == v else [f"{side} {text}" for side, text in (("K", k), ("V", v)) if text]
             parts.append(f"{name}: {', '.join(both)}")
         return "; ".join(parts)
-
-
-def _kind(layer: LayerPlan) -> str:
-    """The word for a layer's pages."""
-    formats = layer.formats
-    kinds = {
-        "latent": layer.attention.is_latent,
-        "basis": layer.k_basis or layer.v_basis,
-        "predicted": layer.k_predictor or layer.v_predictor,
-        "lattice": any(fmt.lattice_dim for fmt in formats),
-        "tiers": any(fmt.boost for fmt in formats),
-        "shrinking": any(fmt.shrink_at for fmt in formats),
-        "rotated": any(fmt.quantizer != UNIFORM for fmt in formats),
-        "uniform": any(fmt.num_bits != RAW_BITS for fmt in formats),
-    }
-    return next((word for word, is_so in kinds.items() if is_so), "16 bits")
 
 
 def _protected(layer: LayerPlan) -> str:

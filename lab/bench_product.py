@@ -48,7 +48,7 @@ from kvcal.models.attention import with_cache
 from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Format, LayerPlan, Plan, Workload, load_plan
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 
 SHAPE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -74,7 +74,7 @@ def reference_plan(like: Plan) -> Plan:
     """Rotated pages of 2 bits, without a basis, feedback, sinks or windows."""
     pages = Format(2, quantizer="rotated")
     layers = tuple(LayerPlan(layer.geometry, pages, pages) if layer.is_paged else layer for layer in like.layers)
-    return replace(like, layers=layers, tensors=lattice_tensors(layers))
+    return replace(like, layers=layers, tensors=layout_tensors(layers))
 
 
 def measured(times: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:

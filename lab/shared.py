@@ -16,7 +16,7 @@ from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.pages.error_feedback import feedback_factor
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
-from kvcal.plan.tensors import lattice_tensors, needed_tensors
+from kvcal.plan.tensors import layout_tensors, needed_tensors
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe, read_settings, with_knobs
 from kvcal.systems.basis.basis import fitted_basis, moved_hessian
@@ -44,7 +44,7 @@ def scheduled(plan: Plan, workload: Workload) -> Plan:
     """A plan whose pages have their final bits at the end of ``workload``, and no sooner than they have
     to."""
     layers = [
-        replace(layer, **{side: replace(layer.format(side), shrink_at=()) for side in SIDES if layer.is_paged})
+        replace(layer, **{side: replace(layer.format(side), **{"shrink_at": ()}) for side in SIDES if layer.is_paged})
         for layer in plan.layers
     ]
     budget = sum(layer.nbytes(plan.cache_dtype, workload.lengths, workload.context) for layer in layers)
@@ -113,7 +113,7 @@ def _layers_of(geometry: Geometry, bits: Mapping[Place, int], recipe: Recipe) ->
 
 def _random_transforms(layer: LayerPlan, spec: BasisSpec, generator: torch.Generator) -> dict[str, Tensor]:
     """Bases, factors and gains that the calibration makes of random costs and covariances; and signs."""
-    heads, found = layer.attention.num_kv_heads, lattice_tensors((layer,))
+    heads, found = layer.attention.num_kv_heads, layout_tensors((layer,))
     for side in SIDES:
         dim, prefix = layer.head_dim(side), f"layers.{layer.geometry.index}.{side}"
         energies = torch.logspace(-3, 3, dim, 2, dtype=torch.float64)

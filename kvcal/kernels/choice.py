@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import SCORES, Variant, stored_form, variant_of
+from kvcal.kernels.variants import SCORES, Variant, variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.ways import Place
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, UNIFORM
+from kvcal.plan.page_format import SIDES
 from kvcal.systems.kitty.tiered import TieredLayout
 
 NARROW_HEAD_DIMS = (64, 128)
@@ -81,7 +82,7 @@ def plain_reasons(variant: Variant) -> Iterator[str]:
 def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
     """Why the plain kernel serves a layer; empty if it does not, or no kernel reads its pages as they are
     stored."""
-    is_served = plan.is_paged and not any(stored_form(plan, side) for side in SIDES)
+    is_served = plan.is_paged and not any(not_served(plan, "static"))
     return tuple(plain_reasons(variant_of(plan, cache_dtype))) if is_served else ()
 
 
@@ -107,7 +108,7 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield f"head size {dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
     if is_cuda and dim > MAX_STAGED_DIM and (plan.k_feedback or plan.v_feedback):
         yield f"head size {dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
-    if is_cuda and dim > MAX_STAGED_DIM and any(fmt.quantizer != UNIFORM for fmt in plan.formats):
+    if is_cuda and dim > MAX_STAGED_DIM and any(fmt.kind == "rotated" for fmt in plan.formats):
         yield f"head size {dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     if geometry.state_bytes:
         yield "it keeps a state besides its keys and values"
@@ -115,23 +116,25 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
+    yield from not_served(plan, "static")
     for side in SIDES if plan.is_paged else ():
-        fmt, form = plan.format(side), stored_form(plan, side)
-        if form is not None:
-            yield f"{side} pages {form}, which the kernels cannot read"
-        if fmt.shrink_at:
-            yield f"{side} pages shrink, and memory of a fixed size stays as it is"
-        if fmt.boost is not None and fmt.boost.score not in SCORES:
-            yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
+        fmt = plan.format(side)
+        if fmt.score is not None and fmt.score not in SCORES:
+            yield f"{side} channels are chosen by the score {fmt.score!r}, which has no kernels"
+
+
+def not_served(plan: LayerPlan, place: Place) -> Iterator[str]:
+    """Why ``place`` does not serve the ways in which a layer is stored; nothing where it does."""
+    for side in SIDES if plan.is_paged else ():
+        for way in plan.ways(side):
+            if (reason := way.reason(place)) is not None:
+                yield f"{side} {way.name}: {reason}"
 
 
 def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
     """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any
     device; nothing if they leave none and it can."""
-    if plan.needs_queries:
-        yield "its channels are chosen by queries, of which those of rejected drafts stay counted"
-    if any(fmt.shrink_at for fmt in plan.formats):
-        yield "its pages shrink, and what they lose does not come back"
+    yield from not_served(plan, "drafts")
     if is_static and not plan.is_paged:
         yield "its sliding window has no room for drafts"
 

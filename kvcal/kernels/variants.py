@@ -8,8 +8,8 @@ and groups unrolls. All offsets come from the layouts in ``kvcal.pages``: the bi
 nowhere else. Names of macros are as in ``csrc``, and so are the numbers of dtypes, axes and scores
 (``csrc/common.cuh``, ``side.cuh``).
 
-Lattices for all heads, residuals of a prediction and keys before RoPE do not fold into a query: no kernel
-reads such stored forms, and dynamic caches alone take them (``stored_form``).
+What does not fold into a query no kernel reads as it is stored, and dynamic caches alone take it: its way
+(kvcal.pages.ways) says so.
 """
 
 from __future__ import annotations
@@ -147,17 +147,6 @@ def variant_of(plan: LayerPlan, cache_dtype: CacheDtype) -> Variant:
     )  # fmt: skip
 
 
-def stored_form(plan: LayerPlan, side: Side) -> str | None:
-    """The reason why kernels cannot read pages of this side as they are stored; None where they can."""
-    if plan.format(side).lattice_dim is not None:
-        return "are on a lattice"
-    if plan.predictor(side) is not None:
-        return "hold residuals of a prediction"
-    if side == "k" and plan.k_pages == "pre":
-        return "hold keys before RoPE"
-    return None
-
-
 def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: CacheDtype) -> Variant:
     """The specialisation that serves all heads of a sliding-window layer, which stays at 16 bits."""
     return Variant(
@@ -173,8 +162,8 @@ def side_defines(
     layout = fmt.layout(side, 1, head_dim, cache_dtype, fmt.num_bits)
     found = {"TIERS": 0, "ROTATED": 0, "STEP": 0, "CANDIDATES": 1, "PARAM": DTYPES[layout.param_dtype]}
     found |= layout.macros(has_feedback)
-    if fmt.boost is not None and found["TIERS"]:
-        found["SCORE"] = SCORES[fmt.boost.score]
+    if fmt.score is not None and found["TIERS"]:
+        found["SCORE"] = SCORES[fmt.score]
     found |= {
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],

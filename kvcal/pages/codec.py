@@ -48,7 +48,7 @@ class PageCodec:
     it.
 
     M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None
-    without a predictor; r records a page.
+    without one; r records a page.
     """
 
     side: Side
@@ -114,12 +114,12 @@ class PageCodec:
 
     @property
     def grid(self) -> Tensor | None:
-        """A lattice's points."""
+        """Points that vectors are rounded to, if they are."""
         return self.operands.get("grid")
 
     @property
     def signs(self) -> Tensor | None:
-        """Random signs, of a lattice or of rotated pages."""
+        """Random signs of rotations."""
         return self.operands.get("signs")
 
     @property
@@ -160,8 +160,7 @@ class PageCodec:
         return torch.cat(parts)
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
-        """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``.
-        Only pages of formats that shrink have more than one number of bits."""
+        """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``, of a format whose bits change."""
         old, new = (self._layout(bits) for bits in (old_bits, new_bits))
         assert isinstance(old, UniformLayout) and isinstance(new, UniformLayout)
         return convert(records, old, new, Transform(self.rescale, self.offset))
@@ -191,7 +190,7 @@ class PageCodec:
         return stored
 
     def before_rope(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
-        """As :meth:`restore`, but what a predictor reads: keys before RoPE, or values. fp32."""
+        """As :meth:`restore`, but what predictions read: keys before RoPE, or values. fp32."""
         if self.side == "v" or self.is_pre:
             for transform in reversed(self._transforms(page_index, num_bits or self.format.num_bits)[1:]):
                 stored = transform.undo(stored)
@@ -210,10 +209,10 @@ class PageCodec:
 
     def _quantize(self, page: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
         operands = self.operands
-        if self.format.boost is not None:
+        if self.format.score is not None:
             if query_mean is not None and self.rescale is not None:
                 query_mean = query_mean * self.rescale.squeeze(-2)
-            operands = {**operands, "scores": channel_scores(self.format.boost.score, page, query_mean)}
+            operands = {**operands, "scores": channel_scores(self.format.score, page, query_mean)}
         if self.feedback is not None:
             operands = {**operands, "feedback": self.feedback}
         return self._layout(num_bits).encode_pages(page, operands)

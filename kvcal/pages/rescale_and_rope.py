@@ -16,9 +16,13 @@ turned back is turned forth again by the same table. The Hadamard rotation is in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvcal.lazy_torch import Tensor, torch
+from kvcal.records import TensorSpec
+
+LARGEST_AMPLITUDE = 2.0**8
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,10 @@ def _terms(table: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     a, b = table[:, 0].long(), table[:, 1].long()
     angles = positions_T.to(torch.float64).unsqueeze(-1) * table[:, 2]
     return a, b, angles.cos().float(), angles.sin().float(), table[:, 3].float()
+
+
+def rotary_spec(head_dim: int) -> TensorSpec:
+    """The stored table of RoPE."""
+    last = float(head_dim - 1)
+    low, high = (0.0, 0.0, 0.0, 1 / LARGEST_AMPLITUDE), (last, last, math.pi, LARGEST_AMPLITUDE)
+    return TensorSpec("float64", (None, 4), low, high)

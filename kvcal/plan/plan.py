@@ -24,18 +24,17 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import RAW_BITS
-from kvcal.plan.layer import LayerPlan, Predictor, bare_layers, parts_of
+from kvcal.plan.layer import LayerPlan, bare_layers, parts_of
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
 from kvcal.plan.tensors import check_bases, check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT, Tokens, dump
-from kvcal.systems.kvmix.window_rule import WindowRule
 
 __all__ = [
-    "DEFAULT_WORKLOAD", "RAW", "SIDES", "Boost", "Format", "LayerPlan", "Plan", "Predictor", "Side", "Tier",
-    "WindowRule", "Workload", "bare_layers", "load_plan", "plan_bytes", "plan_record", "save_plan",
+    "DEFAULT_WORKLOAD", "RAW", "SIDES", "Boost", "Format", "LayerPlan", "Plan", "Side", "Tier",
+    "Workload", "bare_layers", "load_plan", "plan_bytes", "plan_record", "save_plan",
 ]  # fmt: skip
 
 KIND = "kv-quantization-plan"
@@ -134,12 +133,12 @@ class Plan:
 
     @property
     def is_progressive(self) -> bool:
-        """Whether pages shrink, on a schedule that holds for the workload alone."""
-        return any(fmt.shrink_at for layer in self.layers for fmt in layer.formats)
+        """Whether pages change their bits, on a schedule that holds for the workload alone."""
+        return any(fmt.changes_at for layer in self.layers for fmt in layer.formats)
 
     def bits_per_value(self, workload: Workload | None = None) -> float:
         """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks,
-        windows, rings, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
+        windows, rings, padding and all tensors), at ``workload`` (default: the plan's)."""
         workload = workload or self.workload
         paged = [layer for layer in self.layers if layer.is_paged]
         values = sum(layer.attention.values_per_token for layer in paged)

@@ -4,14 +4,13 @@
     layers.{i}.k_offset    fp32 [N, D], up to 2^20   subtracted from K_post before that, or from K_pre
     layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
                                                      (2^-8 ... 2^8): where keys before RoPE are stored or
-                                                     predicted from
-    layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
+                                                     read
     layers.{i}.{s}_feedback  fp16 [N, D (D + 1) / 2]   the factor of error feedback       (kvcal.pages.error_feedback)
     layers.{i}.v_gain      fp16 [N, D], 1/4 ... 4    factors of values in their basis  (kvcal.systems.basis.rotated)
     layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.systems.basis.basis)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
-    lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
+Layouts and systems have more (``Layout.plan_tensors``, ``PlainLayer.own_tensors``).
 ``i`` is the cache index, ``s`` is k or v, N the KV heads and D the side's head_dim. Exactly the needed ones
 are there. The ranges hold far more than any calibration gives, and keep what is read back finite.
 """
@@ -28,17 +27,16 @@ import numpy as np
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.error_feedback import factor_spec
+from kvcal.pages.rescale_and_rope import rotary_spec
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.page_format import SIDES
 from kvcal.records import TensorSpec, require_tensors
 from kvcal.stored_tensor import ITEM_BYTES, StoredTensors, stored
-from kvcal.systems.aqua_kv.predictor import PredictorShape
 from kvcal.systems.basis.basis import CENTER, MATRICES, basis_specs
 from kvcal.systems.basis.rotated import gain_spec
 
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20
-LARGEST_AMPLITUDE = 2.0**8
 # Of a basis times its inverse, off the identity, over the norms of the row and the column: rounding leaves
 # 2^-15.
 INVERSE_TOLERANCE = 2.0**-12
@@ -62,25 +60,6 @@ def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in held.values())
 
 
-def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype: CacheDtype) -> PredictorShape:
-    """Shape of a layer's predictor of ``side``. ValueError for one that cannot be."""
-    predictor = layer.predictor(side)
-    assert predictor is not None
-    heads, own = source.attention, layer.attention
-    keys = own.num_kv_heads * own.k_head_dim
-    if side == "k":
-        inputs, outputs = heads.num_kv_heads * heads.k_head_dim, keys
-    else:
-        inputs, outputs = heads.num_kv_heads * heads.v_head_dim + keys, own.num_kv_heads * own.v_head_dim
-    return PredictorShape(predictor.kind, inputs, outputs, cache_dtype, predictor.rank, predictor.group_size)
-
-
-def rotary_spec(head_dim: int) -> TensorSpec:
-    last = float(head_dim - 1)
-    low, high = (0.0, 0.0, 0.0, 1 / LARGEST_AMPLITUDE), (last, last, math.pi, LARGEST_AMPLITUDE)
-    return TensorSpec("float64", (None, 4), low, high)
-
-
 def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict[str, TensorSpec]:
     by_index = {layer.geometry.index: layer for layer in layers}
     needed: dict[str, TensorSpec] = {}
@@ -102,13 +81,7 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
             if layer.basis(side):
                 specs = basis_specs(side, heads, layer.head_dim(side))
                 needed |= {f"{prefix}.{name}": spec for name, spec in specs.items()}
-            predictor = layer.predictor(side)
-            if predictor is not None:
-                source = by_index[predictor.source]
-                for name, spec in predictor_shape(layer, source, side, cache_dtype).tensors().items():
-                    needed[f"{prefix}.{side}_predictor.{name}"] = spec
-                reads = source if side == "k" else layer  # keys of that layer, before RoPE
-                needed[f"layers.{reads.geometry.index}.rotary"] = rotary_spec(reads.attention.k_head_dim)
+            needed |= layer.own_tensors(side, by_index, cache_dtype)
         if layer.k_pages == "pre":
             needed[f"{prefix}.rotary"] = rotary_spec(layer.attention.k_head_dim)
     return needed
@@ -125,26 +98,14 @@ def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
 
 
 def check_layers(layers: Sequence[LayerPlan]) -> None:
-    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer.
-    Sinks and windows may differ: page p holds the same tokens in every layer."""
+    """ValueError unless the layers are unique and in order, and those that others read are there. Sinks
+    and windows may differ: page p holds the same tokens in every layer."""
     indices = [layer.geometry.index for layer in layers]
     if not indices or indices != sorted(set(indices)):
         raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
     by_index = {layer.geometry.index: layer for layer in layers}
     for layer in layers:
-        for side in SIDES:
-            predictor = layer.predictor(side)
-            if predictor is None:
-                continue
-            place = f"layer {layer.geometry.index} predicts {side} from layer {predictor.source}"
-            source = by_index.get(predictor.source)
-            if source is None or not source.is_paged or predictor.source >= layer.geometry.index:
-                raise ValueError(f"{place}, which is not an earlier layer of full attention")
-            read = (source.format(side), *layer.formats) if side == "v" else (source.format("k"), layer.format("k"))
-            if any(fmt.shrink_at for fmt in read):
-                raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
-            if source.basis(side) or (side == "v" and layer.k_basis):
-                raise ValueError(f"{place}, and what it reads is held in a basis: expected none there")
+        layer.check_sources(by_index)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:
@@ -180,9 +141,8 @@ def check_bases(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan]) -> N
             )
 
 
-def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
-    """The tensors that page layouts read, such as a lattice's, made anew. UsageError for a lattice that has
-    no grid."""
+def layout_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
+    """The tensors that page layouts read, such as signs, made anew."""
     tensors: dict[str, Tensor] = {}
     for layer in layers:
         for number, side in enumerate(SIDES if layer.is_paged else ()):

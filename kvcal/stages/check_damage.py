@@ -105,7 +105,7 @@ def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Re
     first = max((PAGE_TOKENS + fmt.max_window for fmt in formats), default=1)
     device = loaded.model.device.type
     count, length = TEXTS.get(device, 2), max(TOKENS.get(device, 512), first + PAGE_TOKENS)
-    if plan.is_progressive:  # its pages shrink on a schedule for no more
+    if plan.is_progressive:  # its bits change on a schedule for no more
         count, length = min(count, plan.workload.batch), min(length, plan.workload.context)
     length = min(length, loaded.max_context or length)
     own = "tasks:ledger" if loaded.source in embedded_models() else "python:docs"
@@ -181,11 +181,6 @@ def _only(plan: Plan, quantized: LayerPlan, sides: Sequence[Side]) -> Plan:
 
 def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
     """``layer`` with its other sides at 16 bits."""
-    if "v" not in sides:
-        layer = replace(layer, v=RAW, v_predictor=None, v_feedback=False, v_basis=False, v_gain=False)
-    if "k" not in sides:
-        layer = replace(
-            layer, k=RAW, k_pages="post", k_rescale=False, k_offset=False, k_predictor=None, k_feedback=False,
-            k_basis=False,
-        )  # fmt: skip
+    for side in SIDES:
+        layer = layer if side in sides else layer.at_16_bits(side)
     return layer

@@ -39,7 +39,7 @@ from kvcal.models.streamed import is_streamed
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import require_smaller
@@ -70,7 +70,7 @@ def one_side_plan(reference: Plan, index: int, side: Side, fmt: Format) -> Plan:
     for position, layer in enumerate(layers):
         if layer.geometry.index == index:
             layers[position] = replace(layer, k=fmt) if side == "k" else replace(layer, v=fmt)
-    return replace(reference, layers=tuple(layers), tensors=lattice_tensors(layers))
+    return replace(reference, layers=tuple(layers), tensors=layout_tensors(layers))
 
 
 def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -155,8 +155,13 @@ def first_difference(one: Plan, other: Plan) -> int:
     pairs = zip(one.layers, other.layers, strict=True)
     differing = (b.geometry.index for a, b in pairs if a != b or _tensors_of(one, a) != _tensors_of(other, b))
     first = next(differing, other.layers[-1].geometry.index)
-    predictors = [(layer.geometry.index, layer.predictor(side)) for layer in other.layers for side in SIDES]
-    sources = [(index, predictor.source) for index, predictor in predictors if predictor is not None]
+    sources = [
+        (layer.geometry.index, source)
+        for layer in other.layers
+        for side in SIDES
+        for source, _ in layer.sources(side)
+        if source != layer.geometry.index
+    ]
     while earlier := [source for index, source in sources if source < first <= index]:
         first = min(earlier)
     return first

@@ -31,7 +31,7 @@ from kvcal.geometry import Geometry
 from kvcal.models.attention import attention_modules
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan.plan import RAW, Plan, Workload, save_plan
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
@@ -227,9 +227,9 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
     )
     layers = allocation.layers
     if recipe.basis is not None or not any(map(takes_mean, layers)):  # a basis has a center
-        return compile_plan(allocation, layers, lattice_tensors(layers))
+        return compile_plan(allocation, layers, layout_tensors(layers))
     found = centring(loaded, layers, sequences(DATA, loaded).sequences, SILENT)
-    return compile_plan(allocation, found.apply(layers), lattice_tensors(layers) | found.tensors())
+    return compile_plan(allocation, found.apply(layers), layout_tensors(layers) | found.tensors())
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:

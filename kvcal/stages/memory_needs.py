@@ -78,13 +78,10 @@ def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit
     """The reach of ``memory`` bytes. ``weights``: their bytes, None where the memory is for the cache
     alone."""
     tensors = tensors_nbytes(plan.tensors)
-    alike = Counter(  # layers that take the same bytes
-        replace(layer, geometry=replace(layer.geometry, index=0), k_predictor=None, v_predictor=None)
-        for layer in plan.layers
-    )
-    # A step's workspace is that of its largest layer, where nothing is predicted from another one.
-    is_predicted = any(layer.predictor(side) is not None for layer in plan.layers for side in SIDES)
-    distinct = plan.layers if is_predicted else tuple(alike)
+    alike = Counter(layer.alone for layer in plan.layers)  # layers that take the same bytes
+    # A step's workspace is that of its largest layer, where none reads another one.
+    reads_others = any(layer.sources(side) for layer in plan.layers for side in SIDES)
+    distinct = plan.layers if reads_others else tuple(alike)
 
     def row(context: int) -> int:
         return sum(count * layer.nbytes(plan.cache_dtype, (context,), context) for layer, count in alike.items())

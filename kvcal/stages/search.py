@@ -154,9 +154,7 @@ def num_ways(layers: Iterable[LayerPlan]) -> int:
     ways = set()
     for layer in layers:
         for side, fmt in zip(SIDES, (layer.k, layer.v), strict=True):
-            keys = (layer.k_pages, layer.k_rescale, layer.k_offset) if side == "k" else ()
-            predicted = layer.predictor(side) is not None
-            ways.add((side, fmt, predicted, layer.basis(side), layer.feedback(side), keys))
+            ways.add((side, fmt, *layer.transforms(side)))
     return len(ways)
 
 

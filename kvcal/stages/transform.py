@@ -30,7 +30,7 @@ from kvcal.folder import (
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import LayerPlan
-from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
+from kvcal.plan.tensors import layout_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 from kvcal.stages.allocate import record as allocation_record
@@ -100,7 +100,7 @@ class Transforms:
         return found
 
     def apply(self, layers: Layers) -> tuple[Layers, dict[str, Tensor]]:
-        tensors = lattice_tensors(layers)
+        tensors = layout_tensors(layers)
         for found in self.records:
             layers, tensors = found.apply(layers), tensors | found.tensors()
         needed = needed_tensors(layers, "float32")  # names alone: a predicted layer needs no mean any more
@@ -182,7 +182,7 @@ def basis_folder(job: Job) -> BasisRecord:
     if recipe.chooses_in_a_basis:
         k, v = (recipe.cache.format(side, 2, "token", recipe.profile.kl_group, "rotated") for side in SIDES)
         layers = layers_in(loaded.geometry, k, v)
-        tensors = lattice_tensors(layers)
+        tensors = layout_tensors(layers)
     else:
         allocation = allocation_record.load(folder.allocation)[0]
         layers, tensors = Transforms.of(folder, recipe, before=spec.stage).apply(allocation.layers)

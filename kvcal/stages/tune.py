@@ -35,6 +35,7 @@ from kvcal.quantities import MAX_SEED
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_reading, measure_tasks
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Share, dump, parse
+from kvcal.systems.kitty.layout import boost_of
 from kvcal.systems.mixkvq.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
 if TYPE_CHECKING:  # Optuna takes a second, and a choice is made without it
@@ -224,7 +225,7 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
             f"layer {moved[0]} has transforms of its keys; thresholds are searched for plain pages",
             hint="tune a recipe with [formats] alone",
         )
-    boosts = (layer.format("k").boost for layer in paged)
+    boosts = (boost_of(layer.format("k")) for layer in paged)
     tiers = [tier for boost in boosts if boost is not None for tier in boost.tiers]
     bits = {tier.num_bits for tier in tiers if tier.above is not None}
     if not bits:

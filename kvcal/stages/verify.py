@@ -72,7 +72,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     longest = max((fmt.num_sink_tokens + fmt.ring_tokens() for p in plan.layers for fmt in p.formats), default=0)
     counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
     most_rows = len(RAGGED)
-    if plan.is_progressive:  # its pages shrink on a schedule for no more than the workload
+    if plan.is_progressive:  # its bits change on a schedule for no more than the workload
         most_rows = min(most_rows, plan.workload.batch)
         max_context = min(max_context or plan.workload.context, plan.workload.context)
     counts = [count for count in counts if 0 < count <= (max_context or count)]

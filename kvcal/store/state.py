@@ -37,7 +37,7 @@ class Source(Protocol):
     plan: LayerPlan
 
     def before_rope(self, side: Side, spans: Sequence[Span]) -> Tensor:
-        """[M, n, 128, D] fp32: these pages as predictors read them."""
+        """[M, n, 128, D] fp32: these pages as predictions read them."""
 
     def forget(self) -> None:
         """Drop what was kept for readers."""
@@ -55,13 +55,11 @@ class PlanState:
         self.padding = Padding(attention_mask)
         self.tensors: Mapping[str, Tensor] = plan.tensors
         self.sources: set[tuple[int, Side]] = set()
+        self.later_sources: set[int] = set()
         for layer, side in itertools.product(plan.layers, SIDES):
-            predictor = layer.predictor(side)
-            if predictor is not None:
-                self.sources.add((predictor.source, side))
-                self.sources |= {(layer.geometry.index, "k")} if side == "v" else set()
-        predictors = [layer.predictor(side) for layer in plan.layers for side in SIDES]
-        self.later_sources = {predictor.source for predictor in predictors if predictor is not None}
+            sources = layer.sources(side)
+            self.sources |= sources
+            self.later_sources |= {index for index, _ in sources} - {layer.geometry.index}
         self.predictions: dict[int, Source] = {}
         self.is_scheduled = plan.is_progressive
         self.shares_layers = self.is_stepping = False

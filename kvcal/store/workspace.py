@@ -1,7 +1,7 @@
 """Memory that a decode step of a plan takes besides its cache: its bytes, which whole-device budgets and the
 bench count.
 
-    kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last
+    kept       what predictions read: pages before RoPE in fp32, from the time they are reconstructed until their last
                reader has used them. A layer that is predicted from the one before makes two exist at a time;
                a layer that many are predicted from stays until the last of them
     unpacked   keys and values of one layer as attention reads them, one side's pages on their way there; of latent
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
-from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS, Layout
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, UNIFORM, Format, Side, num_pages
+from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.systems.pm_kvq.shrink import RECORDS_AT_ONCE
 
@@ -79,11 +79,11 @@ def transient_bytes(
 
 def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
     """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed
-    at once, filling their last page, or where pages shrink."""
+    at once, filling their last page, or where pages get other bits."""
     formats = {fmt for layer in layers for fmt in layer.formats}
-    shrinking = {count for fmt in formats for count in fmt.shrink_at if count <= max_tokens}
+    changes = {count for fmt in formats for count in fmt.changes_at if count <= max_tokens}
     steps = {(0, max_tokens), (max(0, max_tokens - PAGE_TOKENS), max_tokens)}
-    steps |= {(max(0, count - 1), count) for count in shrinking}
+    steps |= {(max(0, count - 1), count) for count in changes}
     return max(transient_bytes(layers, cache_dtype, (n,) * batch, (m,) * batch, (n, m)) for n, m in steps)
 
 
@@ -110,7 +110,7 @@ class _Part:
         converted = old * (wide + narrow) if wide != narrow else 0
         added = (old + new) * narrow if new > old else 0
         at_once = max(
-            RECORDS_AT_ONCE if converted or self.format.lattice_dim is not None else 0,
+            RECORDS_AT_ONCE if converted or self._layout(0).records_per_page(2) == 1 else 0,
             min(new - old, max(ENCODE_PAGES, after.total())) * self.num_heads,
         )
         scratch = self._scratch_bytes * at_once * PAGE_TOKENS * self.layer.head_dim(self.side)
@@ -123,7 +123,7 @@ class _Part:
     @property
     def _scratch_bytes(self) -> int:
         """Of a value that is encoded."""
-        is_rotated = self.format.quantizer != UNIFORM
+        is_rotated = self.format.kind == "rotated"
         has_feedback = self.layer.feedback(self.side)
         if is_rotated and has_feedback:
             return SEARCH_BYTES
@@ -137,9 +137,12 @@ class _Part:
         return values * (SCRATCH_BYTES * at_once + itemsize * batch * min(tokens, self.format.ring_tokens()))
 
     def _bytes_of_page(self, columns: int) -> int:
-        head_dim, dtype = self.layer.head_dim(self.side), self.cache_dtype
-        layout = self.format.layout(self.side, self.num_heads, head_dim, dtype, self.format.bits_at(columns))
-        return layout.record_bytes * (1 if self.format.lattice_dim is not None else self.num_heads)
+        layout = self._layout(columns)
+        return layout.record_bytes * layout.records_per_page(self.num_heads)
+
+    def _layout(self, columns: int) -> Layout:
+        head_dim, num_bits = self.layer.head_dim(self.side), self.format.bits_at(columns)
+        return self.format.layout(self.side, self.num_heads, head_dim, self.cache_dtype, num_bits)
 
 
 FLOAT_BYTES = 4
@@ -198,12 +201,7 @@ def kept_slots(paged: Sequence[LayerPlan], batch: int, max_tokens: int) -> list[
     last_reader: dict[tuple[int, Side], int] = {}
     for layer in paged:
         for side in SIDES:
-            predictor = layer.predictor(side)
-            if predictor is None:
-                continue
-            last_reader[predictor.source, side] = layer.geometry.index
-            if side == "v":
-                last_reader[layer.geometry.index, "k"] = layer.geometry.index
+            last_reader |= dict.fromkeys(layer.sources(side), layer.geometry.index)
     slots: list[Slot] = []
     busy_until: list[int] = []
     for layer in paged:

@@ -293,12 +293,12 @@ SHRINKING = Format(2, param_dtype="float32", shrink_at=(100,))
 LATTICE = Format(2, lattice_dim=2)
 # A plan of three layers, the layer that is refused, and why.
 DYNAMIC_ONLY = [
-    (llama_plan(SHRINKING, V, num_layers=3), 0, "k pages shrink, and memory of a fixed size stays as it is"),
-    (llama_plan(V, SHRINKING, num_layers=3), 0, "v pages shrink, and memory of a fixed size stays as it is"),
-    (llama_plan(V, LATTICE, num_layers=3), 0, "v pages are on a lattice, which the kernels cannot read"),
-    (form_plan("lattice d=2"), 0, "k pages are on a lattice, which the kernels cannot read"),
-    (form_plan("before RoPE"), 0, "k pages hold keys before RoPE, which the kernels cannot read"),
-    (form_plan("linear"), 1, "k pages hold residuals of a prediction, which the kernels cannot read"),
+    (llama_plan(SHRINKING, V, num_layers=3), 0, "k pages that shrink: memory of a fixed size stays as it is"),
+    (llama_plan(V, SHRINKING, num_layers=3), 0, "v pages that shrink: memory of a fixed size stays as it is"),
+    (llama_plan(V, LATTICE, num_layers=3), 0, "v pages on a lattice: no kernel reads them as they are stored"),
+    (form_plan("lattice d=2"), 0, "k pages on a lattice: no kernel reads them as they are stored"),
+    (form_plan("before RoPE"), 0, "k pages before RoPE: no kernel reads them as they are stored"),
+    (form_plan("linear"), 1, "k pages before RoPE: no kernel reads them as they are stored"),
 ]
 
 
@@ -338,9 +338,9 @@ def test_what_the_kernels_refuse() -> None:
         (found(k, V, dim=36), "36"),
         (found(k, V, dim=128, v_dim=64), ""),
         (found(k, rotated, dim=256), "head size 256; of rotated pages the kernels take up to 128"),
-        (found(SHRINKING, V), "k pages shrink"),
-        (found(rotated, rotated, k_pages="pre"), "k pages hold keys before RoPE"),
-        (found(LATTICE, sinks), "k pages are on a lattice"),
+        (found(SHRINKING, V), "k pages that shrink"),
+        (found(rotated, rotated, k_pages="pre"), "k pages before RoPE"),
+        (found(LATTICE, sinks), "k pages on a lattice"),
     ):
         assert len(refused) == 1 and says in refused[0]
 

@@ -49,8 +49,11 @@ def allocations() -> list[int]:
     return [stats[key] for key in ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current")]
 
 
+@pytest.mark.parametrize("name", ["mixed", "basis"])
 @torch.inference_mode()
-def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the graph, kernels overlap; the eager ones run one at a time."""
     launch = Kernel.launch
 
@@ -60,7 +63,7 @@ def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(monke
         torch.cuda.synchronize()
 
     model = reasoner("bfloat16").model
-    plan, prompt = mixed_plan(model), task_prompts(2, 100)
+    plan, prompt = mixed_plan(model) if name == "mixed" else plan_for(model, name), task_prompts(2, 100)
     found = []
     with attached(model):
         for is_captured in (False, True):

@@ -21,7 +21,7 @@ from kvcal.plan.plan import Plan
 
 K, V = Format(2, "channel", 32), Format(2, "token", 32)
 REFUSED = {
-    "shrinking": (K, replace(V, num_bits=4, shrink_at=(256,), param_dtype="float32"), "v pages shrink"),
+    "shrinking": (K, replace(V, num_bits=4, shrink_at=(256,), param_dtype="float32"), "v pages that shrink"),
 }
 
 
@@ -46,9 +46,15 @@ def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("lattice d=2", "layers 0: k pages are on a lattice, which the kernels cannot read; layers 0: v pages are on"),
-        ("before RoPE", "layers 0, 1: k pages hold keys before RoPE, which the kernels cannot read"),
-        ("linear", "layers 1, 2: k pages hold residuals of a prediction, which the kernels cannot read"),
+        (
+            "lattice d=2",
+            "layers 0: k pages on a lattice: no kernel reads them as they are stored; layers 0: v pages on",
+        ),
+        ("before RoPE", "layers 0, 1: k pages before RoPE: no kernel reads them as they are stored"),
+        (
+            "linear",
+            "layers 1, 2: k pages before RoPE: no kernel .*; layers 1, 2: k residuals of a prediction: no kernel",
+        ),
     ],
 )
 def test_what_a_dynamic_cache_alone_takes_is_refused(name: str, reason: str) -> None:
@@ -102,12 +108,13 @@ def test_more_drafts_than_a_ring_has_room_for_are_refused() -> None:
 
 
 def test_layers_without_pages_are_refused() -> None:
-    """A sliding window is vLLM's own; nothing has a state, and blocks are for layers with pages."""
+    """Sliding windows and states are vLLM's own, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
-    with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state"):
-        require_served(replace(plan, layers=layers), is_cuda=False)
+    require_served(replace(plan, layers=layers), is_cuda=False)
+    with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state, which is served in vLLM alone"):
+        require_served(replace(plan, layers=layers), False, "sglang")
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
     with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window, which is served in vLLM alone"):
@@ -138,11 +145,9 @@ MENDS = [
     (llama_plan(*BY_QUERIES, cache_dtype="bfloat16"), "vllm", 5, DRAFTS),
     (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
     (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
-    *(
-        (beside_a_paged_layer(one, dtype), "vllm", 0, NO_PLAN.format("vllm"))
-        for one in (STATE, WITH_STATE, LATENT)
-        for dtype in ("bfloat16", "float32")
-    ),
+    *((beside_a_paged_layer(LATENT, dtype), "vllm", 0, NO_PLAN.format("vllm")) for dtype in ("bfloat16", "float32")),
+    *((beside_a_paged_layer(one), "sglang", 0, NO_PLAN.format("sglang")) for one in (STATE, WITH_STATE)),
+    *((beside_a_paged_layer(one, "float32"), "vllm", 0, DTYPE) for one in (STATE, WITH_STATE)),
 ]
 
 

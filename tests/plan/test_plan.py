@@ -19,8 +19,9 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.models.load import identity_of
 from kvcal.plan.page_format import num_pages
-from kvcal.plan.plan import RAW, SCHEMA, Boost, Format, LayerPlan, Plan, Predictor, Tier, Workload, plan_bytes
+from kvcal.plan.plan import RAW, SCHEMA, Boost, Format, LayerPlan, Plan, Tier, Workload, plan_bytes
 from kvcal.strict import parse
+from kvcal.systems.aqua_kv.transform import Predictor
 from kvcal.systems.kvmix.window_rule import WindowRule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
@@ -55,7 +56,7 @@ def test_transforms_that_do_not_go_together_are_refused() -> None:
     rotated = replace(layer, v=Format(2, quantizer="rotated"), v_basis=True)
     with pytest.raises(ValueError, match="has a v_gain, which is for values in a basis"):
         replace(rotated, v_gain=True)
-    with pytest.raises(ValueError, match="has v_basis and a v_predictor"):
+    with pytest.raises(ValueError, match="has v_basis, which takes the place of other transforms"):
         replace(rotated, v_predictor=predictor)
     for basis in ({"k_basis": True}, {"v_basis": True}):
         with pytest.raises(ValueError, match="is bounded and takes no transforms"):

@@ -27,13 +27,13 @@ from kvcal.plan.plan import (
     Format,
     LayerPlan,
     Plan,
-    Predictor,
     Tier,
-    WindowRule,
     Workload,
     save_plan,
 )  # fmt: skip
 from kvcal.plan.tensors import needed_tensors
+from kvcal.systems.aqua_kv.transform import Predictor
+from kvcal.systems.kvmix.window_rule import WindowRule
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 

@@ -21,7 +21,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers, fixed_layers
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Workload, load_plan
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import find_recipe, load_recipe, recipe_names, with_knobs
@@ -52,14 +52,14 @@ def test_every_side_of_every_layer_has_signs_of_its_own() -> None:
     formats = load_recipe("higgs-2").formats
     assert formats is not None
     layers = fixed_layers(formats, tuple(LayerPlan(replace(wide, index=i), formats.k, formats.v) for i in range(3)))
-    tensors = lattice_tensors(layers)
+    tensors = layout_tensors(layers)
     signs = [tensors[f"layers.{layer.geometry.index}.{side}_signs"] for layer in layers for side in SIDES]
     for one in signs:
         assert one.shape == (1024,) and set(one.tolist()) == {-1, 1}
         assert abs(int(one.sum())) < 5 * 32  # five standard deviations
     for one, other in itertools.combinations(signs, 2):
         assert abs(int((one.int() * other.int()).sum())) < 5 * 32
-    again = lattice_tensors(layers)
+    again = layout_tensors(layers)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 

@@ -10,7 +10,7 @@ from form_cases import with_tensors
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import ExpandedHeads
-from kvcal.plan.layer import FormatsSpec, LayerPlan, Predictor
+from kvcal.plan.layer import FormatsSpec, LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
@@ -28,6 +28,7 @@ from kvcal.stages.allocate.record import Allocation, fixed_allocation
 from kvcal.stages.allocate.stage import allocate
 from kvcal.store.workspace import step_workspace
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.aqua_kv.transform import Predictor
 from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
 from kvcal.systems.pm_kvq.recipe import ProgressiveSpec, ReparamSpec
 from kvcal.systems.pm_kvq.schedule import made_progressive

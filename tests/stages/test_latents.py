@@ -22,8 +22,8 @@ from kvcal import PlanCache, load_plan
 from kvcal.engines.support import require_served
 from kvcal.errors import UnsupportedModel
 from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
-from kvcal.plan.plan import RAW, Boost, Format, Plan, Predictor, Tier, Workload
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.plan import RAW, Boost, Format, Plan, Tier, Workload
+from kvcal.plan.tensors import layout_tensors
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
@@ -35,6 +35,7 @@ from kvcal.stages.profile.observers import GradientPass
 from kvcal.store.workspace import step_workspace
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.record import find_targets
+from kvcal.systems.aqua_kv.transform import Predictor
 from kvcal.systems.basis import stage as basis
 from kvcal.systems.basis.recipe import FeedbackSpec
 from kvcal.systems.pm_kvq import reparam as reparam_stage
@@ -86,7 +87,7 @@ def test_more_bits_are_nearer_to_16() -> None:
     rotary = [layers_in(name, RAW, Format(bits, "token", 32)) for bits in (1, 2, 4, 8)]
     others = [layers_in(name, Format(4, quantizer="rotated", group_size=32)), layers_in(name, RAW)]
     plans = [
-        Plan(loaded.identity, cache_dtype, layers, Workload(1, 300), {}, tensors=lattice_tensors(layers))
+        Plan(loaded.identity, cache_dtype, layers, Workload(1, 300), {}, tensors=layout_tensors(layers))
         for layers in (*latents, *rotary, *others)
     ]
     *kl, rotated, raw = deviations(loaded.model, reference, plans, tokens_BT, mask_BT).kl_Pn.mean(1).tolist()
@@ -121,7 +122,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_heads_are_refused(transform: str) -> None:
     layer = layers_in("deepseek_v3", TWO_BITS, Format(4, "token", 32))[1]
-    with pytest.raises(ValueError, match="layer 1 caches latents: latents take no λ, offsets, predictors"):
+    with pytest.raises(ValueError, match="layer 1 caches latents: latents take no transforms"):
         replace(layer, **TRANSFORMS[transform])
 
 
@@ -145,7 +146,7 @@ def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None
     fed = basis.run_basis(loaded, layers, {}, data, FeedbackSpec(), {}, tmp_path / "f", listener)
     assert fed.sides == () and fed.apply(layers) == layers
     for stage in ("reparam", "feedback"):
-        assert f"{stage}: latents take no λ, offsets, predictors or error feedback" in "\n".join(listener.said)
+        assert f"{stage}: latents take no transforms" in "\n".join(listener.said)
     targets = find_targets(layers, PredictorSpec(), "float32")
     assert all(target.shape is None for target in targets)
     assert {"caches latents" in str(target.reason) for target in targets[2::2]} == {True}

@@ -216,7 +216,7 @@ def test_pages_that_shrink_are_not_for_decoding(loaded: LoadedModel) -> None:
     shrinking = Format(2, param_dtype="float32", shrink_at=(100,))
     layers = [replace(layer, k=shrinking, v=shrinking) for layer in bare_layers(loaded.geometry)]
     found = choose.not_for_decoding(layers, "bfloat16", DEFAULT_WORKLOAD)
-    assert str(found).startswith("slower than 16 bits to decode: k pages shrink, ")
+    assert str(found).startswith("slower than 16 bits to decode: k pages that shrink: ")
 
 
 def test_systems_read_the_text_of_the_search(tmp_path: Path) -> None:

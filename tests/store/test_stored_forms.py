@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache
 from kvcal.errors import NonFiniteActivations
-from kvcal.kernels.variants import stored_form
-from kvcal.plan.page_format import SIDES
+from kvcal.kernels.choice import not_served
 from kvcal.store.workspace import FLOAT_BYTES, kept_slots, step_workspace
 
 LAYERS = range(3)
@@ -34,7 +33,7 @@ def fed(plan: Plan, cuts: Sequence[int], inputs: list[tuple[Tensor, ...]]) -> Pl
 def test_chunks_store_what_steps_store(name: str) -> None:
     """But where queries choose channels, which know the chunk."""
     plan, inputs = form_plan(name), [states(layer, 2, 300) for layer in LAYERS]
-    assert any(stored_form(layer, side) is not None for layer in plan.layers for side in SIDES)
+    assert any(any(not_served(layer, "static")) for layer in plan.layers)
     steps = fed(plan, STEPS, inputs)
     assert steps.nbytes == plan.nbytes([300] * 2, 300)
     others = (CHUNKS, (300,)) if not any(layer.k.needs_queries for layer in plan.layers) else (STEPS,)

@@ -15,7 +15,7 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.page_format import Side
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.recipe_files import load_recipe, recipe_names
 from kvcal.store.state import Serving
 
@@ -61,7 +61,7 @@ def plan_of(geometry: Geometry, k: Format, v: Format, **changes) -> Plan:
         for layer in geometry.layers
     )
     identity = ModelIdentity("tiny", geometry.model_type, "0", "1", "2")
-    changes = {"tensors": lattice_tensors(layers)} | changes
+    changes = {"tensors": layout_tensors(layers)} | changes
     return Plan(identity, geometry.cache_dtype, layers, Workload(2, 300), {}, **changes)
 
 

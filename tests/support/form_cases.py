@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import Geometry
-from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.tensors import needed_tensors
+from kvcal.systems.aqua_kv.transform import Predictor
 from kvcal.systems.kvmix.window_rule import WindowRule
 
 Change = Callable[[LayerPlan], LayerPlan]

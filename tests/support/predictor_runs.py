@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.models.load import LoadedModel
-from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
@@ -22,6 +22,7 @@ from kvcal.progress import Silent
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.record import PredictorRecord
 from kvcal.systems.aqua_kv.stage import run_fit_predictors
+from kvcal.systems.aqua_kv.transform import Predictor
 
 FIRST = Format(4, "token", 64, num_sink_tokens=4)
 REST = Format(2, "token", 64, num_sink_tokens=4)

@@ -19,7 +19,7 @@ from kvcal.store.state import Serving
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("query_range", (Tier(16, 0.125, 1.5), Tier(4, 0.25, 0.5)))
-ROTATED = "rotated pages, error feedback"
+ROTATED = "rotated pages in a basis, error feedback"
 # Formats of keys and values; None: a sliding window of 100 tokens.
 CASES = {
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2)),
@@ -39,8 +39,8 @@ def layers_of(case: str) -> list[LayerPlan]:
     geometry = AttentionGeometry(0, GROUP * HEADS, HEADS, DIM, DIM, None if formats else 100)
     if formats is None:
         return [LayerPlan(geometry)]
-    has_feedback = case == ROTATED
-    return [LayerPlan(geometry, *formats, k_feedback=has_feedback, v_feedback=has_feedback)]
+    parts = ("k_feedback", "v_feedback", "k_basis", "v_basis") if case == ROTATED else ()
+    return [LayerPlan(geometry, *formats, **dict.fromkeys(parts, True))]
 
 
 def cache_of(case: str) -> PlanCache:

@@ -136,8 +136,8 @@ def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_byt
     split, workload = allocation.split, allocation.workload
     if split.kind is None:
         return None
-    # Where pages shrink, the bytes are most right before they do.
-    ends = {at - 1 for layer in layers for fmt in layer.formats for at in fmt.shrink_at}
+    # Where pages get fewer bits, the bytes are most right before they do.
+    ends = {at - 1 for layer in layers for fmt in layer.formats for at in fmt.changes_at}
     counts = {workload.context, *(end for end in ends if 0 < end < workload.context)}
     most = max(sum(layer_bytes(layers, allocation.cache_dtype, Workload(workload.batch, count))) for count in counts)
     return split.for_cache - most - transform_bytes(allocation, layers, tensor_bytes)

@@ -134,8 +134,8 @@ class DenseLayer(DynamicLayer, PlanLayer):
         state."""
         plan, state, index = layer.plan, layer.state, layer.plan.geometry.index
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
-        is_predicted = any(plan.predictor(side) is not None for side in SIDES)
-        is_own = is_read or is_predicted or plan.k_basis or plan.v_basis
+        reads_others = any(plan.sources(side) for side in SIDES)
+        is_own = is_read or reads_others or plan.k_basis or plan.v_basis
         return not (is_own or state.is_scheduled or plan.geometry.state_bytes)
 
     @property

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.tensors import predictor_shape
 from kvcal.store.pool import Span, ordinals_of
 from kvcal.store.sinks_ring_pages import PagedTensor, Predict
 from kvcal.store.state import PlanState
 from kvcal.systems.aqua_kv.predictor import LinearPredictor
+from kvcal.systems.aqua_kv.transform import predictor_of, predictor_shape
 
 
-def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.device) -> LinearPredictor:
+def fitted_predictor(layer: LayerPlan, side: Side, state: PlanState, device: torch.device) -> LinearPredictor:
     """The predictor of a layer that has one, from the plan's tensors on ``device``, which the plan has
     checked."""
-    predictor = layer.predictor(side)
+    predictor = predictor_of(layer, side)
     assert predictor is not None
     (source,) = [other for other in state.plan.layers if other.geometry.index == predictor.source]
     shape = predictor_shape(layer, source, side, state.plan.cache_dtype)
@@ -58,7 +58,7 @@ class Prediction:
 
     def of(self, side: Side) -> Predict | None:
         """The predictor that the pages of ``side`` ask; None where nothing is predicted."""
-        return None if self.plan.predictor(side) is None else functools.partial(self._predict, side)
+        return None if predictor_of(self.plan, side) is None else functools.partial(self._predict, side)
 
     def attach(self, sides: dict[Side, PagedTensor]) -> None:
         """Takes the places of the layer's pages."""
@@ -82,7 +82,7 @@ class Prediction:
     def release(self) -> None:
         """After an update: nobody needs the source's reconstructions any more, nor its own without
         readers."""
-        sources = {predictor.source for side in SIDES if (predictor := self.plan.predictor(side)) is not None}
+        sources = {predictor.source for side in SIDES if (predictor := predictor_of(self.plan, side)) is not None}
         for source in sources:
             self.state.predictions[source].forget()
         if self.plan.geometry.index not in self.state.later_sources:
@@ -97,11 +97,11 @@ class Prediction:
 
     def _predict(self, side: Side, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D] fp32: what the predictor says about these pages."""
-        predictor = self.plan.predictor(side)
+        predictor = predictor_of(self.plan, side)
         assert predictor is not None
         inputs = [self.state.predictions[predictor.source].before_rope(side, spans)]
         if side == "v":
             inputs.append(self.before_rope("k", spans))
         if side not in self._predictors:
-            self._predictors[side] = predictor_of(self.plan, side, self.state, inputs[0].device)
+            self._predictors[side] = fitted_predictor(self.plan, side, self.state, inputs[0].device)
         return predicted(self._predictors[side], inputs, self.plan.attention.num_kv_heads)

@@ -35,10 +35,10 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS, page_positions, without_sin
 from kvcal.pages.rescale_and_rope import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
-from kvcal.plan.tensors import predictor_shape
 from kvcal.stages.checkpoint import Batch, host_bytes
 from kvcal.stages.measuring.dense_layer import values_at_once
 from kvcal.systems.aqua_kv.predictor import LinearPredictor
+from kvcal.systems.aqua_kv.transform import predictor_of, predictor_shape
 
 FIT, HELD_OUT = "fit", "held_out"
 STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's
@@ -170,7 +170,7 @@ class Reconstruction:
 
     def _predictor(self, index: int, side: Side) -> LinearPredictor | None:
         layer = self._by_index[index]
-        predictor = layer.predictor(side)
+        predictor = predictor_of(layer, side)
         if predictor is None:
             return None
         shape = predictor_shape(layer, self._by_index[predictor.source], side, self.cache_dtype)

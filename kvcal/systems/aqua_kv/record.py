@@ -26,15 +26,16 @@ from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Index, ModelIdentity
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.plan.plan import Workload
-from kvcal.plan.tensors import check_layers, predictor_shape
+from kvcal.plan.tensors import check_layers
 from kvcal.quantities import format_bytes
 from kvcal.records import record_of, refusing
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
 from kvcal.systems.aqua_kv.predictor import PredictorShape
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems.aqua_kv.transform import Predictor, predictor_shape
 
 KIND = "predictors"
 SCHEMA = 2
@@ -138,10 +139,10 @@ def with_predictors(
 
 def with_predictor(layer: LayerPlan, side: Side, source: int, spec: PredictorSpec) -> LayerPlan:
     """``layer`` with one side predicted from layer ``source``. ValueError where it cannot be."""
-    predictor = Predictor(spec.kind, source, spec.rank, spec.group_size)
-    if side == "v":
-        return replace(layer, v_predictor=predictor)
-    return replace(layer, k_predictor=predictor, k_pages="pre", k_offset=False)  # its bias holds the mean
+    keys: dict[str, Any] = {f"{side}_predictor": Predictor(spec.kind, source, spec.rank, spec.group_size)}
+    if side == "k":
+        keys |= {"k_pages": "pre", "k_offset": False}  # its bias holds the mean
+    return replace(layer, **keys)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _obstacle(
         return "there is no layer before it"
     if layer.format(side) == RAW:
         return "16 bits leave no error to save"
-    if any(fmt.shrink_at for fmt in (source.format(side), *layer.formats)):
+    if any(fmt.changes_at for fmt in (source.format(side), *layer.formats)):
         return "pages that shrink would change what is predicted from them"
     try:
         predicted = with_predictor(layer, side, source.geometry.index, spec)

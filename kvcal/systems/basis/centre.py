@@ -31,8 +31,9 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.rescale_and_rope import rotate
-from kvcal.plan.layer import LayerPlan, Pages
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW
+from kvcal.plan.plain_layer import BASIS, BEFORE_ROPE, FEEDBACK, Pages
 from kvcal.progress import Reporter
 from kvcal.records import refusing
 from kvcal.stages.calibration import few_logits
@@ -72,10 +73,10 @@ class Centring:
 
 def takes_mean(layer: LayerPlan) -> bool:
     """Whether keys are scaled by token, and by no transform that holds or moves their mean."""
-    if not layer.takes_transforms or layer.k_rescale or layer.k_offset or layer.k_predictor is not None:
+    if not layer.takes_transforms or not {*layer.transforms("k")} <= {BEFORE_ROPE, FEEDBACK, BASIS}:
         return False
     fmt = layer.format("k")
-    return fmt != RAW and fmt.axis == "token" and not fmt.needs_queries and not fmt.shrink_at
+    return fmt != RAW and fmt.axis == "token" and not fmt.needs_queries and not fmt.changes_at
 
 
 def run_centre(
@@ -132,7 +133,7 @@ def centring(
         mean_ND, variance = total.result(), (squares[index].result() - total.result().square()).sum()
         if not bool(torch.isfinite(variance)):
             raise NonFiniteActivations(f"keys of layer {index} hold NaN or infinity")
-        is_pre = chosen[index].k_pages == "pre" or chosen[index].format("k").lattice_dim is not None
+        is_pre = chosen[index].k_pages == "pre" or not chosen[index].format("k").takes_feedback
         if not is_pre:
             constant_ND, swing = _constant(mean_ND, tables[index])
             is_pre = swing > float(variance)

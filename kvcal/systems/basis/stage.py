@@ -42,8 +42,9 @@ from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.pages.error_feedback import factor_spec, feedback_factor
 from kvcal.plan.layer import LATENTS, LayerPlan, Present
 from kvcal.plan.page_format import SIDES, Format, Side
+from kvcal.plan.plain_layer import BASIS, FEEDBACK
 from kvcal.plan.plan import Plan
-from kvcal.plan.tensors import lattice_tensors, needed_tensors
+from kvcal.plan.tensors import layout_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.calibration import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
@@ -59,6 +60,7 @@ from kvcal.systems.basis.hessians import (
     query_products,
     rotated,
 )
+from kvcal.systems.basis.layout import ROTATED
 from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
 from kvcal.systems.basis.rotated import GAINED_BITS, gain_spec, value_gains
 
@@ -128,7 +130,7 @@ class BasisRecord:
     def changed(self, plan: Plan) -> Plan:
         """A plan without transforms, with these."""
         layers = self.apply(plan.layers)
-        tensors = lattice_tensors(layers) | self.tensors()
+        tensors = layout_tensors(layers) | self.tensors()
         return replace(plan, layers=layers, tensors={name: tensors[name] for name in needed_tensors(layers, "float32")})
 
     def tensors(self) -> dict[str, Tensor]:
@@ -146,7 +148,7 @@ def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[La
     found: dict[Side, Format] = {}
     for side in spec.sides:
         every = (layer.format(side) for layer in layers if layer.is_paged)
-        if first := next((fmt for fmt in every if fmt.quantizer == "rotated"), None):
+        if first := next((fmt for fmt in every if fmt.kind == ROTATED), None):
             found[side] = replace(first, num_bits=2)
     return tuple(replace(x, k=found.get("k", x.k), v=found.get("v", x.v)) if x.takes_transforms else x for x in layers)
 
@@ -157,10 +159,7 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
         (layer.geometry.index, side)
         for layer in layers
         for side in SIDES
-        if side in sides
-        and layer.takes_transforms
-        and layer.format(side).takes_feedback
-        and not layer.format(side).shrink_at
+        if side in sides and layer.takes_transforms and layer.format(side).takes_feedback
     ]
 
 
@@ -169,9 +168,8 @@ def basis_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list
     found = []
     for place in feedback_places(layers, sides):
         layer, side = next(one for one in layers if one.geometry.index == place[0]), place[1]
-        is_moved = side == "k" and (layer.k_rescale or layer.k_offset or layer.k_pages == "pre")
-        is_rotated = layer.format(side).quantizer == "rotated"
-        if is_rotated and not is_moved and layer.predictor(side) is None:
+        is_moved = not {*layer.transforms(side)} <= {FEEDBACK, BASIS}
+        if layer.format(side).kind == ROTATED and not is_moved:
             found.append(place)
     return found
 
@@ -321,8 +319,8 @@ class _Calibration:
             center, covariance = mean_and_covariance(sums, side == "k" and self._is_blind(index))
             basis = fitted_basis(hessian, covariance, self.spec.exponent, center if side == "k" else None)
             hessian = moved_hessian(hessian, basis)
-        if layer.format(side).quantizer == "rotated":
-            signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
+        if layer.format(side).kind == ROTATED:
+            signs = layout_tensors((layer,))[f"layers.{index}.{side}_signs"]
             hessian = rotated(hessian, signs)
         return hessian, basis
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
+from kvcal.systems.kitty.layout import boost_of
 from kvcal.systems.kitty.scores import channel_scores
 from kvcal.systems.kitty.tiered import MAX_SLOTS
 
@@ -42,7 +44,7 @@ Scores = Mapping[int, Tensor]
 def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter: Reporter) -> Scores:
     """{layer index: [pages, N, D] fp64 on the CPU} for every layer of ``plan`` whose keys are boosted, over
     all sequences of ``data``."""
-    boosted = {layer.geometry.index: fmt for layer in plan.layers if (fmt := layer.k) is not None and fmt.boost}
+    boosted = {layer.geometry.index: fmt for layer in plan.layers if (fmt := layer.k) is not None and boost_of(fmt)}
     pages: dict[int, list[Tensor]] = {index: [] for index in boosted}
 
     def observe(captured: Captured) -> None:
@@ -66,14 +68,15 @@ def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter
 
 def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     """Scores [P, N, D] fp64 of the P pages that a sequence of T tokens fills."""
-    assert fmt.boost is not None
+    score = fmt.score
+    assert score is not None
     N, T, D = k_post_NTD.shape
     P = T // PAGE_TOKENS
     keys_NTD = without_sinks(k_post_NTD[:, : P * PAGE_TOKENS], fmt.num_sink_tokens)
     pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
     magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
     queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
-    return channel_scores(fmt.boost.score, pages_PNtD, queries_PND)
+    return channel_scores(score, pages_PNtD, queries_PND)
 
 
 def taken_channels(tiers: Sequence[Tier], scores_PND: Tensor, is_limited: bool = True) -> list[Tensor]:
@@ -110,11 +113,12 @@ def with_thresholds(
     are fitted to ``page_share`` of these pages; else they stay as they are."""
     layers = list(plan.layers)
     for position, layer in enumerate(layers):
-        if layer.is_paged and (old := layer.format("k").boost) is not None:
+        if layer.is_paged and (old := boost_of(layer.format("k"))) is not None:
             tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
             boost = Boost(old.score, tuple(tiers))
             fitted = boost if scores is None else fitted_boost(boost, scores[layer.geometry.index], page_share)
-            layers[position] = replace(layer, k=replace(layer.format("k"), boost=fitted))
+            keys: dict[str, Any] = {"boost": fitted}
+            layers[position] = replace(layer, k=replace(layer.format("k"), **keys))
     return replace(plan, layers=tuple(layers))
 
 
@@ -136,7 +140,8 @@ def key_code_bits(plan: Plan, scores: Scores) -> float:
         fmt, pages = layer.format("k"), scores[index]
         channels += pages.numel()
         total += fmt.num_bits * pages.numel()
-        tiers = fmt.boost.tiers if fmt.boost is not None else ()
+        boost = boost_of(fmt)
+        tiers = () if boost is None else boost.tiers
         for tier, count in zip(tiers, taken_channels(tiers, pages), strict=True):
             total += (tier.num_bits - fmt.num_bits) * int(count.sum())
     return total / channels

@@ -40,7 +40,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, Reread, check_taps, rereading
 from kvcal.plan.layer import LATENTS, LayerPlan
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import Reporter
 from kvcal.records import record_of
 from kvcal.stages.calibration import CalibrationSubject, calibration_inputs, fitting_scale
@@ -123,7 +123,7 @@ def run_reparam(
     searched = {layer.geometry.index: layer for layer in layers if takes_rescale(layer)}
     check_taps(loaded.model, loaded.geometry)
     pairs = rotary_pairs(loaded.model, loaded.geometry, searched)
-    tensors = {name: t.to(loaded.model.device) for name, t in lattice_tensors(layers).items()}
+    tensors = {name: t.to(loaded.model.device) for name, t in layout_tensors(layers).items()}
     if loaded.geometry.has_latents:
         reporter.say(f"reparam: {LATENTS}")
     longest = max(len(tokens) for tokens in data.sequences)

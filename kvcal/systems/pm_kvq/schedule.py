@@ -25,12 +25,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
 from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import UNIFORM, Format
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, num_values
@@ -44,7 +45,7 @@ NEVER = 1 << 40
 
 def can_shrink(fmt: Format) -> bool:
     """Whether pages of this format may begin with 16 bits."""
-    return fmt.num_bits in NARROWER_BITS and fmt.quantizer == UNIFORM and fmt.boost is None and fmt.lattice_dim is None
+    return fmt.num_bits in NARROWER_BITS and set(fmt.kinds()) <= {"shrink_at"}
 
 
 def progressive_layers(
@@ -95,7 +96,8 @@ def _shrinking(layer: LayerPlan, counts: Mapping[int, int]) -> LayerPlan:
         if fmt is None or not can_shrink(fmt):
             return fmt
         shrink_at = tuple(counts[bits] for bits in NARROWER_BITS if bits >= fmt.num_bits)
-        return replace(fmt, param_dtype="float32", shrink_at=shrink_at)
+        keys: dict[str, Any] = {"shrink_at": shrink_at}
+        return replace(fmt, param_dtype="float32", **keys)
 
     return replace(layer, k=shrinking(layer.k), v=shrinking(layer.v))
 

@@ -31,7 +31,7 @@ from kvcal.pages.hadamard import rotate as rotate_channels
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, load_plan
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
 from kvcal.stages import checkpoint as checkpoint_module
@@ -126,7 +126,7 @@ def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedMod
     )
     hessian = torch.einsum("ngtd,ngte->nde", *[queries.unflatten(0, (2, 2))] * 2) / queries.shape[1]
     torch.testing.assert_close(record.factors[1, "k"], feedback_factor(hessian, 0.01)[0], rtol=2e-3, atol=2e-4)
-    signs = lattice_tensors(layers)["layers.1.v_signs"]
+    signs = layout_tensors(layers)["layers.1.v_signs"]
     weight = output_weights(llama.model, llama.geometry)[1]
     turned = rotate_channels(weight, signs).double().unflatten(1, (2, 2))
     hessian = torch.einsum("cngd,cnge->nde", turned, turned)
@@ -201,7 +201,7 @@ KITTY = replace(K, boost=Boost("query_range", (Tier(16, 0.1, 1.0), Tier(4, 0.2))
 def test_a_cache_packs_pages_with_feedback_and_errs_less(tmp_path, llama, k, v, changes) -> None:
     """Scores of unseen queries, and the block's outputs, in as many bytes and the factors'."""
     layers = layers_of(llama, k, v, **changes)
-    tensors = lattice_tensors(layers)
+    tensors = layout_tensors(layers)
     if changes:
         tensors |= {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
     record = run(tmp_path, llama, layers, tensors)
@@ -237,12 +237,12 @@ def test_a_cache_packs_pages_with_feedback_and_errs_less(tmp_path, llama, k, v, 
 def test_what_takes_no_feedback_is_refused() -> None:
     loaded = as_loaded(built("llama"))
     layer = layers_of(loaded)[0]
-    with pytest.raises(ValueError, match="has k_feedback, and no k format whose codes"):
+    with pytest.raises(ValueError, match="has k_feedback, which chooses no codes of pages such as .2 lattice d2"):
         replace(layer, k=Format(2, lattice_dim=2), k_feedback=True)
-    with pytest.raises(ValueError, match="has v_feedback, and no v format"):
+    with pytest.raises(ValueError, match="has v_feedback, which chooses no codes of pages such as .16"):
         replace(layer, v=RAW, v_feedback=True)
     shrinking = Format(2, "token", 128, param_dtype="float32", shrink_at=(100,))
-    with pytest.raises(ValueError, match="has v_feedback and v pages that shrink"):
+    with pytest.raises(ValueError, match="has v_feedback, which chooses no codes of pages such as .4>2"):
         replace(layer, v=shrinking, v_feedback=True)
     window = bare_layers(geometry_of(built("mistral_all_sliding")))[0]
     with pytest.raises(ValueError, match="is bounded and takes no transforms"):
@@ -282,7 +282,7 @@ def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path, 
             assert side == "v" or torch.allclose(found.center, basis.center, atol=1e-5)
             # Eigenvectors have no sign.
             torch.testing.assert_close(found.matrix.abs(), basis.matrix.abs(), atol=2e-3, rtol=2e-2)
-            signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
+            signs = layout_tensors((layer,))[f"layers.{index}.{side}_signs"]
             costs = rotated(moved_hessian(hessian, found), signs)
             factor, _ = feedback_factor(costs, SPEC.damping)
             torch.testing.assert_close(record.factors[index, side].float(), factor.float(), atol=5e-3, rtol=2e-2)
@@ -358,13 +358,13 @@ def test_only_rotated_pages_without_transforms_get_a_basis(tmp_path: Path, llama
     layer = layers_of(llama, ROTATED, V)[0]
     with pytest.raises(ValueError, match="has v_basis, which is for rotated pages"):
         replace(layer, v_basis=True)
-    with pytest.raises(ValueError, match="has k_basis, which takes the place of k_rescale"):
+    with pytest.raises(ValueError, match="has k_basis, which takes the place of other transforms"):
         replace(layer, k_basis=True, k_offset=True)
 
 
 def test_a_basis_errs_less_in_a_cache(tmp_path: Path, llama: LoadedModel) -> None:
     """Of the same bits: logits after a text, through the packed cache."""
-    layers, signs = layers_of(llama, ROTATED, ROTATED), lattice_tensors(layers_of(llama, ROTATED, ROTATED))
+    layers, signs = layers_of(llama, ROTATED, ROTATED), layout_tensors(layers_of(llama, ROTATED, ROTATED))
     ids, errors = random_ids(2, 200, seed=3), {}
     with torch.no_grad():
         exact = llama.model(ids).logits[:, -1]

@@ -22,7 +22,7 @@ from kvcal.pages.codec import PageCodec
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Format
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import layout_tensors
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.systems.basis.centre import FIRST, centring, load, run_centre
 
@@ -61,7 +61,7 @@ def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
     loaded = as_loaded(built(name))
     layers = layers_in(loaded, LATTICE)
     found = centring(loaded, layers, list(TOKENS), Listener())
-    applied, tensors = found.apply(layers), lattice_tensors(layers) | found.tensors()
+    applied, tensors = found.apply(layers), layout_tensors(layers) | found.tensors()
     assert {x.geometry.index for x in applied if x.k_offset} == {x.geometry.index for x in layers if x.is_paged}
     for layer in filter(lambda layer: layer.k_offset, applied):
         seen, index = keys_of(loaded)[layer.geometry.index], layer.geometry.index
@@ -88,7 +88,7 @@ def test_a_bias_takes_no_codes() -> None:
         loaded = as_loaded(biased(times))
         layers = layers_in(loaded, replace(LATTICE, num_bits=2))
         found = centring(loaded, layers, list(TOKENS), Listener())
-        tensors = lattice_tensors(layers)
+        tensors = layout_tensors(layers)
         layers, tensors = (found.apply(layers), tensors | found.tensors()) if is_centred else (layers, tensors)
         plan = Plan(loaded.identity, "float32", layers, Workload(1, 300), {}, tensors)
         mask = torch.zeros_like(TOKENS, dtype=torch.bool)

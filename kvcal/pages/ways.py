@@ -1,0 +1,47 @@
+"""Ways to store keys and values: what each of them needs, and which places do not serve it.
+
+A layout or a transform declares its way in its own file, and a layer of a plan has one or more
+(``LayerPlan.ways``). What caches and engines refuse, what ``kvcal doctor`` prints and the table of
+docs/engines.md are read from these declarations, and from nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Where plans are served: a cache that grows, one of fixed size (and its kernels), the engines, which run the
+# kernels, too; with drafts that are verified and taken back; and from blocks that another request wrote.
+Place = Literal["dynamic", "static", "vllm", "sglang", "drafts", "prefixes"]
+PLACES: dict[Place, str] = {
+    "dynamic": "`PlanCache`",
+    "static": "static caches",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "drafts": "drafts",
+    "prefixes": "cached prefixes",
+}
+# Places that serve with the kernels of static caches, and so refuse what these do.
+OF_KERNELS: tuple[Place, ...] = ("vllm", "sglang")
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """``name``: what is stored so, for people. ``needs``: what packing a page reads besides its tokens:
+    "queries", "text" (calibration), "RoPE" (its angles) or "neighbours" (other layers). ``refused``: why a
+    place does not serve it, as the end of a sentence whose subject is ``name``."""
+
+    name: str
+    needs: tuple[Literal["queries", "text", "RoPE", "neighbours"], ...] = ()
+    refused: Mapping[Place, str] = field(default_factory=dict)
+
+    def reason(self, place: Place) -> str | None:
+        """Why ``place`` does not serve it; None where it does."""
+        found = self.refused.get(place)
+        return self.refused.get("static") if found is None and place in OF_KERNELS else found
+
+
+NO_KERNELS = "no kernel reads them as they are stored"
+RAW_PAGES = Way("pages of 16 bits")
+UNIFORM_PAGES = Way("uniform pages")
