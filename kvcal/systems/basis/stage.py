@@ -136,7 +136,7 @@ class BasisRecord:
 
     def planned(self, allocation: Allocation) -> Plan:
         """The plan of an allocation in the basis, to be measured."""
-        layers, tensors = allocation.layers, lattice_tensors(allocation.layers)
+        layers, tensors = allocation.layers, layout_tensors(allocation.layers)
         model, workload = allocation.model, allocation.workload
         return self.changed(Plan(model, allocation.cache_dtype, layers, workload, allocation.provenance, tensors))
 
