@@ -97,8 +97,8 @@ def inspect(
         found = allocate_stage.read_choices(plan, why)
         found = found or allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         widths = fixed_widths.report_of(loaded)
-        value = asdict(found) | ({} if widths is None else {fixed_widths.KEY: strict.dump(widths)})
-        given.show(value, *([] if widths is None else [tables.widths_table(widths)]), tables.choices_table(found))
+        reasons = asdict(found) | ({} if widths is None else {fixed_widths.KEY: strict.dump(widths)})
+        given.show(reasons, *([] if widths is None else [tables.widths_table(widths)]), tables.choices_table(found))
         return
     if against is not None:
         _show_differences(plan_file.load_plan(against), loaded, sizes, given)
