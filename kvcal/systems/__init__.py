@@ -6,6 +6,7 @@
     pm_kvq    pages that shrink on a schedule, and λ, which evens out key channels             (PM-KVQ)
     aqua_kv   pages that hold what a prediction from an earlier layer leaves; HIGGS's lattices (AQUA-KV)
     kvmix     bits and windows by importance of layers                                         (KVmix)
+    fp8       pages of e4m3 values                                                             (a baseline)
 
 What several systems share, and what kernels read, stands in ``kvcal.pages`` and ``kvcal.plan``. A folder here
 is found by its files, each of which may be left out:
