@@ -40,7 +40,7 @@ from kvcal.stages.checkpoint import (
 )
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
-from kvcal.systems.basis.stage import BasisRecord
+from kvcal.systems.basis.fit import BasisRecord
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 # Tokens of a batch of gradients, padding included.
