@@ -157,6 +157,9 @@ class AllocateSpec:
     drafts: Annotated[int, Field(ge=0, le=7, exclude_if=lambda drafts: drafts == 0)] = knob(
         0, "Draft tokens with each token, with engine = vllm: rings have room for them."
     )
+    state_bytes: Annotated[int, Field(ge=0, le=10**12, exclude_if=lambda nbytes: nbytes == 0)] = knob(
+        0, "Bytes of a layer's state on a rank, with engine = vllm; `kvcal plan` reads config.json."
+    )
 
     def __post_init__(self) -> None:
         if self.drafts and self.engine != "vllm":

@@ -85,6 +85,7 @@ def plan(
         is_stated = budgets.context or "allocate.context" in recipe_files.read_settings(given.sets or ())
         if not is_stated and recipe in (None, *recipe_files.recipe_names()):
             job = fit_budget.in_own_context(job)
+        job = fit_budget.with_states(job)
         if (need := fit_budget.need_of_16_bits(job)).fits:
             given.show({"verdict": "16-bit-fits", "plan": None, "folder": None, **asdict(need)})
             reporter.say(f"plan: 16 bits fit: {need}; nothing to quantize, and nothing was written")

@@ -18,7 +18,8 @@ from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
     from kvcal.engines import capacity as engine_capacity
-    from kvcal.engines import shard, support
+    from kvcal.engines import shard, states, support
+    from kvcal.models import files
     from kvcal.plan import plan as plan_file
 
 
@@ -49,11 +50,15 @@ def serve_args(
             callback=options.of_bytes,
         ),
     ] = None,
+    state_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of recurrent states (linear attention, Mamba) in vLLM; default: the model's."),
+    ] = None,
 ) -> None:
     """Print the command line that serves a plan in an engine; with --kv-memory and --context, what fits.
 
     kvcal has to be installed next to the engine. Blocks, tokens and requests that fit are as the engine will
-    count them; `kvcal size` counts weights and workspace, too.
+    count them; `kvcal size` counts weights and workspace, too. Of a model with states its config.json is read.
 
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
 
@@ -63,19 +68,25 @@ def serve_args(
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
-    shard.HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
+    heads = shard.HeadShard(loaded, 0, tp, drafts)
+    heads.blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
-    sizes = tp, context or 1, drafts, max_requests
+    state = 0
+    if heads.num_states:
+        state = states.state_bytes(_config_of(name), tp, drafts, loaded.cache_dtype, state_dtype)
+    sizes = tp, context or 1, drafts, max_requests, state
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
     if engine == "vllm":
-        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
+        block = engine_capacity.vllm_pool(heads, state).block_tokens
+        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", str(block)]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
         words += ["--max-model-len", str(context)] if context is not None else []
         words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
         by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
         words += ["--speculative-config", by_ngrams] if drafts else []
+        words += ["--mamba-ssm-cache-dtype", state_dtype] if state_dtype is not None else []
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
@@ -97,17 +108,23 @@ def serve_args(
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
 
 
+def _config_of(model: str) -> dict[str, Any]:
+    location = files.locate(model)
+    return files.read_json(location.folder / "config.json", location.id)
+
+
 def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:
     fitting = f"{found.concurrency:.2f} requests of {found.context} tokens at once"
     factor = found.num_tokens / max(1, found.raw_tokens)
     reporter.say(f"{fitting}: {found.num_tokens} tokens, {factor:.2f}x of those at 16 bits")
     block, padding = format_bytes(found.block_bytes), format_bytes(found.block_bytes - found.page_bytes)
     reporter.say(
-        f"{found.num_blocks} blocks of 128 tokens on each rank, {block} each ({padding} of padding); a request takes "
-        f"{found.blocks_per_request}, {found.ring_blocks} of them for rings and {found.window_blocks} for windows"
+        f"{found.num_blocks} blocks of {found.block_tokens} tokens on each rank, {block} each ({padding} of padding); "
+        f"a request takes {found.blocks_per_request}, {found.ring_blocks} of them for rings, {found.window_blocks} for "
+        f"windows and {found.state_blocks} for states"
     )
     if found.block_bytes > WASTEFUL * found.page_bytes:
         reporter.say(
-            "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: few layers with "
-            "full attention cannot save more"
+            "note: a ring or a state is larger than the pages of a block, and vLLM gives every block its bytes: few "
+            "layers with full attention cannot save more"
         )

@@ -2,9 +2,10 @@
 started.
 
 vLLM's pool has blocks of one size (``VllmPool``). A request takes a block for every 128 tokens that it has
-begun, and blocks for its rings, its sinks and its sliding windows. SGLang's pool has pages of 128 tokens,
-whose bytes it rounds up token by token; next to it lies a ring for every request that may run, from the
-start, and shared sinks.
+begun, and blocks for its rings, its sinks and its sliding windows. Where a model has states besides (linear
+attention, convolutions), a block has several pages, and a request takes blocks of states, too. SGLang's pool
+has pages of 128 tokens, whose bytes it rounds up token by token; next to it lies a ring for every request
+that may run, from the start, and shared sinks.
 
 Bytes are those of one rank; all ranks have the same.
 """
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import loses_sinks
-from kvcal.errors import InfeasibleBudget
+from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
 from kvcal.plan.plan import Plan
@@ -27,22 +28,27 @@ from kvcal.recipe import Engine
 BEGINNINGS = 4
 # Tokens of a block of a layer with a sliding window, of which vLLM's attention takes some.
 WINDOW_BLOCKS = 16, 32, 64, 128
+# Pages of a block beside states, and groups of states, at most: groups cost vLLM time on the host.
+MAX_PAGES, MAX_STATE_GROUPS = 40, 12
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """``block_bytes`` of 128 tokens of all layers, padding included, of which pages are ``page_bytes``;
-    ``num_blocks`` in the pool, with the one that engines keep for nobody; a request of the context takes
-    ``blocks_per_request``, of which ``ring_blocks`` for rings and sinks and ``window_blocks`` for sliding
-    windows. ``raw_tokens``: tokens at 16 bits in the same memory, without sliding windows."""
+    """``block_bytes`` of ``block_tokens`` tokens of all layers, padding included, of which pages are
+    ``page_bytes``; ``num_blocks`` in the pool, with the one that engines keep for nobody; a request of the
+    context takes ``blocks_per_request``, of which ``ring_blocks`` for rings and sinks, ``window_blocks`` for
+    sliding windows and ``state_blocks`` for states. ``raw_tokens``: tokens at 16 bits in the same memory,
+    without sliding windows and states."""
 
     memory: int
+    block_tokens: int
     block_bytes: int
     page_bytes: int
     num_blocks: int
     blocks_per_request: int
     ring_blocks: int
     window_blocks: int
+    state_blocks: int
     context: int
     raw_tokens: int
 
@@ -59,19 +65,28 @@ class Capacity:
 
 
 def capacity(
-    engine: Engine, plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0, max_requests: int = 0
+    engine: Engine,
+    plan: Plan,
+    memory: int,
+    num_ranks: int,
+    context: int,
+    lookahead: int = 0,
+    max_requests: int = 0,
+    state_bytes: int = 0,
 ) -> Capacity:
     """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
-    token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start."""
-    shard, needed = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
-    pages = [shard.block_bytes(index) for index in shard.blocks]
-    fixed, ring_blocks, window_blocks = 0, 0, 0
+    token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
+    ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some."""
+    shard = HeadShard(plan, 0, num_ranks, lookahead)
+    pages = sum(map(shard.block_bytes, shard.blocks))
+    fixed, tokens, needed, beside = 0, PAGE_TOKENS, 0, (0, 0, 0)
     if engine == "vllm":
-        pool = VllmPool(shard)
-        block_bytes, ring_blocks, window_blocks = pool.block_bytes, pool.ring_blocks, pool.window_blocks(context)
-        needed += ring_blocks + window_blocks
+        pool = vllm_pool(shard, state_bytes)
+        block_bytes, tokens = pool.block_bytes, pool.block_tokens
+        beside = pool.ring_blocks, pool.window_blocks(context), pool.state_blocks
+        needed, pages = pool.blocks(context), pages * pool.pages_per_block
     else:
-        block_bytes = -(-sum(pages) // PAGE_TOKENS) * PAGE_TOKENS
+        block_bytes, needed = -(-pages // PAGE_TOKENS) * PAGE_TOKENS, -(-context // PAGE_TOKENS)
         fixed = sglang_rings(shard, max_requests)
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
@@ -85,24 +100,21 @@ def capacity(
         )
     values = sum(block.layer.attention.values_per_token for block in shard.blocks.values())
     raw_tokens = memory // (values * CACHE_DTYPES[plan.cache_dtype].itemsize)
-    return Capacity(
-        memory, block_bytes, sum(pages), num_blocks, needed, ring_blocks, window_blocks, context, raw_tokens
-    )
+    return Capacity(memory, tokens, block_bytes, pages, num_blocks, needed, *beside, context, raw_tokens)
 
 
-def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0) -> int:
+def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0, state_bytes: int = 0) -> int:
     """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once:
-    with rings, padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of
+    with rings, padding, and vLLM's block that is nobody's. ``lookahead``, ``state_bytes``, and errors, as of
     :func:`capacity`."""
-    batch, blocks = plan.workload.batch, -(-plan.workload.context // PAGE_TOKENS)
+    batch, context = plan.workload.batch, plan.workload.context
     shard = HeadShard(plan, 0, num_ranks, lookahead)
     if engine == "sglang":
         token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
         fixed = sglang_rings(shard, batch)
-        return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + fixed)
-    pool = VllmPool(shard)
-    blocks += pool.ring_blocks + pool.window_blocks(plan.workload.context)
-    return num_ranks * (1 + batch * blocks) * pool.block_bytes
+        return num_ranks * (batch * -(-context // PAGE_TOKENS) * PAGE_TOKENS * token_bytes + fixed)
+    pool = vllm_pool(shard, state_bytes)
+    return num_ranks * (1 + batch * pool.blocks(context)) * pool.block_bytes
 
 
 def sglang_rings(shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> int:
@@ -146,29 +158,50 @@ class Window(NamedTuple):
 class VllmPool:
     """vLLM's pool of blocks with a plan: how the layers of a rank lie in it, by vLLM's own planner.
 
-        pages    of all layers: a block for every 128 tokens. Each layer has the same share of it, and a plan's layers
-                 lie side by side in the shares of all. (Of unequal pages vLLM takes some for a pattern of
-                 layers.)
+        pages    of all layers: a block for every 128 tokens, or beside states for every ``pages_per_block`` times
+                 as many. Each layer has the same share of it, and a plan's layers lie side by side in the shares
+                 of all, page after page. (Of unequal pages vLLM takes some for a pattern of layers.)
         rings    of all layers: as many blocks a request as they take
         sinks    of all layers, where a request after a cached prefix has them: mostly one block
-        windows  of layers with a sliding window, which vLLM keeps at 16 bits: blocks of fewer tokens, in
-        groups of as
-                 many layers as one has room for
+        windows  of layers with a sliding window, which vLLM keeps at 16 bits: blocks of fewer tokens, in groups of
+                 as many layers as one has room for
+        states   of layers that keep one, vLLM's own: in groups of as many layers as a block has room for, each with
+                 a block, another one where prefixes are cached, and one a draft
 
-    All blocks have the bytes of the largest."""
+    All blocks have the bytes of the largest. A state is much larger than a page of 128 tokens: blocks of several
+    pages waste less of those that hold states, and a request's last block more."""
 
-    def __init__(self, shard: HeadShard, has_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        shard: HeadShard,
+        has_prefixes: bool = True,
+        state_bytes: int = 0,
+        pages_per_block: int = 1,
+        states_per_block: int = 1,
+    ) -> None:
         """``has_prefixes``: whether they are cached, and sinks are shared, unless requests would lack
-        some."""
+        some. ``state_bytes``: of a layer's state; a block has room for ``states_per_block``."""
         self.shard, blocks = shard, shard.blocks
+        self.pages_per_block, self.block_tokens = pages_per_block, pages_per_block * PAGE_TOKENS
         pages = {index: block.block_bytes for index, block in blocks.items()}
         rings = {index: block.ring_bytes for index, block in blocks.items()}
-        shares_sinks = has_prefixes and not loses_sinks(shard.plan, shard.lookahead)
-        sinks = {index: block.sink_bytes if shares_sinks else 0 for index, block in blocks.items()}
+        is_cached = has_prefixes and not loses_sinks(shard.plan, shard.lookahead)
+        sinks = {index: block.sink_bytes if is_cached else 0 for index, block in blocks.items()}
         self.pages = Placed.of(pages, sum(pages.values()))
-        self.share_bytes = aligned_size(-(-self.pages.block_bytes // len(blocks)))
-        self.room = max(self.share_bytes * len(blocks), *rings.values())
+        # vLLM pads a state by whole bytes of each token of a block.
+        self.state_bytes = -(-state_bytes // self.block_tokens) * self.block_tokens
+        wanted = max(self.pages.block_bytes * pages_per_block, self.state_bytes * states_per_block)
+        if pages_per_block > 1:  # pages lie at equal distances
+            wanted = max(wanted, *rings.values(), *self._smallest_windows)
+        num_shares = pages_per_block * len(blocks)
+        self.share_bytes = aligned_size(-(-wanted // num_shares))
+        self.room = max(self.share_bytes * num_shares, *rings.values())
         self.rings, self.sinks = (Placed.of(sizes, self.room) for sizes in (rings, sinks))
+        self._states_of_a_group = (1 + is_cached + shard.lookahead) if shard.num_states else 0
+
+    @property
+    def _smallest_windows(self) -> list[int]:
+        return [min(WINDOW_BLOCKS) * token_bytes for _, token_bytes in self.shard.windows.values()]
 
     def window(self, tokens: int, sizes: Sequence[int] = WINDOW_BLOCKS) -> Window:
         """Of the layers with a sliding window of so many tokens. Blocks, of one of these ``sizes`` in tokens,
@@ -198,3 +231,38 @@ class VllmPool:
         """Of a request with so many tokens, for sliding windows, once its prompt is computed."""
         windows = map(self.window, self.shard.windows)
         return sum(one.num_groups * min(one.blocks, -(-context // one.tokens)) for one in windows)
+
+    @property
+    def state_groups(self) -> int:
+        """Groups of layers with a state, whose blocks are other ones."""
+        return -(-self.shard.num_states // (self.room // self.state_bytes)) if self.state_bytes else 0
+
+    @property
+    def state_blocks(self) -> int:
+        """Of a request of any length, for states."""
+        return self.state_groups * self._states_of_a_group
+
+    def blocks(self, context: int) -> int:
+        """Of a request with so many tokens, once its prompt is computed."""
+        pages = -(-context // self.block_tokens)
+        return pages + self.ring_blocks + self.window_blocks(context) + self.state_blocks
+
+
+def vllm_pool(
+    shard: HeadShard, state_bytes: int = 0, has_prefixes: bool = True, pages_per_block: int | None = None
+) -> VllmPool:
+    """The pool in which a sequence of the plan's workload takes the fewest bytes, of those with up to 40 pages
+    a block and 12 groups of states; with so many pages a block where ``pages_per_block`` says so. UsageError
+    where a model has states and their bytes are not known."""
+    if not shard.num_states:
+        return VllmPool(shard, has_prefixes)
+    if not state_bytes:
+        raise UsageError(
+            f"{shard.num_states} layers of the plan's model keep a state, whose bytes in the engine are not stated",
+            hint="kvcal capacity and serve-args count them from the model's config.json",
+        )
+    numbers = range(1, MAX_PAGES + 1) if pages_per_block is None else [pages_per_block]
+    states = range(-(-shard.num_states // MAX_STATE_GROUPS), shard.num_states + 1)
+    pools = (VllmPool(shard, has_prefixes, state_bytes, pages, many) for pages in numbers for many in states)
+    context = shard.plan.workload.context
+    return min(pools, key=lambda pool: (pool.blocks(context) * pool.block_bytes, pool.pages_per_block))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import ArtifactError, UnsupportedModel
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, StateGeometry
 from kvcal.kernels.operands import QueryStatistic
 from kvcal.pages.layout_protocol import aligned_size
 from kvcal.plan.layer import LayerPlan
@@ -122,7 +122,7 @@ class BlockLayout:
     def _tokens(self, side: Side) -> tuple[int, int]:
         """Bytes of the sinks, and of the newest tokens."""
         fmt, token = self.layer.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
-        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens + self.lookahead
+        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens(self.lookahead)
         return heads * fmt.num_sink_tokens * token, heads * newest * token
 
 
@@ -171,11 +171,18 @@ class HeadShard:
         return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype, self.lookahead) for layer in layers}
 
     @functools.cached_property
+    def num_states(self) -> int:
+        """Layers that keep a state, beside their pages or without."""
+        return sum(layer.geometry.state_bytes > 0 for layer in self.plan.layers)
+
+    @functools.cached_property
     def windows(self) -> dict[int, tuple[int, int]]:
         """Layers with a sliding window, by its tokens: how many there are, and a token's bytes in each on
         this rank. UnsupportedModel where these differ."""
         found: dict[int, tuple[int, int]] = {}
-        for one in (one for one in self.plan.layers if not one.is_paged):
+        for one in self.plan.layers:
+            if isinstance(one.geometry, StateGeometry) or one.attention.window is None:
+                continue
             layer = rank_geometry(one.attention, self.rank, self.size)
             assert layer.window is not None
             nbytes = layer.values_per_token * CACHE_DTYPES[self.plan.cache_dtype].itemsize

@@ -47,17 +47,17 @@ def refusals(
     layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: str, lookahead: int = 0
 ) -> Iterator[str]:
     """Why an engine cannot serve this layer, with so many drafts a token; nothing if it can."""
+    if layer.geometry.state_bytes and engine != "vllm":
+        yield "it keeps a state, which is served in vLLM alone"
     if isinstance(layer.geometry, StateGeometry):
-        yield "it keeps a state, which is not served"
         return
+    layer = replace(layer, geometry=replace(layer.attention, state_bytes=0))  # a layer of its own in vLLM
     if layer.attention.is_latent:
         yield choice.LATENTS
         return
     if not layer.is_paged:
         if engine != "vllm":
             yield "it has a sliding window, which is served in vLLM alone"
-        elif layer.attention.state_bytes:
-            yield "it keeps a state besides its keys and values"
         return
     if lookahead:
         yield from choice.draft_refusals(layer, is_static=True)
@@ -185,13 +185,14 @@ class ServedModel(NamedTuple):
 
 def require_model(plan: Plan, served: ServedModel, engine: str) -> None:
     """ArtifactError unless the model is the plan's; of a local folder, config.json is compared, too."""
-    attention = plan.layers[0].attention
+    attention = next(layer.attention for layer in plan.layers if layer.is_paged)
     pairs: dict[str, tuple[object, object]] = {
         "model type": (plan.model.model_type, served.model_type),
-        "layers": (len(plan.layers), served.num_layers),
         "query heads": (attention.num_query_heads, served.num_query_heads),
         "KV heads": (attention.num_kv_heads, served.num_kv_heads),
     }
+    if plan.layers[-1].geometry.index + 1 == len(plan.layers):  # or some layers cache nothing
+        pairs["layers"] = len(plan.layers), served.num_layers
     if served.head_dim is not None:
         pairs["head size"] = attention.k_head_dim, served.head_dim
     folder = Path(served.source)

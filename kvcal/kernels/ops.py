@@ -38,8 +38,9 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
 from kvcal.kernels.basis import launch_enter, launch_leave
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode import launch_decode, row_defines, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable
+from kvcal.kernels.decode import launch_decode, table_shape
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable, ring_slot
+from kvcal.kernels.packing import BLOCKS_OF_SM, PackShape, append_defines, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -125,13 +126,7 @@ def pack(
         mean = query_mean if query_mean.numel() else None
         reference.pack(x, pages, slots, mean, of_keys, error, SIDES[side], named)
         return
-    x, query_mean = loadable(x, CACHE_DTYPES[named.cache_dtype]), query_mean.contiguous()
-    batch, heads, tokens = x.shape[:3]
-    _side_kernel("pack", SIDES[side], named, x.get_device()).launch(
-        (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
-        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
-        *map(Tensor.data_ptr, of_keys), query_mean.data_ptr(), error.data_ptr(),
-    )  # fmt: skip
+    launch_pack(x, pages, slots, query_mean, of_keys, error, SIDES[side], named)
 
 
 @torch.library.custom_op("kvcal::unpack", mutates_args=("out",))
@@ -143,13 +138,7 @@ def unpack(
     if not out.is_cuda:
         reference.unpack(pages, slots, out, of_keys, SIDES[side], named)
         return
-    batch, heads, tokens = out.shape[:3]
-    _side_kernel("unpack", SIDES[side], named, pages.get_device()).launch(
-        (tokens // PAGE_TOKENS, heads, batch), THREADS, 0,
-        pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
-        out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, of_keys[:2]),
-        of_keys.signs(SIDES[side]).data_ptr(),
-    )  # fmt: skip
+    launch_unpack(pages, slots, out, of_keys, SIDES[side], named)
 
 
 WINDOW_THREADS = 32
@@ -187,7 +176,7 @@ def append_window(
     """
     if not k_new.is_cuda:
         every_row = torch.arange(len(lengths)) if rows is None else rows.long()
-        slots = lengths.long() % k_ring.shape[2]
+        slots = ring_slot(lengths.long(), k_ring)
         is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
         for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
             stored = new.to(ring.dtype)
@@ -215,21 +204,50 @@ def append_window(
     )  # fmt: skip
 
 
-THREADS = 256
+UNPACK_THREADS = 256
 
 
 @functools.cache
-def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> Kernel:
-    return kernel("pack", "append", variant.defines | row_defines(has_rows), device_index)
+def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> tuple[Kernel, PackShape, int]:
+    """With the blocks that a GPU runs at a time, if it packs by parts."""
+    compiled = kernel("pack", "append", append_defines(variant, has_rows), device_index)
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    return compiled, pack_shape(variant), BLOCKS_OF_SM * num_sms
 
 
 @functools.cache
-def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> Kernel:
-    """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the
-    other."""
-    own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
-    own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
-    return kernel("pack", entry, own, device_index)
+def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> tuple[Kernel, PackShape]:
+    """``pack`` or ``unpack`` of one side."""
+    return kernel("pack", entry, pack_defines(variant, side), device_index), pack_shape(variant, (side,))
+
+
+def launch_pack(
+    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor, transform: PageTransform, error: Tensor,
+    side: Side, variant: Variant,
+) -> None:  # fmt: skip
+    """As ``ops.pack``."""
+    x, query_mean = loadable(x, CACHE_DTYPES[variant.cache_dtype]), query_mean.contiguous()
+    batch, heads, tokens = x.shape[:3]
+    compiled, shape = _side_kernel("pack", side, variant, x.get_device())
+    compiled.launch(
+        (tokens // PAGE_TOKENS * shape.parts, heads, batch), shape.threads, shape.shared_bytes,
+        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        *map(Tensor.data_ptr, transform), query_mean.data_ptr(), error.data_ptr(),
+    )  # fmt: skip
+
+
+def launch_unpack(
+    pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant
+) -> None:
+    """As ``ops.unpack``."""
+    batch, heads, tokens = out.shape[:3]
+    compiled, _ = _side_kernel("unpack", side, variant, pages.get_device())
+    compiled.launch(
+        (tokens // PAGE_TOKENS, heads, batch), UNPACK_THREADS, 0,
+        pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, transform[:2]),
+        transform.signs(side).data_ptr(),
+    )  # fmt: skip
 
 
 def launch_append(
@@ -247,14 +265,15 @@ def launch_append(
             queries.since.stride(0),
         )  # fmt: skip
     batch, heads = k_new.shape[0], k_new.shape[-2]
-    _append_kernel(variant, place.rows.numel() > 0, k_new.get_device()).launch(
-        (heads, batch, 2),
-        THREADS,
-        0,
+    compiled, shape, at_once = _append_kernel(variant, place.rows.numel() > 0, k_new.get_device())
+    compiled.launch(
+        (shape.append_blocks(len(SIDES) * batch * heads, at_once), 1, 1),
+        shape.threads,
+        shape.shared_bytes,
         k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),
         *of_queries,
         *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
         place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
-        *map(Tensor.data_ptr, transform), error.data_ptr(),
+        *map(Tensor.data_ptr, transform), error.data_ptr(), heads, batch,
         *k_new.stride()[1:-2], *v_new.stride()[1:-2], follows=True,
     )  # fmt: skip

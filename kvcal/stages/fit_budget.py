@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvcal.engines.states import state_bytes
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import Job
 from kvcal.models.load import weight_bytes
@@ -40,6 +41,16 @@ def in_own_context(job: Job) -> Job:
     own = f"{most}, the model's own maximum" if most else f"{spec.context}, the recipe's: the model states none"
     job.reporter.say(f"plan: --context {own}")
     return replace(job, recipe=with_knobs(job.recipe, {"allocate.context": most or spec.context}))
+
+
+def with_states(job: Job) -> Job:
+    """The job with the bytes of a state in vLLM, where the plan is for it and the model has states."""
+    spec, loaded = job.recipe.allocate, job.loaded
+    if spec is None or spec.engine != "vllm" or not any(layer.state_bytes for layer in loaded.geometry.layers):
+        return job
+    config = loaded.model.config.get_text_config(decoder=True).to_dict()
+    nbytes = spec.state_bytes or state_bytes(config, spec.tp, spec.drafts, loaded.geometry.cache_dtype)
+    return replace(job, recipe=with_knobs(job.recipe, {"allocate.state_bytes": nbytes}))
 
 
 def need_of_16_bits(job: Job) -> Need:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import ran_well, run_kvcal, save_llama
+from hybrid_shapes import SHAPES
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.engines.capacity import Capacity, VllmPool, capacity
+from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
 from kvcal.engines.shard import HeadShard
+from kvcal.engines.states import state_bytes
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.config import read_sizes
@@ -141,6 +143,65 @@ def test_layers_of_one_window_take_equal_bytes() -> None:
     wider = LayerPlan(replace(first.attention, num_kv_heads=8))
     with pytest.raises(UnsupportedModel, match="and another one with a sliding window of 1024 tokens 8192"):
         vllm_capacity(replace(gemma(2), layers=(wider, *others)), 10**9, 1, 1024)
+
+
+# Bytes of one request at 16 bits in vLLM's own pool, which raises its blocks to 544 tokens, computed by its planner.
+AT_16_BITS = {8192: 254e6, 32768: 856e6, 131072: 3262e6}
+
+
+@pytest.mark.parametrize(("context", "least"), [(8192, 3.0), (32768, 5.0), (131072, 6.0)])
+def test_pages_beside_states_lie_in_long_blocks(context: int, least: float) -> None:
+    """Qwen3-Next: 12 layers with pages, and 36 with states of 1.1 MB, without prefix caching."""
+    shape = SHAPES["qwen3-next"]
+    nbytes = shape.state_bytes(1)
+    assert nbytes == 2 * (3 * (2 * 2048 + 4096) + 32 * 128 * 128)
+    pool = vllm_pool(HeadShard(shape.plan(2, recent_window=64)), nbytes, has_prefixes=False)
+    assert (pool.pages_per_block, pool.state_groups, pool.state_blocks) == (8, 12, 12)
+    assert pool.block_bytes == pool.room >= 3 * pool.state_bytes and pool.block_bytes % (16 * 8) == 0
+    assert AT_16_BITS[context] / (pool.blocks(context) * pool.block_bytes) > least
+    single = vllm_pool(HeadShard(shape.plan(2, recent_window=64)), nbytes, False, 1)
+    assert single.blocks(context) * single.block_bytes > 3 * pool.blocks(context) * pool.block_bytes
+
+
+def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
+    shape = SHAPES["granite-4-h-small"]
+    plan, nbytes = shape.plan(2), shape.state_bytes(1)
+    pools = [VllmPool(HeadShard(plan, 0, 1, drafts), has_prefixes, nbytes, 8, 3)
+             for drafts, has_prefixes in ((0, False), (0, True), (3, True))]  # fmt: skip
+    assert [pool.state_blocks // pool.state_groups for pool in pools] == [1, 2, 5]
+    found = capacity("vllm", plan, 10**10, 1, 32768, state_bytes=nbytes)
+    pool = vllm_pool(HeadShard(plan), nbytes)
+    assert (found.block_tokens, found.state_blocks) == (pool.block_tokens, pool.state_blocks)
+    assert found.blocks_per_request == pool.blocks(32768) and found.page_bytes <= found.block_bytes
+    with pytest.raises(UsageError, match="36 layers of the plan's model keep a state, whose bytes"):
+        capacity("vllm", plan, 10**10, 1, 32768)
+
+
+def test_states_of_a_family_that_is_not_known_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="of the type 'rwkv' is not known"):
+        state_bytes({"model_type": "rwkv"}, 1, 0, "bfloat16")
+    with pytest.raises(UsageError, match="lacks the key 'conv_L_cache'"):
+        state_bytes({"model_type": "lfm2", "hidden_size": 64}, 1, 0, "bfloat16")
+    with pytest.raises(UnsupportedModel, match="3 ranks cannot share a state"):
+        SHAPES["qwen3-next"].state_bytes(3)
+
+
+def test_serve_args_of_a_model_with_states(tmp_path: Path) -> None:
+    """Blocks are as long as its config.json tells, and the recurrent state's dtype is stated."""
+    shape, model = SHAPES["qwen3-next"], tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape.config))
+    save_plan(shape.plan(2), tmp_path / "plan.safetensors")
+    line = ("serve-args", tmp_path / "plan.safetensors", "--model", model, "--kv-memory", "20GB", "--context", 32768)
+    plain, wide = (run_kvcal(*line, *more, "--json").json for more in ((), ("--state-dtype", "float32")))
+    for value, dtype in ((plain, None), (wide, "float32")):
+        pool = vllm_pool(HeadShard(shape.plan(2)), shape.state_bytes(1, dtype=dtype))
+        words = value["arguments"]
+        assert words[words.index("--block-size") + 1] == str(pool.block_tokens)
+        assert value["capacity"]["block_bytes"] == pool.block_bytes
+        assert value["capacity"]["state_blocks"] == pool.state_blocks
+    assert wide["arguments"][-2:] == ["--mamba-ssm-cache-dtype", "float32"]
+    assert f"blocks of {plain['capacity']['block_tokens']} tokens" in run_kvcal(*line).err
 
 
 def allocated(

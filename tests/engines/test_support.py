@@ -108,12 +108,13 @@ def test_more_drafts_than_a_ring_has_room_for_are_refused() -> None:
 
 
 def test_layers_without_pages_are_refused() -> None:
-    """A sliding window is vLLM's own; nothing has a state, and blocks are for layers with pages."""
+    """Sliding windows and states are vLLM's own, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
-    with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state"):
-        require_served(replace(plan, layers=layers), is_cuda=False)
+    require_served(replace(plan, layers=layers), is_cuda=False)
+    with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state, which is served in vLLM alone"):
+        require_served(replace(plan, layers=layers), False, "sglang")
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
     with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window, which is served in vLLM alone"):
@@ -144,11 +145,9 @@ MENDS = [
     (llama_plan(*BY_QUERIES, cache_dtype="bfloat16"), "vllm", 5, DRAFTS),
     (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
     (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
-    *(
-        (beside_a_paged_layer(one, dtype), "vllm", 0, NO_PLAN.format("vllm"))
-        for one in (STATE, WITH_STATE, LATENT)
-        for dtype in ("bfloat16", "float32")
-    ),
+    *((beside_a_paged_layer(LATENT, dtype), "vllm", 0, NO_PLAN.format("vllm")) for dtype in ("bfloat16", "float32")),
+    *((beside_a_paged_layer(one), "sglang", 0, NO_PLAN.format("sglang")) for one in (STATE, WITH_STATE)),
+    *((beside_a_paged_layer(one, "float32"), "vllm", 0, DTYPE) for one in (STATE, WITH_STATE)),
 ]
 
 

@@ -44,10 +44,10 @@ def fmt(num_bits: int, axis: str = "channel", **more: Any) -> Format:
 
 
 FORMATS = [
-    ((fmt(4),), (fmt(4, "token"),)),
-    ((fmt(2, boost=Boost("magnitude", (Tier(4, 0.25),))),), (fmt(2, "token"),)),
-    ((fmt(2, boost=Boost("query_magnitude", (Tier(8, 0.125),))),), (fmt(2, "token"),)),
-    ((fmt(4),), (fmt(3, "token"),)),
+    (fmt(4), fmt(4, "token")),
+    (fmt(2, boost=Boost("magnitude", (Tier(4, 0.25),))), fmt(2, "token")),
+    (fmt(2, boost=Boost("query_magnitude", (Tier(8, 0.125),))), fmt(2, "token")),
+    (fmt(4), fmt(3, "token")),
 ]
 
 
@@ -194,7 +194,7 @@ ALONE = 6  # a token with its drafts
 
 def without_queries(served: Served, plan: Plan | None = None) -> Plan:
     """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
-    chosen = FORMATS[1][0][0].boost
+    chosen = FORMATS[1][0].boost
     layers = [
         dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen)) if layer.k.needs_queries
         else layer for layer in (plan or served.plan).layers

@@ -37,8 +37,7 @@ def with_sinks(plan: Plan) -> Plan:
     numbers = [(4, 4), (5, 0), (0, 0), (8, 4)]
     layers = []
     for layer, (k, v) in zip(plan.layers, numbers, strict=True):
-        keys, values = (tuple(dataclasses.replace(one, num_sink_tokens=n) for one in side)
-                        for side, n in ((layer.k, k), (layer.v, v)))  # fmt: skip
+        keys, values = (dataclasses.replace(side, num_sink_tokens=n) for side, n in ((layer.k, k), (layer.v, v)))
         layers.append(dataclasses.replace(layer, k=keys, v=values))
     return dataclasses.replace(plan, layers=tuple(layers))
 

@@ -16,6 +16,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __align__(n) alignas(n)
+#define __shared__ static
 
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -37,7 +38,7 @@ struct Warp { int arrived; unsigned long round; unsigned in[32][12], out[32][4];
 
 inline Fiber* self;
 inline void* scheduler;
-inline Dim block, grid;
+inline Dim block, grid, block_size;
 inline unsigned char* shared;
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
@@ -102,6 +103,7 @@ inline void run_block(int threads, void (*entry)()) {
     while ((int)stacks.size() < threads) stacks.push_back((char*)aligned_alloc(64, STACK_BYTES));
     body = entry;
     running = threads;
+    block_size.x = threads;
     arrived = 0;
     warps.assign(threads / 32, Warp());
     fibers.assign(threads, Fiber());
@@ -232,6 +234,7 @@ inline void wait_all_but(size_t count) {
 #define threadIdx (cpu::self->thread)
 #define blockIdx (cpu::block)
 #define gridDim (cpu::grid)
+#define blockDim (cpu::block_size)
 inline void __syncthreads() { cpu::barrier(); }
 inline void __syncwarp() { cpu::together([](cpu::Warp&) {}); }
 inline unsigned __float_as_uint(float x) { return cpu::bits_of(x); }
@@ -247,6 +250,17 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __dsqrt_rn(double a) { return sqrt(a); }
+inline float __double2float_rn(double a) { return (float)a; }
+inline double __longlong_as_double(long long bits) { double x; memcpy(&x, &bits, 8); return x; }
+inline long long __double_as_longlong(double x) { long long bits; memcpy(&bits, &x, 8); return bits; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -256,14 +270,14 @@ inline unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
 inline unsigned max(unsigned a, int b) { return max(a, (unsigned)b); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) { return cpu::permute(a, b, selector & 0x7777); }
 inline size_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - cpu::shared; }
-template <class T> T __shfl_sync(unsigned, T x, int source) {
-    static_assert(sizeof(T) == 4, "one word");
-    unsigned bits;
-    memcpy(&bits, &x, 4);
-    bits = cpu::from_lane(bits, (unsigned)source);
-    memcpy(&x, &bits, 4);
+template <class T> T __shfl_sync(unsigned, T x, int source, int width = 32) {
+    unsigned words[sizeof(T) / 4];
+    memcpy(words, &x, sizeof(T));
+    for (unsigned& word : words) word = cpu::from_lane(word, (cpu::lane() & ~(width - 1)) | ((unsigned)source & (width - 1)));
+    memcpy(&x, words, sizeof(T));
     return x;
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T x, int bits) { return __shfl_sync(mask, x, (int)cpu::lane() ^ bits); }
 template <class T> T __shfl_up_sync(unsigned mask, T x, int by) { const int lane = (int)cpu::lane(); return __shfl_sync(mask, x, lane >= by ? lane - by : lane); }
+inline unsigned __ballot_sync(unsigned, bool x) { return cpu::reduced(x ? 1u << cpu::lane() : 0, [](unsigned a, unsigned b) { return a | b; }); }
 inline bool __any_sync(unsigned, bool x) { return cpu::reduced(x, [](unsigned a, unsigned b) { return a | b; }); }

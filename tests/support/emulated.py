@@ -82,7 +82,9 @@ def _source(source: str, entry: str, defines: Defines) -> tuple[str, list[Any]]:
     found = re.search(head, text, re.S)
     assert found is not None
     drafts = ", i64 q_token" if defines.get("QUERY_TOKENS", 1) > 1 else ""
+    strides = ", long long k_token_stride, long long v_token_stride" if drafts else ""
     listed = found[1].replace("STAGE_PARAMETERS", "").replace("QUERY_PARAMETERS", drafts)
+    listed = listed.replace(" TOKEN_PARAMETERS", strides)
     parameters = [re.fullmatch(r"\s*(.*?)(\w+)\s*", part, re.S).groups() for part in listed.split(",")]  # type: ignore[union-attr]
     types = [ctypes.c_float if kind.strip() == "float" else ctypes.c_longlong for kind, _ in parameters]
     text = text.replace(found[0], f"static void {entry}({listed}) {{\n")

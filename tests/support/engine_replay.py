@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,13 +26,15 @@ from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
-from kvcal.store.layer_store import DecodedCopy
+from kvcal.stages.measuring.cache import DecodedCache
+from kvcal.stages.measuring.decoded_layer import DecodedLayer
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last
 # bits, so that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to
 # units away.
 MOST, MEDIAN = 0.1, 0.02
 PAGE = 128
+WITHIN = 2  # a copy from blocks of an engine to others of it
 
 
 class Replay:
@@ -49,6 +52,8 @@ class Replay:
         self._caches: dict[str, PlanCache] = {}
         self._blocks: dict[str, list[int]] = {}  # of each request, at its last step
         self._hosted: dict[int, PlanCache] = {}  # the same, of the host's blocks
+        self._has_states = any(layer.geometry.state_bytes for layer in plan.layers)
+        self._ends: dict[int, PlanCache] = {}  # by page: a copy of the cache that ended with it, with its states
         self.cached: dict[str, int] = {}
         self.restarts = self.loaded = self.moved = 0
         self.distances: list[float] = []
@@ -80,11 +85,24 @@ class Replay:
                     answered = cache.get_seq_length() - len(found["requests"][name][0])
                     if answered == len(results[name]):
                         results[name].append(logits.to(self.logits).float().log_softmax(-1))
-                self._writers |= {block: cache for block in blocks[first // PAGE : (first + right) // PAGE]}
+                self._written(cache, blocks, first, right)
         return results
 
+    def _written(self, cache: PlanCache, blocks: list[int], first: int, count: int) -> None:
+        """Note who filled pages of these blocks with ``count`` tokens after ``first``."""
+        self._writers |= {block: cache for block in blocks[first // PAGE : (first + count) // PAGE]}
+        if self._has_states and (first + count) % PAGE == 0:
+            self._ends[blocks[(first + count) // PAGE - 1]] = copy.deepcopy(cache)
+
     def _copy(self, blocks: list[int], is_store: int, hosted: list[int]) -> None:
-        """Between an engine's blocks and the host's; those without a writer hold no pages."""
+        """Between an engine's blocks and the host's, or within the engine's; those without a writer hold no
+        pages."""
+        if is_store == WITHIN:
+            for own, source in zip(blocks, hosted, strict=True):
+                for found in (self._writers, self._ends):
+                    found.pop(own, None)
+                    found |= {own: found[source]} if source in found else {}
+            return
         for own, other in zip(blocks, hosted, strict=True):
             (key, to), (source, found) = (other, self._hosted), (own, self._writers)
             if not is_store:
@@ -108,13 +126,15 @@ class Replay:
             self._blocks[name] = blocks
             return own
         self.restarts += own is not None
-        found = PlanCache(self.plan, self.model.config, keep_decoded=True)
+        found = DecodedCache(self.plan, self.model.config)
         for number, layer in enumerate(found.layers):
             if isinstance(layer, BoundedLayer):  # all tokens, as an engine has them: another may begin at earlier ones
                 every = dataclasses.replace(layer.geometry, window=2**20)
                 found.layers[number] = BoundedLayer(every, str(self.model.dtype).split(".")[1], layer.padding)
         if tokens:
-            found = copy.deepcopy(self._writers[blocks[tokens // PAGE - 1]])
+            last = blocks[tokens // PAGE - 1]
+            found = copy.deepcopy(self._ends[last] if self._has_states else self._writers[last])
+            assert found.get_seq_length() == tokens or not self._has_states
             found.crop(tokens - found.get_seq_length())
             self._take(found, range(tokens // PAGE), blocks)
             begin_sums(found, tokens)
@@ -131,11 +151,11 @@ class Replay:
                     for mine, other in zip(layer.tensors, theirs.tensors, strict=True):
                         mine[:, :, page * PAGE : (page + 1) * PAGE] = other[:, :, page * PAGE : (page + 1) * PAGE]
                     continue
-                for part, other in zip(layer.parts, theirs.parts, strict=True):
+                for part, other in zip(parts_of(layer), parts_of(theirs), strict=True):
                     part.pool.records[page] = other.pool.records[page]
         for layer in cache.layers:
-            if isinstance(layer, PagedLayer):
-                layer.decoded = DecodedCopy()
+            if isinstance(layer, DecodedLayer):
+                layer.forget()
 
 
 class AttentionReplay(Replay):
@@ -158,13 +178,17 @@ class AttentionReplay(Replay):
             self._calls[call.index, call.num_past, len(call.q)].append(call)
         for step, wanted in zip(steps, kept, strict=True):
             names = {one[0] for one in wanted}
-            for name, first, count, blocks, _, _, *begins in step:
-                own = [self._taken(layer.geometry.index, first, count, blocks) for layer in self.plan.layers]
+            for name, first, count, blocks, is_store, others, *begins in step:
+                if name is None:
+                    self._copy(blocks, is_store, others)
+                    continue
+                paged = [layer.geometry.index for layer in self.plan.layers if layer.is_paged]
+                own = [self._taken(index, first, count, blocks) for index in paged]
                 if name not in names:
                     continue
                 cache = self._cache_at(name, first, blocks, any(begins))
                 self.errors.append(max(_error(cache, call) for call in own))
-                self._writers |= {block: cache for block in blocks[first // PAGE : (first + count) // PAGE]}
+                self._written(cache, blocks, first, count)
 
     def _taken(self, index: int, first: int, count: int, blocks: list[int]) -> Attended:
         """The earliest call of these tokens that was not taken."""
@@ -190,16 +214,21 @@ def _error(cache: PlanCache, call: Attended) -> float:
     return float((out - expected).abs().max() / values.abs().max()) / (2.0**-24 * (1 + largest))
 
 
+def parts_of(layer: Any) -> list[Any]:
+    """Keys and values of a layer with pages; nothing of others."""
+    return list(getattr(layer, "parts", ()))
+
+
 def begin_sums(cache: PlanCache, tokens: int) -> None:
     """As a request that begins after so many cached tokens: it counts its own queries alone."""
-    for part in (part for layer in cache.layers for part in getattr(layer, "parts", ())):
+    for part in itertools.chain.from_iterable(map(parts_of, cache.layers)):
         part.query_sum.zero_()
         part.query_since.fill_(tokens)
 
 
 def decode_windows(cache: PlanCache, tokens: int) -> None:
     """As a request that begins after so many cached tokens: windows are what their pages have."""
-    for part in (part for layer in cache.layers for part in getattr(layer, "parts", ())):
+    for part in itertools.chain.from_iterable(map(parts_of, cache.layers)):
         part.refill(slice(0, 1), PAGE * part.format.pages_read(tokens), tokens)
 
 

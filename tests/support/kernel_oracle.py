@@ -11,7 +11,7 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels import ops
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.variants import AXES, DTYPES, Variant, side_defines
+from kvcal.kernels.variants import AXES, Variant
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.hadamard import random_signs
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -49,14 +49,6 @@ class Case:
             parts += [fmt.boost.score, *(f"{tier.num_bits}b{tier.share}" for tier in fmt.boost.tiers)]
         parts += ["rescale" * self.rescale, "offset" * self.offset, "feedback" * self.feedback, "gain" * self.gain]
         return "-".join(parts).rstrip("-")
-
-    @property
-    def defines(self) -> dict[str, int]:
-        """Of ``pack`` and ``unpack``."""
-        own = {"DTYPE": DTYPES[self.cache], "SIDE": SIDES.index(self.side)}
-        own |= {"K_RESCALE": int(self.rescale), "K_OFFSET": int(self.offset)}
-        own |= {f"{self.side.upper()}_FEEDBACK": int(self.feedback), "V_GAIN": int(self.gain)}
-        return own | side_defines(self.side, self.fmt, self.dim, self.cache)
 
     @property
     def variant(self) -> Variant:
@@ -228,7 +220,7 @@ class Paged:
             fmt, record = variant.format(side), variant.layout(side).record_bytes
             self.memory[side] = Memory(
                 poisoned(batch, all_heads, fmt.num_sink_tokens, dim),
-                poisoned(batch, all_heads, fmt.ring_tokens + variant.lookahead, dim),
+                poisoned(batch, all_heads, fmt.ring_tokens(variant.lookahead), dim),
                 poisoned(slots, all_heads, record, dtype=torch.uint8),
             )
         order = torch.arange(slots)

@@ -11,6 +11,7 @@ from typing import Any
 import attention_recorder
 
 VARIABLE = "KVCAL_TEST_STEPS"
+WITHIN = 2  # as engine_replay has it
 
 
 def register() -> None:
@@ -30,7 +31,8 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
     """Hand over every step once its tokens are known: of each request its name, first token, count, the block
     of each page, drafts, tokens that the engine took for right, and whether it begins. Blocks that go to the
     host and come back are entries, too, without a name: ``[None, 0, 0, blocks, is store, the host's
-    blocks]``. Returns vLLM's requests by name, as they come."""
+    blocks]``; and pages that another block gets before the step, ``[None, 0, 0, to, WITHIN, from]``. Returns
+    vLLM's requests by name, as they come."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: dict[str, Any] = {}
@@ -51,7 +53,8 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
              name in new or name in cached.resumed_req_ids]
             for name, count in found.num_scheduled_tokens.items()
         ]  # fmt: skip
-        by_output[id(found)] = found, step, _copies_of(found.kv_connector_metadata)
+        loads, stores = _copies_of(found.kv_connector_metadata)
+        by_output[id(found)] = found, step, (loads + _copies_within(self, found), stores)
         seen.update({_without_ending(name): self.requests[name] for name in found.num_scheduled_tokens})
         return found
 
@@ -85,16 +88,35 @@ def _copies_of(metadata: Any) -> tuple[list[list[Any]], list[list[Any]]]:
     )
 
 
+def _copies_within(scheduler: Any, scheduled: Any) -> list[list[Any]]:
+    """Blocks that a request gets a copy of, as it begins within them."""
+    _, count = _pages_group(scheduler)
+    pairs = scheduled.kv_cache_block_copies or []
+    to, source = (
+        [block * count + page for block in blocks for page in range(count)]
+        for blocks in ([pair.dst_block_id for pair in pairs], [pair.src_block_id for pair in pairs])
+    )
+    return [[None, 0, 0, to, WITHIN, source]] if pairs else []
+
+
 def _without_ending(name: str) -> str:
     """vLLM adds a random ending to a request's name."""
     return name.rsplit("-", 1)[0]
 
 
 def _pages_of(scheduler: Any, name: str) -> list[int]:
-    """The blocks of a request's pages; those of its rings, sinks and sliding windows are in other groups."""
+    """The pages of a request, those of a block side by side; its rings, sinks, sliding windows and states are in
+    other groups."""
+    number, count = _pages_group(scheduler)
+    blocks = scheduler.kv_cache_manager.get_block_ids(name)[number]
+    return [block * count + page for block in blocks for page in range(count)]
+
+
+def _pages_group(scheduler: Any) -> tuple[int, int]:
+    """The number of the group with pages, and pages of a block."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     firsts = [next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec for spec in specs]
     (number,) = [n for n, spec in enumerate(firsts) if isinstance(spec, FullAttentionSpec)]
-    return list(scheduler.kv_cache_manager.get_block_ids(name)[number])
+    return number, firsts[number].block_size // 128

@@ -3,7 +3,8 @@ those with which it verifies drafts. It is a plug-in of vLLM's, so that every on
 
 KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told. KVCAL_TEST_DENSE:
 attention to sliding windows reads dense blocks alone, as vLLM's on a CPU does. KVCAL_TEST_OFFLOAD: blocks
-that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory.
+that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory. KVCAL_TEST_POISON: all
+bytes of a block are 255, NaN, when it is handed out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def register() -> None:
         "Tensor metadata, Tensor? sinks, Tensor? dynamic, float k_scale, float v_scale, str cache) -> ()": _attend,
         "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
         "Tensor(a!) slot_mapping, int block_size) -> ()": _slot_mapping,
+        "causal_conv1d_update_cpu_vec(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, str? activation, "
+        "Tensor? slots, Tensor? starts, int nobody) -> Tensor": _convolved,
     }.items():
         name = schema.split("(")[0]
         library.define(schema)
@@ -49,6 +52,8 @@ def register() -> None:
         from vllm_copies import copy_on_a_cpu
 
         copy_on_a_cpu()
+    if "KVCAL_TEST_POISON" in os.environ:
+        _poison_new_blocks()
     from vllm.utils import cpu_triton_utils
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -77,6 +82,30 @@ def _read_other_plan() -> None:
         return load(os.environ["KVCAL_TEST_PLAN_OF_RANK_1"] if get_tensor_model_parallel_rank() else path)
 
     plan.load_plan = load_plan
+
+
+def _poison_new_blocks() -> None:
+    """In a process that both schedules and computes."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.worker import gpu_model_runner
+
+    allocate, get_new_blocks = gpu_model_runner.allocate_kv_cache, BlockPool.get_new_blocks
+    memory: list[Tensor] = []
+
+    def allocated(config: Any, *args: Any, **kwargs: Any) -> Any:
+        found = allocate(config, *args, **kwargs)
+        views = next(iter(found.values()))
+        first = views if isinstance(views, Tensor) else views[0]
+        memory[:] = [torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()).view(config.num_blocks, -1)]
+        return found
+
+    def poisoned(self: Any, count: int) -> Any:
+        blocks = get_new_blocks(self, count)
+        for rows in memory:
+            rows[[block.block_id for block in blocks]] = 255
+        return blocks
+
+    gpu_model_runner.allocate_kv_cache, BlockPool.get_new_blocks = allocated, poisoned
 
 
 def _slot_mapping_of_kernel(*args: object) -> None:
@@ -185,6 +214,20 @@ def _expand(out: Tensor, given: Tensor, ends: Tensor, replaced: int, by: int, *_
     """A number of every request, for each of its drafts."""
     for value, own in zip(given, _of_requests(ends), strict=True):
         out[own] = by if value == replaced else value
+
+
+# ---- states
+
+
+def _convolved(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, slots: Tensor, *_: Any
+) -> Tensor:
+    """One token of every request, x [B, channels], after the ones in ``state`` [slots, channels, tokens], which
+    it joins there."""
+    window = torch.cat([state[slots.long()], x.unsqueeze(2)], dim=2)[:, :, -weight.shape[1] :]
+    state[slots.long()] = window[:, :, 1:]
+    out = (window * weight).sum(-1) + (0.0 if bias is None else bias)
+    return torch.nn.functional.silu(out) if activation else out
 
 
 def _of_requests(ends: Tensor) -> list[slice]:

@@ -44,7 +44,7 @@ from kvcal.engines.step import PagedStep
 from kvcal.engines.support import BOTH_WAYS, WITHOUT_IMAGES
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, as_bytes
-from kvcal.engines.vllm.serving import Begun, Serving, logger
+from kvcal.engines.vllm.serving import Begun, Serving, latest, logger
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 
@@ -76,9 +76,10 @@ class PlanLayer:
         """vLLM's memory of all layers, as it is now. The shares of all layers follow the first one's."""
         first, rings = self.serving.first.kv_cache, self.serving.ring.kv_cache
         if self._bound is None or self._bound[0] is not first or self._bound[1] is not rings:
-            self._bound, own = (first, rings), as_bytes(first)
-            blocks = own.as_strided((len(own), self.serving.pool.pages.block_bytes), own.stride())
-            self.step.bind(blocks[:, self._first :], as_bytes(rings)[:, self._first_of_ring :])
+            self._bound, own, pool = (first, rings), as_bytes(first), self.serving.pool
+            count, stride = pool.pages_per_block, own.stride(0) // pool.pages_per_block
+            pages = own.as_strided((len(own) * count, pool.pages.block_bytes), (stride, 1))
+            self.step.bind(pages[:, self._first :], as_bytes(rings)[:, self._first_of_ring :])
             self.serving.bound(self.index, own)
 
     def rings(self) -> Tensor:
@@ -186,7 +187,8 @@ class NewTokens(NamedTuple):
 
 @dataclass
 class PlanMetadata(AttentionMetadata):
-    """``lengths`` int32 [B]: tokens of every request before the step; ``table`` int32 [B, pages]."""
+    """``lengths`` int32 [B]: tokens of every request before the step; ``table`` int32 [B, pages]: a block's
+    pages one after the other."""
 
     decoded: Decoded
     lengths: Tensor
@@ -205,6 +207,7 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         self._lengths = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         attention: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._serving: Serving = attention.kvcal_layer.serving
+        self._table = torch.zeros(0, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -216,7 +219,7 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         lengths = self._lengths[:batch]
         torch.sub(given.seq_lens[:batch], (given.query_start_loc[1:] - given.query_start_loc[:-1])[:batch], out=lengths)
         lengths.clamp_(min=0)  # of padding
-        table = given.block_table_tensor
+        table = self._pages_of(given.block_table_tensor)
         if given.max_query_len <= 1:
             return PlanMetadata(Decoded(batch), lengths, table, [])
         most = 1 + self._serving.shard.lookahead
@@ -230,6 +233,20 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
             if bounds[row] < bounds[row + 1]
         ]
         return PlanMetadata(decoded, lengths, table, chunks)
+
+    def _pages_of(self, blocks: Tensor) -> Tensor:
+        """The pages of every request, int32 [B, pages], by its blocks, int32 [B, blocks]; at a fixed
+        address."""
+        count = self._serving.pool.pages_per_block
+        if count == 1:
+            return blocks
+        rows, width = self._lengths.shape[0], blocks.shape[1] * count
+        if self._table.shape != (rows, width):
+            self._table = torch.zeros(rows, width, dtype=torch.int32, device=blocks.device)
+            self._page = torch.arange(count, dtype=torch.int32, device=blocks.device)
+        table = self._table[: len(blocks)]
+        torch.add(self._page, blocks.unsqueeze(2), alpha=count, out=table.unflatten(1, (-1, count)))
+        return table
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlanMetadata:
         """Of requests without a past: no page is read while a graph is captured."""
@@ -329,7 +346,18 @@ class PlanBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [PAGE_TOKENS]
+        """Blocks of several pages stay whole."""
+        return [PAGE_TOKENS if kv_cache_spec is None else kv_cache_spec.block_size]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """vLLM makes blocks so long that attention takes as many bytes as a state. It asks with one token: as
+        many bytes of it as leave the blocks as they are."""
+        serving = latest()
+        if spec.block_size > 1 or serving is None or not serving.pool.state_bytes:
+            return spec
+        nbytes = serving.pool.state_bytes // serving.pool.block_tokens
+        return dataclasses.replace(spec, dtype=torch.uint8, num_head_slots=1, state_content_bytes=nbytes)
 
     @classmethod
     def supports_sink(cls) -> bool:

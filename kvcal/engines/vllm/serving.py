@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +21,18 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_world_group,
 )
+from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvcal.engines.capacity import VllmPool
+from kvcal.engines.capacity import VllmPool, vllm_pool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
 from kvcal.engines.support import ServedModel, require_model, require_served, require_sinks, require_version
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.damage import concern, load_damage
 from kvcal.plan.plan import load_plan
@@ -66,17 +69,13 @@ class Serving:
         has_prefixes = config.cache_config.enable_prefix_caching
         if has_prefixes:
             require_sinks(plan, lookahead)
-        if config.cache_config.block_size != PAGE_TOKENS:
-            raise UsageError(
-                f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
-                hint=f"--block-size {PAGE_TOKENS}",
-            )
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size, lookahead)
-        self.pool = VllmPool(self.shard, has_prefixes)
-        self.geometries = {layer.geometry.index: rank_geometry(layer.attention, rank, size) for layer in plan.layers}
+        self.pool = _pool_of(self.shard, config)
+        attentions = (layer.geometry for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry))
+        self.geometries = {one.index: rank_geometry(one, rank, size) for one in attentions}
         # vLLM's first layer with pages, and what lies besides all of them.
         self.first: Any = None
         self.ring: Any = None
@@ -130,11 +129,16 @@ class Serving:
         pages, rings = places[self.first.layer_name], places[self.ring.name]
         self.begun = [
             Begun(past, past + step.num_scheduled_tokens[name], *(
-                torch.tensor(blocks[group], dtype=torch.int32).to(self.device, non_blocking=True)
-                for group in (pages, rings)
+                torch.tensor(held, dtype=torch.int32).to(self.device, non_blocking=True)
+                for held in (self.pages_of(blocks[pages]), blocks[rings])
             ))
             for name, past, blocks in begun if past and past % PAGE_TOKENS == 0
         ]  # fmt: skip
+
+    def pages_of(self, blocks: Sequence[int]) -> list[int]:
+        """The pages of these blocks, which lie side by side in each."""
+        count = self.pool.pages_per_block
+        return [block * count + page for block in blocks for page in range(count)]
 
     def begin(self) -> None:
         """Bring windows to the rings of requests that begin."""
@@ -146,14 +150,16 @@ class Serving:
         self._allocated = max(self._allocated, blocks.stride(0))
         self._unbound.discard(index)
         if not self._unbound:
-            pool, predicted = self.pool, self.pool.pages.block_bytes
+            pool, predicted = self.pool, self.pool.pages.block_bytes * self.pool.pages_per_block
             rings = sum(map(self.shard.ring_bytes, self.shard.blocks)) + len(self.sinks) * pool.sinks.block_bytes
             logger.info(
                 "%d blocks of %d tokens: the plan takes %d bytes a block and %d a request, vLLM allocated %d a block",
-                len(blocks), PAGE_TOKENS, predicted, rings, self._allocated,
+                len(blocks), pool.block_tokens, predicted, rings, self._allocated,
             )  # fmt: skip
             if self._allocated > WASTEFUL * predicted:
-                logger.warning("a ring is larger than the pages of a block, and vLLM gives every block its bytes")
+                logger.warning(
+                    "a ring or a state is larger than the pages of a block, and vLLM gives every block its bytes"
+                )
 
 
 class Begun(NamedTuple):
@@ -209,6 +215,11 @@ def serving_of(config: VllmConfig) -> Serving | None:
     return _latest
 
 
+def latest() -> Serving | None:
+    """The plan of the model that was built last, None without one."""
+    return _latest
+
+
 def plan_path(additional: Any) -> str | None:
     """UsageError for a value that is no path, or another key of kvcal's."""
     given = additional if isinstance(additional, dict) else {}
@@ -249,6 +260,39 @@ def _refused_connector(transfer: Any, has_prefixes: bool) -> Iterator[str]:
             yield f"a KV connector with {key} = {found!r} (expected {expected!r}; others may outlive the plan)"
     if not has_prefixes:
         yield "a KV connector, which finds blocks by their prefixes, but without prefix caching"
+
+
+def _pool_of(shard: HeadShard, config: VllmConfig) -> VllmPool:
+    """UsageError for blocks of other tokens than the plan's; ArtifactError where states are the plan's or the
+    model's alone."""
+    given, has_prefixes = config.cache_config.block_size, config.cache_config.enable_prefix_caching
+    if config.model_config.is_hybrid != (shard.num_states > 0):
+        raise ArtifactError(f"{shard.num_states} layers of the plan keep a state, but vLLM's model has others")
+    nbytes = state_bytes(config)
+    pool = vllm_pool(shard, nbytes, has_prefixes)
+    if shard.num_states and given != pool.block_tokens and given % PAGE_TOKENS == 0:
+        logger.warning("blocks of %d tokens take fewest bytes with the plan: --block-size %d", *[pool.block_tokens] * 2)
+        return vllm_pool(shard, nbytes, has_prefixes, given // PAGE_TOKENS)
+    if given != pool.block_tokens:
+        pages = f"{pool.pages_per_block} pages" if pool.pages_per_block > 1 else "a page"
+        raise UsageError(
+            f"blocks of {given} tokens, expected {pool.block_tokens}: {pages} of a plan",
+            hint=f"--block-size {pool.block_tokens}",
+        )
+    return pool
+
+
+def state_bytes(config: VllmConfig) -> int:
+    """Bytes of the state of a layer on a rank, by vLLM's own count; 0 of a model without states.
+    UnsupportedModel where its layers have unequal ones."""
+    model_config = config.model_config
+    if not model_config.is_hybrid:
+        return 0
+    model, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
+    if getattr(model, "get_mamba_specs_from_config", None) is not None:
+        raise UnsupportedModel("states of unequal bytes are not served with a plan")
+    shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 def _served_model(config: VllmConfig) -> ServedModel:

@@ -2,16 +2,27 @@
 //
 // One block writes the page of one row, head and side (pack_page.cuh): 128 tokens are staged in shared memory (heads of
 // more than 128 channels are read in place), every group gets its scale and zero, and the planes are written 16 codes at a time,
-// neighbouring threads to neighbouring words. The bytes are those of kvcal/pages (uniform, tiered, scores, packing),
-// bit for bit. Values are converted again wherever they are read, which costs less than room for fp32.
+// neighbouring threads to neighbouring words. Of a rotated page, a block writes PART_TOKENS tokens (pack_part.cuh), so that a few
+// pages occupy the whole GPU. The bytes are those of kvcal/pages and kvcal/systems, bit for bit.
 //
 // `pack` and `unpack` are compiled with SIDE (0 keys, 1 values) and need that side's macros; without SIDE, `append` is
-// compiled and needs both. 256 threads a block, no dynamic shared memory. Pointers are multiples of 16 bytes and strides
-// multiples of 8 elements. Heads lie side by side: strides of sinks and rings are those from sequence to sequence, and
-// strides of pages, in bytes, those from slot to slot.
+// compiled and needs both. PART_TOKENS is given where a side is rotated, and PART_BYTES of dynamic shared memory with it.
+// Pointers are multiples of 16 bytes and strides multiples of 8 elements. Heads lie side by side: strides of sinks and rings
+// are those from sequence to sequence, and strides of pages, in bytes, those from slot to slot.
 
+#include "hadamard.cuh"
 #include "pack_page.cuh"
 #include "stored.cuh"
+#if PART_TOKENS
+#include "pack_part.cuh"
+#endif
+
+// Shared memory of a block, of so many bytes where none is dynamic.
+#if PART_TOKENS
+#define SHARED_MEMORY(bytes) extern __shared__ unsigned char memory[];
+#else
+#define SHARED_MEMORY(bytes) alignas(16) __shared__ unsigned char memory[bytes];
+#endif
 
 #ifndef SIDE
 
@@ -26,7 +37,7 @@
 #define TOKEN_PARAMETERS
 #endif
 
-// One side of a head range: the new tokens of every sequence, and its memory. `k_` and `v_` arguments of ``append``.
+// One side of a head range: the new tokens of every sequence, its memory, and what its pages need.
 struct Store {
     const unsigned short* incoming;
     long long row_stride, head_stride, token_stride;
@@ -36,7 +47,65 @@ struct Store {
     long long ring_stride;
     unsigned char* pages;
     long long page_stride;
+    const unsigned short* feedback;
+    const signed char* signs;
 };
+
+// The step, as ``append`` is told of it.
+struct Step {
+    int heads, sequences;
+    const int *lengths, *rows, *table;
+    long long table_stride, table_width;
+    const float *rescale, *offset;
+    int* error;
+
+    KV_INLINE bool completes_page(int sequence) const {
+        return lengths[sequence] % KV_PAGE_TOKENS >= KV_PAGE_TOKENS - QUERY_TOKENS;
+    }
+};
+
+template <class S>
+KV_INLINE unsigned short* ring_of(const Store& store, const Step& step, int sequence, int head) {
+    return store.ring + kv_row_start(kv_row_of(step.rows, sequence), store.ring_stride) +
+           (long long)head * S::ring * S::dim;
+}
+
+// 16 bytes of a new token: to the ring, and to the sinks while they have room.
+template <class S>
+KV_INLINE void store_load(const Store& store, const Step& step, int sequence, int head, int number, int part) {
+    const int at = step.lengths[sequence] + number;
+    const unsigned short* incoming =
+        store.incoming + sequence * store.row_stride + head * store.head_stride + number * store.token_stride;
+    const uint4 token = ((const uint4*)incoming)[part];
+    ((uint4*)(ring_of<S>(store, step, sequence, head) + at % S::ring * S::dim))[part] = token;
+    if (at < S::sinks) {
+        const long long first = kv_row_start(kv_row_of(step.rows, sequence), store.sink_stride);
+        ((uint4*)(store.sinks + first + ((long long)head * S::sinks + at) * S::dim))[part] = token;
+    }
+}
+
+// The page that a sequence completes in the step: its record, or nullptr where it has no room, which is noted.
+template <class S>
+KV_INLINE unsigned char* record_of(const Store& store, const Step& step, int sequence, int head) {
+    const int page = step.lengths[sequence] / KV_PAGE_TOKENS;
+    if (page >= step.table_width) {
+        if (threadIdx.x == 0) {
+            atomicOr(step.error, NO_ROOM);
+        }
+        return nullptr;
+    }
+    return store.pages + step.table[sequence * step.table_stride + page] * store.page_stride + head * S::record;
+}
+
+template <class S>
+KV_INLINE Source source_of(const Store& store, const Step& step, int sequence, int head) {
+    const int stored = step.lengths[sequence], first = stored / KV_PAGE_TOKENS * KV_PAGE_TOKENS;
+    // Sinks do not stretch the page's ranges.
+    return Source{
+        ring_of<S>(store, step, sequence, head), S::dim, step.rescale + head * S::dim, step.offset + head * S::dim,
+        S::ring, first, kv_min(S::sinks, first + KV_PAGE_TOKENS - 1), store.feedback + head * FACTOR<S>, store.signs,
+        store.incoming + sequence * store.row_stride + head * store.head_stride, store.token_stride, stored};
+}
 
 // What queries have summed up to, [D] and one number of a sequence and head, and the step's queries of the first head.
 struct Queries {
@@ -46,25 +115,11 @@ struct Queries {
     int* since;
 };
 
+// Counts the queries of a sequence and head, and packs the page that it completes, if it does.
 template <class S>
-KV_INLINE void append_side(
-    const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, const int* slots, int num_slots,
-    const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int* error) {
+KV_INLINE void append_page(
+    const Store& store, const Step& step, Scratch<S>& scratch, const Queries& queries, int sequence, int head) {
     static_assert(QUERY_TOKENS == 1 || !S::needs_queries, "queries of tokens that are taken back would stay counted");
-    const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
-    const bool is_complete = tokens % KV_PAGE_TOKENS >= KV_PAGE_TOKENS - QUERY_TOKENS;
-    unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
-    const unsigned short* incoming = store.incoming + blockIdx.y * store.row_stride + head * store.head_stride;
-    for (int load = threadIdx.x; load < QUERY_TOKENS * (S::dim / 8); load += blockDim.x) {
-        const int number = QUERY_TOKENS == 1 ? 0 : load / (S::dim / 8), at = tokens + number;
-        const int part = load - number * (S::dim / 8);
-        const uint4 token = ((const uint4*)(incoming + number * store.token_stride))[part];
-        ((uint4*)(ring + at % S::ring * S::dim))[part] = token;
-        if (at < S::sinks) {
-            const long long first = kv_row_start(row, store.sink_stride) + (long long)head * S::sinks * S::dim;
-            ((uint4*)(store.sinks + first + at * S::dim))[part] = token;
-        }
-    }
     if constexpr (S::needs_queries) {
         for (int channel = threadIdx.x; channel < S::dim; channel += blockDim.x) {
             float sum = 0.0f;
@@ -73,39 +128,71 @@ KV_INLINE void append_side(
             }
             queries.sum[channel] = __fadd_rn(queries.sum[channel], sum);
         }
+        __syncthreads();
     }
-    if (!is_complete) {
+    if (!step.completes_page(sequence)) {
         return;
     }
-    __syncthreads();  // the token and the sum are there
-    if (page < num_slots) {
-        unsigned char* record = store.pages + slots[page] * store.page_stride + head * S::record;
-        const int first = page * KV_PAGE_TOKENS;
-        // Sinks do not stretch the page's ranges.
-        Source source{
-            ring, S::dim, rescale + head * S::dim, offset + head * S::dim, S::ring, first,
-            kv_min(S::sinks, first + KV_PAGE_TOKENS - 1), feedback + head * FACTOR<S>, signs};
+    if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
         float count = 1.0f;
         if constexpr (S::needs_queries) {
-            count = (float)(GROUP_HEADS * (tokens + 1 - *queries.since));
+            count = (float)(GROUP_HEADS * (step.lengths[sequence] + 1 - *queries.since));
         }
-        pack_page<S>(source, scratch, record, queries.sum, count, error);
-    } else if (threadIdx.x == 0) {
-        atomicOr(error, NO_ROOM);
+        pack_page<S>(source_of<S>(store, step, sequence, head), scratch, record, queries.sum, count, step.error);
     }
+    __syncthreads();
     if constexpr (S::needs_queries) {
-        __syncthreads();
         for (int channel = threadIdx.x; channel < S::dim; channel += blockDim.x) {
             queries.sum[channel] = 0.0f;
         }
         if (threadIdx.x == 0) {
-            *queries.since = tokens + 1;
+            *queries.since = step.lengths[sequence] + 1;
         }
     }
 }
 
-// Grid (n heads, B sequences, 2 sides), 256 threads. Stores every sequence's new tokens, and packs the page that they
-// complete, if they do; the ring has room for the page and the tokens after it.
+#if PART_TOKENS
+
+// Number n of the sequences that complete a page, or -1. All lanes of a warp ask.
+KV_INLINE int nth_complete(const Step& step, int n) {
+    constexpr int AT_ONCE = 4;
+    for (int first = 0; first < step.sequences; first += 32 * AT_ONCE) {
+        bool is_complete[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int sequence = first + 32 * i + threadIdx.x % 32;
+            is_complete[i] = sequence < step.sequences && step.completes_page(sequence);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            unsigned found = __ballot_sync(0xffffffffu, is_complete[i]);
+            if (n < __popc(found)) {
+                for (; n > 0; --n) {
+                    found &= found - 1;
+                }
+                return first + 32 * i + __ffs(found) - 1;
+            }
+            n -= __popc(found);
+        }
+    }
+    return -1;
+}
+
+template <class S>
+KV_INLINE void append_part(const Store& store, const Step& step, void* memory, int sequence, int head, int part) {
+    if constexpr (S::is_rotated) {
+        if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
+            const Source source = source_of<S>(store, step, sequence, head);
+            pack_part<S>(source, *(PartScratch<S>*)memory, record, part * PART_TOKENS, step.error);
+            __syncthreads();
+        }
+    }
+}
+
+#endif
+
+// Any number of blocks, but where pages of a side are packed whole, one for every sequence, head and side. Stores the new tokens of B sequences and n heads, and packs the pages that they complete; the ring has
+// room for the page and the tokens after it. New tokens of a page are read where they come from: no block waits for another.
 //   k_new, v_new  [B, QUERY_TOKENS, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it
@@ -125,33 +212,60 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
     long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
-    const signed char* k_signs, const signed char* v_signs, int* error TOKEN_PARAMETERS) {
+    const signed char* k_signs, const signed char* v_signs, int* error, long long heads,
+    long long sequences TOKEN_PARAMETERS) {
     kv_wait_for_previous();
     kv_let_next_start();
 #if QUERY_TOKENS == 1
     const long long k_token_stride = 0, v_token_stride = 0;
 #endif
-    __shared__ union { Scratch<Keys> k; Scratch<Values> v; } scratch;
-    const int head = blockIdx.x, sequence = blockIdx.y, tokens = lengths[sequence], row = kv_row_of(rows, sequence);
-    const int* slots = table + sequence * table_stride;
-    if (blockIdx.z == 0) {
-        const Store store{
-            k_new, k_row_stride, k_head_stride, k_token_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages,
-            k_page_stride};
-        const Queries queries{
-            q + sequence * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
-            query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
-        append_side<Keys>(
-            store, scratch.k, queries, row, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, k_signs,
-            error);
-    } else {
-        const Store store{
-            v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
-            v_page_stride};
-        append_side<Values>(
-            store, scratch.v, Queries{}, row, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, v_signs,
-            error);
+    SHARED_MEMORY(kv_max(sizeof(Scratch<Keys>), sizeof(Scratch<Values>)))
+    const Step step{
+        (int)heads, (int)sequences, lengths, rows, table, table_stride, table_width, k_rescale, k_offset, error};
+    const Store k{
+        k_new, k_row_stride, k_head_stride, k_token_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages,
+        k_page_stride, k_feedback, k_signs};
+    const Store v{
+        v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
+        v_page_stride, v_feedback, v_signs};
+    constexpr int LOADS = Keys::dim / 8;  // of a token
+    const int of_side = step.sequences * step.heads;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < 2 * of_side * QUERY_TOKENS * LOADS; i += gridDim.x * THREADS) {
+        const int part = i % LOADS, number = i / LOADS % QUERY_TOKENS, item = i / LOADS / QUERY_TOKENS;
+        const int head = item % step.heads, sequence = item / step.heads % step.sequences;
+        if (item < of_side) {
+            store_load<Keys>(k, step, sequence, head, number, part);
+        } else {
+            store_load<Values>(v, step, sequence, head, number, part);
+        }
     }
+    const int page_head = blockIdx.x % step.heads, page_sequence = blockIdx.x / step.heads % step.sequences;
+    if (blockIdx.x < of_side) {
+        if constexpr (!Keys::is_rotated) {
+            const int row = kv_row_of(rows, page_sequence);
+            const Queries queries{
+                q + page_sequence * q_row_stride + (long long)page_head * GROUP_HEADS * q_head_stride, q_head_stride,
+                query_sum + row * query_sum_stride + page_head * Keys::dim,
+                query_since + row * query_since_stride + page_head};
+            append_page<Keys>(k, step, *(Scratch<Keys>*)memory, queries, page_sequence, page_head);
+        }
+    } else if (blockIdx.x < 2 * of_side) {
+        if constexpr (!Values::is_rotated) {
+            append_page<Values>(v, step, *(Scratch<Values>*)memory, Queries{}, page_sequence, page_head);
+        }
+    }
+#if PART_TOKENS
+    constexpr int PARTS = KV_PAGE_TOKENS / PART_TOKENS;
+    const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads * PARTS;
+    for (int unit = blockIdx.x, sequence; (sequence = nth_complete(step, unit / of_sequence)) >= 0; unit += gridDim.x) {
+        const int part = unit % PARTS, item = unit % of_sequence / PARTS, head = item % step.heads;
+        if (Keys::is_rotated && item < step.heads) {
+            append_part<Keys>(k, step, memory, sequence, head, part);
+        } else {
+            append_part<Values>(v, step, memory, sequence, head, part);
+        }
+    }
+#endif
 }
 
 #else
@@ -164,7 +278,7 @@ typedef Keys Packed;
 typedef Values Packed;
 #endif
 
-// Grid (pages P, n heads, b sequences), 256 threads.
+// Grid (pages P, or their parts; n heads, b sequences).
 //   x            [b, n, 128 P, D] in DTYPE, by strides in elements
 //   pages        records of the n heads of a slot side by side
 //   slots        [b, P] int32, rows slot_stride elements apart
@@ -177,21 +291,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(
     long long page_stride, const int* slots, long long slot_stride, const float* rescale,
     const float* offset, const unsigned short* k_feedback, const unsigned short* v_feedback, const signed char* k_signs,
     const signed char* v_signs, const float* query_mean, int* error) {
-    __shared__ Scratch<Packed> scratch;
-    const int head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
-    const long long first_token = (long long)blockIdx.x * KV_PAGE_TOKENS, slot = slots[row * slot_stride + blockIdx.x];
+    SHARED_MEMORY(sizeof(Scratch<Packed>))
+    constexpr int PARTS = PART_TOKENS ? KV_PAGE_TOKENS / kv_max(PART_TOKENS, 1) : 1;
+    const int page = blockIdx.x / PARTS, head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
+    const long long first_token = (long long)page * KV_PAGE_TOKENS, slot = slots[row * slot_stride + page];
     const Source source{
         x + row * row_stride + head * head_stride + first_token * token_stride, token_stride,
         rescale + head * Packed::dim, offset + head * Packed::dim, 0, 0, 0,
         (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>, SIDE == 0 ? k_signs : v_signs};
+    unsigned char* record = pages + slot * page_stride + head * Packed::record;
+#if PART_TOKENS
+    pack_part<Packed>(source, *(PartScratch<Packed>*)memory, record, blockIdx.x % PARTS * PART_TOKENS, error);
+#else
     const float* query = query_mean + ((long long)row * heads + head) * Packed::dim;
-    pack_page<Packed>(
-        source, scratch, pages + slot * page_stride + head * Packed::record, query, 1.0f, error);
+    pack_page<Packed>(source, *(Scratch<Packed>*)memory, record, query, 1.0f, error);
+#endif
 }
+
+enum { UNPACK_THREADS = 256 };
 
 // Grid (pages P, n heads, b sequences), 256 threads: pages of these slots -> x [b, n, 128 P, D] in dtype number `type`,
 // by strides in elements. Transforms are undone. signs: of this side, or 0; other arguments as for pack.
-extern "C" __global__ void __launch_bounds__(THREADS) unpack(
+extern "C" __global__ void __launch_bounds__(UNPACK_THREADS) unpack(
     const unsigned char* pages, long long page_stride, const int* slots, long long slot_stride, void* x, long long type,
     long long row_stride, long long head_stride, long long token_stride, const float* rescale, const float* offset,
     const signed char* signs) {

@@ -1,24 +1,7 @@
 // One page of one head and side by one block: staged, transformed, scored, quantized, written. What the quantizer meets
-// is ``value``, of a Source here; parameters and planes are written from anything that has one.
+// is ``value``. Rotated pages are packed by parts (pack_part.cuh).
 
 #include "side.cuh"
-#include "hadamard.cuh"
-
-// Numbers of error feedback of one head: the factor's, and the gains.
-template <class S>
-constexpr int FACTOR = S::dim * (S::dim + 1) / 2 + (S::has_gain ? S::dim : 0);
-
-// A token's channel with offset and rescaling, before it is rotated or quantized.
-template <class S>
-KV_INLINE float transformed(float x, const Source& source, int channel) {
-    if constexpr (S::has_offset) {
-        x = __fsub_rn(x, source.offset[channel]);
-    }
-    if constexpr (S::has_rescale) {
-        x = __fdiv_rn(x, source.rescale[channel]);
-    }
-    return x;
-}
 
 // What the page stores of a token's channel, before the quantizer.
 template <class S>
@@ -29,10 +12,7 @@ KV_INLINE float value(const Source& source, const Scratch<S>& scratch, int token
     } else {
         x = kv_float_of<DTYPE>(source.at(token)[channel]);
     }
-    if constexpr (!S::is_rotated) {
-        x = transformed<S>(x, source, channel);
-    }
-    return x;
+    return transformed<S>(x, source, channel);
 }
 
 // Where the scale and the zero of a token's channel lie.
@@ -42,8 +22,8 @@ KV_INLINE int place_of_params(int token, int channel) {
 }
 
 // A token's channel as a code.
-template <class S, class From, class Room>
-KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, int channel) {
+template <class S>
+KV_INLINE unsigned code_at(const Source& source, const Scratch<S>& scratch, int token, int channel) {
     if constexpr (S::has_feedback) {
         if constexpr (S::tiers > 0) {
             if (scratch.level[channel] == 0) return 0;  // of 16 bits: the tile has its target
@@ -54,16 +34,6 @@ KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, i
         unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
         float x = value<S>(source, scratch, token, channel);
         return kv_code_of(x, scratch.params.zero[i], scratch.params.step[i], levels);
-    }
-}
-
-// Copies the tokens of a page, `stride` elements from one to the next, 16 bytes a thread.
-template <class S>
-KV_INLINE void copy_tokens(unsigned short* to, int stride, const Source& source) {
-    constexpr int LOADS = S::dim / 8;
-    for (int i = threadIdx.x; i < KV_PAGE_TOKENS * LOADS; i += blockDim.x) {
-        const int token = i / LOADS, load = i % LOADS;
-        ((uint4*)(to + token * stride))[load] = ((const uint4*)source.at(token))[load];
     }
 }
 
@@ -160,53 +130,9 @@ KV_INLINE void select_channels(Scratch<S>& scratch) {
     __syncthreads();
 }
 
-// The staged tokens, rotated and rounded to the cache's dtype (kvcal/systems/basis/rotated.py). Eight lanes share a token.
-template <class S>
-KV_INLINE void rotate_tile(const Source& source, Scratch<S>& scratch) {
-    constexpr int LANES = 8, OWN = S::dim / LANES;
-    static_assert(Page<S>::is_staged && S::dim % LANES == 0 && S::tiers == 0, "at most 128 channels, 8 at a time");
-    const int lane = threadIdx.x % LANES;
-    for (int token = threadIdx.x / LANES; token < KV_PAGE_TOKENS; token += THREADS / LANES) {
-        unsigned short* row = scratch.tile + token * Page<S>::stride + lane;
-        float x[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int channel = LANES * i + lane;
-            float y = transformed<S>(kv_float_of<DTYPE>(row[LANES * i]), source, channel);
-            if constexpr (S::has_gain) {
-                y = __fmul_rn(y, kv_float_of<KV_FLOAT16>(source.feedback[FACTOR<S> - S::dim + channel]));
-            }
-            x[i] = __fmul_rn(y, (float)source.signs[channel]);
-        }
-        hadamard<LANES>(x, lane);
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            row[LANES * i] = kv_bits_of<DTYPE>(x[i]);
-        }
-    }
-    __syncthreads();
-}
-
-// The scale that errs least on Gaussians of the norm of a token's channels from `first` on.
-template <class S, class From, class Room>
-KV_INLINE float gaussian_scale(const From& source, const Room& scratch, int token, int first) {
-    constexpr int SIZE = kv_min(S::group, S::dim);
-    const int count = S::dim % SIZE == 0 ? SIZE : kv_min(SIZE, S::dim - first);
-    double sum = 0.0;
-#pragma unroll 1  // even channels, then odd ones: half of the code
-    for (int parity = 0; parity < 2; ++parity) {
-        sum = __dadd_rn(sum, halving_sum<2, kv_power_of_two(SIZE)>(parity, [&](int k) {
-            const double x = k < count ? (double)value<S>(source, scratch, token, first + k) : 0.0;
-            return __dmul_rn(x, x);
-        }));
-    }
-    const double rms = __dsqrt_rn(__ddiv_rn(sum, (double)count));
-    return __double2float_rn(__dmul_rn(rms, __longlong_as_double(S::gaussian_step)));
-}
-
 // Scale and zero of every group, to the record and, as codes need them, to shared memory.
-template <class S, class From, class Room>
-KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* record, int* error) {
+template <class S>
+KV_INLINE void store_params(const Source& source, Scratch<S>& scratch, unsigned char* record, int* error) {
     for (int i = threadIdx.x; i < Page<S>::groups * Page<S>::others; i += blockDim.x) {
         int first = i / Page<S>::others * S::group, other = i % Page<S>::others;
         unsigned levels = (1u << S::bits) - 1;
@@ -214,7 +140,7 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             levels = other < S::dim ? scratch.level[other] : 0;
         }
         float low = 0.0f, scale = 0.0f;
-        if (!S::is_rotated && (S::axis == 1 || other < S::dim) && levels > 0) {
+        if ((S::axis == 1 || other < S::dim) && levels > 0) {
             int last = S::axis == 0 ? first + S::group : kv_min(first + S::group, S::dim);
             float high;
             low = value<S>(source, scratch, S::axis == 0 ? first : other, S::axis == 0 ? other : first);
@@ -228,18 +154,8 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             low = __fadd_rn(low, 0.0f);  // no -0, whose order among zeros is the device's
             scale = __fdiv_rn(__fsub_rn(__fadd_rn(high, 0.0f), low), (float)levels);
         }
-        float zero;
-        if constexpr (S::is_rotated) {
-            // To nearest, or the lowest of the candidates.
-            const unsigned half = kv_bits_of<KV_FLOAT16>(gaussian_scale<S>(source, scratch, other, first));
-            const unsigned bits = half + (S::has_feedback ? 0 : 0x80) >> 8;
-            record[S::scale + i] = (unsigned char)bits;
-            scale = kv_float_of_e5m2(bits);
-            zero = __fmul_rn(scale, -Page<S>::mean_code);
-        } else {
-            scale = kv_store_param<S::param>(record + S::scale, i, scale);
-            zero = kv_store_param<S::param>(record + S::zero, i, low);
-        }
+        scale = kv_store_param<S::param>(record + S::scale, i, scale);
+        const float zero = kv_store_param<S::param>(record + S::zero, i, low);
         if (!kv_finite(scale) || !kv_finite(zero)) {
             atomicOr(error, NON_FINITE);
         }
@@ -251,90 +167,61 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
 
 // Codes with error feedback, as kvcal/pages/error_feedback.py chooses them: they take the place of the staged values; in that of
 // a 16-bit channel are the bits of its target. Eight lanes share a token, lane l has the channels l, l + 8, ... in
-// registers, and each error goes from its lane to the others. A target is summed up in the order of the channels. Of the
-// candidates for a rotated token's scales those that cost least stay (kvcal/systems/basis/rotated.py).
+// registers, and each error goes from its lane to the others. A target is summed up in the order of the channels.
 template <class S>
-KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch, unsigned char* record) {
+KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch) {
     constexpr int LANES = 8, OWN = S::dim / LANES;
     static_assert(Page<S>::is_staged && S::dim % LANES == 0, "at most 128 channels, 8 at a time");
     const int lane = threadIdx.x % LANES;
     for (int token = threadIdx.x / LANES; token < KV_PAGE_TOKENS; token += THREADS / LANES) {
-        float x[OWN], least = 0.0f;
+        float x[OWN], target[OWN];
+        unsigned short kept[OWN];
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            x[i] = value<S>(source, scratch, token, LANES * i + lane);
+            x[i] = target[i] = value<S>(source, scratch, token, LANES * i + lane);
         }
-        int chosen = 0;
+        const unsigned short* row = source.feedback;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
 #pragma unroll 1
-        for (int number = 0; number < S::candidates; ++number) {
-            float target[OWN], squares = 0.0f;
-            unsigned short kept[OWN];
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                target[i] = x[i];
-            }
-            const unsigned short* row = source.feedback;
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-#pragma unroll 1
-                for (int owner = 0; owner < LANES; ++owner) {
-                    const int channel = LANES * i + owner;
-                    float error = 0.0f;
-                    if (lane == owner) {
-                        const int place = place_of_params<S>(token, channel);
-                        float step = scratch.params.step[place], zero = scratch.params.zero[place];
-                        if constexpr (S::is_rotated) {
-                            const unsigned lowest = kv_finite(step) ? kv_bits_of<KV_FLOAT16>(step) >> 8 : 0;
-                            const float scale = kv_float_of_e5m2(lowest + number);
-                            step = kv_step_of(scale), zero = __fmul_rn(scale, -Page<S>::mean_code);
-                        }
-                        const unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
-                        kept[i] = (unsigned short)kv_code_of(target[i], zero, step, levels);
-                        // A scale of 0 is an infinite step.
-                        float decoded = __fadd_rn(__fmul_rn((float)kept[i], kv_finite(step) ? step : 0.0f), zero);
-                        if (S::tiers && levels == 0) {
-                            kept[i] = kv_bits_of<DTYPE>(target[i]);
-                            decoded = kv_float_of<DTYPE>(kept[i]);
-                        }
-                        const float rest = __fsub_rn(target[i], decoded);
-                        const float square = __fmul_rn(__fmul_rn(rest, rest), kv_float_of<KV_FLOAT16>(row[0]));
-                        squares = i == 0 ? square : __fadd_rn(squares, square);
-                        error = __fsub_rn(x[i], decoded);
+            for (int owner = 0; owner < LANES; ++owner) {
+                const int channel = LANES * i + owner;
+                float error = 0.0f;
+                if (lane == owner) {
+                    const int place = place_of_params<S>(token, channel);
+                    const float step = scratch.params.step[place], zero = scratch.params.zero[place];
+                    const unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
+                    kept[i] = (unsigned short)kv_code_of(target[i], zero, step, levels);
+                    // A scale of 0 is an infinite step.
+                    float decoded = __fadd_rn(__fmul_rn((float)kept[i], kv_finite(step) ? step : 0.0f), zero);
+                    if (S::tiers && levels == 0) {
+                        kept[i] = kv_bits_of<DTYPE>(target[i]);
+                        decoded = kv_float_of<DTYPE>(kept[i]);
                     }
-                    error = __shfl_sync(0xffffffffu, error, owner, LANES);
+                    error = __fsub_rn(x[i], decoded);
+                }
+                error = __shfl_sync(0xffffffffu, error, owner, LANES);
 #pragma unroll
-                    for (int k = i; k < OWN; ++k) {
-                        const int ahead = LANES * k + lane - channel;
-                        if (ahead > 0) {
-                            target[k] = __fadd_rn(target[k], __fmul_rn(kv_float_of<KV_FLOAT16>(row[ahead]), error));
-                        }
+                for (int k = i; k < OWN; ++k) {
+                    const int ahead = LANES * k + lane - channel;
+                    if (ahead > 0) {
+                        target[k] = __fadd_rn(target[k], __fmul_rn(kv_float_of<KV_FLOAT16>(row[ahead]), error));
                     }
-                    row += S::dim - channel;
                 }
-            }
-            for (int apart = LANES / 2; apart > 0 && S::candidates > 1; apart /= 2) {
-                squares = __fadd_rn(squares, __shfl_sync(0xffffffffu, squares, lane ^ apart, LANES));
-            }
-            if (number == 0 || squares < least) {
-                least = squares, chosen = number;
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) {
-                    scratch.tile[token * Page<S>::stride + LANES * i + lane] = kept[i];
-                }
+                row += S::dim - channel;
             }
         }
-        if constexpr (S::candidates > 1) {
-            for (int place = token + lane * KV_PAGE_TOKENS; place < Page<S>::groups * KV_PAGE_TOKENS; place += LANES * KV_PAGE_TOKENS) {
-                record[S::scale + place] += chosen;
-            }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            scratch.tile[token * Page<S>::stride + LANES * i + lane] = kept[i];
         }
     }
     __syncthreads();
 }
 
 // The low bits of every code.
-template <class S, class From, class Room>
-KV_INLINE void store_planes(const From& source, const Room& scratch, unsigned char* record) {
+template <class S>
+KV_INLINE void store_planes(const Source& source, const Scratch<S>& scratch, unsigned char* record) {
     constexpr int ROWS = Page<S>::rows, COLUMNS = Page<S>::columns;
     for (int unit = threadIdx.x; unit < ROWS * COLUMNS / 16; unit += blockDim.x) {
         int row, column;
@@ -409,14 +296,11 @@ KV_INLINE void pack_page(
     int* error) {
     if constexpr (Page<S>::is_raw) {
         static_assert(!S::has_rescale && !S::has_offset, "16-bit pages hold what the model made");
-        copy_tokens<S>((unsigned short*)record, S::dim, source);
+        copy_tokens<S>((unsigned short*)record, S::dim, source, 0, KV_PAGE_TOKENS);
     } else {
         if constexpr (Page<S>::is_staged) {
-            copy_tokens<S>(scratch.tile, Page<S>::stride, source);
+            copy_tokens<S>(scratch.tile, Page<S>::stride, source, 0, KV_PAGE_TOKENS);
             __syncthreads();
-        }
-        if constexpr (S::is_rotated) {
-            rotate_tile<S>(source, scratch);
         }
         if constexpr (S::tiers > 0) {
             score_channels<S>(source, scratch, query, query_count, error);
@@ -424,7 +308,7 @@ KV_INLINE void pack_page(
         }
         store_params<S>(source, scratch, record, error);
         if constexpr (S::has_feedback) {
-            choose_codes<S>(source, scratch, record);
+            choose_codes<S>(source, scratch);
         }
         store_planes<S>(source, scratch, record);
         if constexpr (S::tiers > 0) {

@@ -6,7 +6,11 @@
 #error "pages are packed from float16 or bfloat16"
 #endif
 
-enum { THREADS = 256, NO_SLOT = 255, RAW_BITS = 16 };
+// Tokens that a block packs of a rotated page, and its threads: of such pages one for each candidate of a token's scales.
+#ifndef PART_TOKENS
+#define PART_TOKENS 0
+#endif
+enum { CANDIDATES = 3, THREADS = PART_TOKENS ? kv_round_up(CANDIDATES * PART_TOKENS, 32) : 256, NO_SLOT = 255, RAW_BITS = 16 };
 enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE };
 
 
@@ -49,7 +53,6 @@ struct Keys {
     static constexpr bool has_gain = false;
     static constexpr bool is_rotated = K_ROTATED;  // and have no zeros: they are -mean_code scales
     static constexpr long long gaussian_step = K_STEP;  // of rotated codes, in standard deviations: the bits of an fp64
-    static constexpr int candidates = K_CANDIDATES;     // scales of a token that error feedback tries
     static constexpr bool needs_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
 
     // Tier i, from most bits to fewest.
@@ -83,7 +86,6 @@ struct Values {
     static constexpr bool has_gain = V_GAIN && bits != RAW_BITS;
     static constexpr bool is_rotated = V_ROTATED;
     static constexpr long long gaussian_step = V_STEP;
-    static constexpr int candidates = V_CANDIDATES;
     static constexpr bool needs_queries = false;
 };
 #endif
@@ -119,6 +121,10 @@ struct Scratch {
     unsigned char level[S::tiers ? S::dim : 1];  // largest code of every channel, 0 for the 16-bit tier
 };
 
+// Numbers of error feedback of one head: the factor's, and the gains.
+template <class S>
+constexpr int FACTOR = S::dim * (S::dim + 1) / 2 + (S::has_gain ? S::dim : 0);
+
 // The 128 tokens of a page of one head as the model made them, and the transforms of its pages.
 struct Source {
     const unsigned short* tokens;
@@ -132,7 +138,39 @@ struct Source {
     const unsigned short* feedback;
     const signed char* signs;  // of rotated pages
 
+    // The step's tokens, which the ring may not have yet: number `stored` and those after it, so many elements apart.
+    const unsigned short* incoming;
+    long long incoming_stride;
+    int stored;
+
     KV_INLINE const unsigned short* at(int token) const {
-        return tokens + (ring ? kv_max(first + token, least) % ring : token) * stride;
+        if (ring == 0) {
+            return tokens + token * stride;
+        }
+        const int at = kv_max(first + token, least);
+        return at < stored ? tokens + at % ring * stride : incoming + (at - stored) * incoming_stride;
     }
 };
+
+// Copies `count` tokens of a page from `first` on, `stride` elements from one to the next, 16 bytes a thread.
+template <class S>
+KV_INLINE void copy_tokens(unsigned short* to, int stride, const Source& source, int first, int count) {
+    constexpr int LOADS = S::dim / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count * LOADS; i += THREADS) {
+        const int token = i / LOADS, load = i % LOADS;
+        ((uint4*)(to + token * stride))[load] = ((const uint4*)source.at(first + token))[load];
+    }
+}
+
+// A token's channel with offset and rescaling, before it is rotated or quantized.
+template <class S>
+KV_INLINE float transformed(float x, const Source& source, int channel) {
+    if constexpr (S::has_offset) {
+        x = __fsub_rn(x, source.offset[channel]);
+    }
+    if constexpr (S::has_rescale) {
+        x = __fdiv_rn(x, source.rescale[channel]);
+    }
+    return x;
+}

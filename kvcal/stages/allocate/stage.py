@@ -49,7 +49,7 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
     setup, cache_dtype, workload = profile.setup, profile.setup.geometry.cache_dtype, problem.workload
     while True:  # what lies next to the pages follows from the choice
         solution = solve(problem.units, max(smallest, _capacity(split)))
-        split = replace(split, engine=_beside_pages(problem, spec, setup.identity, solution.choice))
+        split = replace(split, engine=_beside_pages(problem, spec, setup.identity, split.fixed, solution.choice))
         if solution.nbytes <= _capacity(split):
             break
     layers = problem.layers_of(solution.choice)
@@ -75,7 +75,7 @@ def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int
     setup, layers = profile.setup, problem.layers_of(problem.largest)
     sizes = setup.geometry.cache_dtype, setup.weight_bytes, setup.vocab_size
     split = resolve_budget(spec, layers, *sizes, reserved)
-    split = replace(split, engine=_beside_pages(problem, spec, setup.identity, problem.smallest))
+    split = replace(split, engine=_beside_pages(problem, spec, setup.identity, split.fixed, problem.smallest))
     if problem.nbytes(problem.smallest) > _capacity(split):
         raise infeasible(spec, split, problem.layers_of(problem.smallest), setup.geometry.cache_dtype)
     return split
@@ -85,8 +85,8 @@ def _capacity(split: BudgetSplit) -> int:
     return split.for_cache - split.fixed - split.reserved
 
 
-def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, choice: Sequence[int]) -> int:
-    """Bytes that an engine takes besides the pages of a choice; 0 without one."""
+def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, fixed: int, choice: Sequence[int]) -> int:
+    """Bytes that an engine takes besides the pages of a choice and what is ``fixed``; 0 without one."""
     if spec.engine is None:
         return 0
     layers, workload = problem.layers_of(choice), Workload(spec.batch, spec.context)
@@ -96,7 +96,8 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
     tensors = {name: torch.ones(spec.extents, dtype=getattr(torch, spec.dtype)) for name, spec in needed}
     plan = Plan(model, cache_dtype, layers, workload, {}, tensors)
     require_served(plan, is_cuda=False, engine=spec.engine, lookahead=spec.drafts)
-    return engine_bytes(spec.engine, plan, spec.tp, spec.drafts) - problem.nbytes(choice)
+    taken = engine_bytes(spec.engine, plan, spec.tp, spec.drafts, spec.state_bytes)
+    return max(0, taken - problem.nbytes(choice) - fixed)
 
 
 class Problem:

@@ -1,0 +1,310 @@
+// Codes with error feedback of tokens that have scales of their own (kvcal/pages/error_feedback.py and systems/basis/rotated.py), bit for bit.
+//
+// A chain is a token with one candidate for its scales: one lane rounds its channels one after the other. A target is summed up
+// when it is due, over the errors before it in the order of the channels, which is what pushes of every error give. Channels
+// come in blocks of 16. What a block's targets take from earlier blocks is an outer product of 16 channels and the 32 chains of a
+// warp: a lane has 4 of each, so that two loads serve 16 products and 16 sums. The rest is within the lane that rounds.
+//
+// Shared memory keeps the errors of 64 channels. When they are complete, all later targets take them in, and their room is free.
+
+#include "side.cuh"
+
+enum { BLOCK = 16, BLOCKS_KEPT = 4 };
+
+// Sizes of a part: PART_TOKENS tokens of a page, and a thread for each of their chains.
+template <class S>
+struct Part {
+    static constexpr int tokens = PART_TOKENS, stride = Page<S>::stride, groups = Page<S>::groups;
+    static constexpr int blocks = Page<S>::padded / BLOCK;
+    static constexpr int words = S::bits / 2 + S::bits % 2;  // that hold a block's codes: of every plane one
+    static constexpr int chains = S::has_feedback ? THREADS : tokens;
+    static constexpr int kept = kv_min(blocks, BLOCKS_KEPT) * BLOCK;
+};
+
+template <class S>
+struct PartScratch {
+    alignas(16) unsigned short tile[Part<S>::tokens * Part<S>::stride];  // tokens, rotated
+    double squares[Part<S>::groups * Part<S>::tokens];                   // their sums
+    float cost[THREADS];
+    int chain[Part<S>::tokens];                               // whose codes a token takes
+    unsigned char lowest[Part<S>::groups * Part<S>::tokens];  // bits of its scales, or of the lowest candidates
+    unsigned codes[Part<S>::blocks * Part<S>::words * Part<S>::chains];
+    // Row j of a block's 16 columns holds U_jk, its diagonal the costs; what is below is 0, and so are channels beyond the last.
+    alignas(16) float factor[S::has_feedback ? 8 * Part<S>::blocks * (Part<S>::blocks + 1) * BLOCK : 4];
+    union {
+        alignas(16) float kept[S::has_feedback ? Part<S>::kept * Part<S>::chains : 4];  // errors, and targets that are not yet due
+        unsigned short stored[S::has_feedback ? FACTOR<S> : 4];             // the factor as the plan has it
+    };
+};
+
+KV_INLINE constexpr int kv_factor_row(int block, int row) { return (8 * block * (block + 1) + row) * BLOCK; }
+
+template <class Word>
+KV_INLINE void copy_words(void* to, const void* from, int bytes) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < bytes / (int)sizeof(Word); i += THREADS) {
+        ((Word*)to)[i] = ((const Word*)from)[i];
+    }
+}
+
+// The factor as the plan has it, for ``order_factor``.
+template <class S>
+KV_INLINE void fetch_factor(const unsigned short* from, PartScratch<S>& scratch) {
+    constexpr int BYTES = S::dim * (S::dim + 1);
+    if constexpr (S::dim % BLOCK == 0) {  // so many bytes are a multiple of 16, else of 8
+        copy_words<uint4>(scratch.stored, from, BYTES);
+    } else {
+        copy_words<uint2>(scratch.stored, from, BYTES);
+    }
+}
+
+// From the plan's order to that of the blocks, 4 columns a thread.
+template <class S>
+KV_INLINE void order_factor(PartScratch<S>& scratch) {
+#pragma unroll 1
+    for (int block = 0; block < Part<S>::blocks; ++block) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < BLOCK * BLOCK / 4 * (block + 1); i += THREADS) {
+            const int row = i / (BLOCK / 4), channel = block * BLOCK + i % (BLOCK / 4) * 4;
+            const unsigned short* of_row = scratch.stored + row * (2 * S::dim - row - 1) / 2;
+            float u[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const bool is_there = row <= channel + k && channel + k < S::dim;
+                u[k] = is_there ? kv_float_of<KV_FLOAT16>(of_row[channel + k]) : 0.0f;
+            }
+            *(float4*)(scratch.factor + kv_factor_row(block, row) + channel % BLOCK) = make_float4(u[0], u[1], u[2], u[3]);
+        }
+    }
+}
+
+constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to a whole number, half to even
+
+// 1 / step, rounded to nearest, of a number of 8 bits; 0 of 0.
+KV_INLINE float kv_reciprocal_of_e5m2(float step) {
+    const unsigned bits = __float_as_uint(step), quarters = bits >> 21 & 3;
+    const unsigned one = quarters == 0 ? 0x3f800000 : quarters == 1 ? 0x3f4ccccd : quarters == 2 ? 0x3f2aaaab : 0x3f124925;
+    return step == 0.0f ? 0.0f : __uint_as_float(one + 0x3f800000 - (bits & 0x7f800000));
+}
+
+// A grid of whole numbers 0 ... LEVELS, times a step of 3 bits, around 0.
+struct Grid {
+    float step, inverse, zero;
+
+    KV_INLINE Grid(float step_, float mean_code)
+        : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
+
+    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein); of all fp32 with every step that has
+    // been tried.
+    template <unsigned LEVELS>
+    KV_INLINE float code(float x) const {
+        const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);
+        const float quotient = __fmaf_rn(__fmaf_rn(-about, step, y), inverse, about);
+        return __fadd_rn(fminf(fmaxf(quotient, 0.0f), (float)LEVELS), MAGIC);
+    }
+
+    // What the code stands for, exactly.
+    KV_INLINE float decoded(float code) const { return __fmaf_rn(__fsub_rn(code, MAGIC), step, zero); }
+};
+
+// Appends a code to the words of a block, of which every one holds a plane.
+template <class S>
+KV_INLINE void append_code(unsigned (&words)[Part<S>::words], int k, float code) {
+    const unsigned bits = __float_as_uint(code) & (1u << S::bits) - 1;
+#pragma unroll
+    for (int word = 0; word < Part<S>::words; ++word) {
+        const bool is_pair = word < S::bits / 2;
+        words[word] |= (bits >> 2 * word & (is_pair ? 3 : 1)) << (is_pair ? 2 : 1) * k;
+    }
+}
+
+// 16 bits of dtype DTYPE each.
+KV_INLINE void kv_floats_of(const uint2& bits, float (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[i] = kv_float_of<DTYPE>((unsigned short)((i < 2 ? bits.x : bits.y) >> 16 * (i % 2)));
+    }
+}
+
+// Adds the errors of one channel, of this lane's 4 chains, to 4 of their targets.
+KV_INLINE void take_in(float (&target)[4][4], const float4& factor, const float4& error) {
+    const float u[4] = {factor.x, factor.y, factor.z, factor.w}, e[4] = {error.x, error.y, error.z, error.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            target[k][t] = __fadd_rn(target[k][t], __fmul_rn(u[k], e[t]));
+        }
+    }
+}
+
+// This lane's place in outer products: its chains are 4 neighbours, its channels 4 of every block.
+template <class S>
+struct Corner {
+    int chain, channel, token;
+
+    KV_INLINE Corner() {
+        const int lane = threadIdx.x % 32;
+        chain = (threadIdx.x & ~31) + 4 * (lane / 4);
+        channel = 4 * (lane % 4);
+        token = chain % Part<S>::tokens;
+    }
+
+    // Its targets in a block, before any error is taken in: the values.
+    KV_INLINE void start(float (&target)[4][4], const PartScratch<S>& scratch, int block) const {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            float x[4];
+            kv_floats_of(
+                *(const uint2*)(scratch.tile + (token + t) * Part<S>::stride + block * BLOCK + channel), x);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                target[k][t] = x[k];
+            }
+        }
+    }
+
+    KV_INLINE float* kept(PartScratch<S>& scratch, int row) const {
+        return scratch.kept + (row + channel) * Part<S>::chains + chain;
+    }
+
+    KV_INLINE void store(const float (&target)[4][4], PartScratch<S>& scratch, int row) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            *(float4*)(kept(scratch, row) + k * Part<S>::chains) =
+                make_float4(target[k][0], target[k][1], target[k][2], target[k][3]);
+        }
+    }
+
+    KV_INLINE void load(float (&target)[4][4], PartScratch<S>& scratch, int row) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float4 found = *(const float4*)(kept(scratch, row) + k * Part<S>::chains);
+            target[k][0] = found.x, target[k][1] = found.y, target[k][2] = found.z, target[k][3] = found.w;
+        }
+    }
+
+    KV_INLINE float4 errors(const PartScratch<S>& scratch, int row) const {
+        return *(const float4*)(scratch.kept + row * Part<S>::chains + chain);
+    }
+
+    KV_INLINE float4 factor(const PartScratch<S>& scratch, int block, int row) const {
+        return *(const float4*)(scratch.factor + kv_factor_row(block, row) + channel);
+    }
+};
+
+// All later targets take in the errors that are kept, and get their room.
+template <class S>
+KV_INLINE void make_room(PartScratch<S>& scratch, const Corner<S>& corner) {
+    constexpr int LATER = Part<S>::blocks - BLOCKS_KEPT;
+    float target[LATER][4][4];
+#pragma unroll
+    for (int i = 0; i < LATER; ++i) {
+        corner.start(target[i], scratch, BLOCKS_KEPT + i);
+    }
+#pragma unroll 2
+    for (int row = 0; row < Part<S>::kept; ++row) {
+        const float4 errors = corner.errors(scratch, row);
+#pragma unroll
+        for (int i = 0; i < LATER; ++i) {
+            take_in(target[i], corner.factor(scratch, BLOCKS_KEPT + i, row), errors);
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < LATER; ++i) {
+        corner.store(target[i], scratch, i * BLOCK);
+    }
+}
+
+// Codes and costs of all chains of a part. Those beyond the candidates are there for whole warps, and never chosen.
+template <class S>
+KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
+    constexpr int TOKENS = Part<S>::tokens, CHAINS = Part<S>::chains, LANES = 8;
+    constexpr unsigned LEVELS = (1u << S::bits) - 1;
+    const int chain = threadIdx.x, token = chain % TOKENS, number = chain / TOKENS;
+    const Corner<S> corner;
+    Grid grid(0.0f, 0.0f);
+    float squares[LANES] = {};
+#pragma unroll 1
+    for (int block = 0; block < Part<S>::blocks; ++block) {
+        const int first = block < BLOCKS_KEPT ? 0 : BLOCKS_KEPT, row = (block - first) * BLOCK;
+        float target[4][4];
+        if constexpr (Part<S>::blocks > BLOCKS_KEPT) {
+            if (block == BLOCKS_KEPT) {
+                make_room(scratch, corner);
+            }
+        }
+        if (first == 0) {
+            corner.start(target, scratch, block);
+        } else {
+            corner.load(target, scratch, row);
+        }
+#pragma unroll 4
+        for (int before = 0; before < row; ++before) {
+            take_in(
+                target, corner.factor(scratch, block, first * BLOCK + before), corner.errors(scratch, before));
+        }
+        corner.store(target, scratch, row);
+        __syncwarp();
+
+        if (block * BLOCK % S::group == 0) {
+            const int group = block * BLOCK / S::group;
+            grid = Grid(kv_float_of_e5m2(scratch.lowest[group * TOKENS + token] + number), Page<S>::mean_code);
+        }
+        float x[BLOCK], due[BLOCK];
+        float* kept = scratch.kept + row * CHAINS + chain;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 bits = *(const uint4*)(scratch.tile + token * Part<S>::stride + block * BLOCK + 8 * i);
+            float four[2][4];
+            kv_floats_of(make_uint2(bits.x, bits.y), four[0]);
+            kv_floats_of(make_uint2(bits.z, bits.w), four[1]);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                x[8 * i + k] = four[k / 4][k % 4];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) {
+            due[k] = kept[k * CHAINS];
+        }
+        unsigned codes[Part<S>::words] = {};
+        const float* factor = scratch.factor + kv_factor_row(block, block * BLOCK);
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) {
+            float u[BLOCK];
+#pragma unroll
+            for (int i = k / 4; i < BLOCK / 4; ++i) {
+                const float4 four = *(const float4*)(factor + k * BLOCK + 4 * i);
+                u[4 * i] = four.x, u[4 * i + 1] = four.y, u[4 * i + 2] = four.z, u[4 * i + 3] = four.w;
+            }
+            const float code = grid.code<LEVELS>(due[k]), decoded = grid.decoded(code);
+            const float error = __fsub_rn(x[k], decoded), rest = __fsub_rn(due[k], decoded);
+            squares[k % LANES] = __fadd_rn(squares[k % LANES], __fmul_rn(__fmul_rn(rest, rest), u[k]));
+            kept[k * CHAINS] = error;
+#pragma unroll
+            for (int later = k + 1; later < BLOCK; ++later) {
+                due[later] = __fadd_rn(due[later], __fmul_rn(u[later], error));
+            }
+            append_code<S>(codes, k, code);
+        }
+#pragma unroll
+        for (int word = 0; word < Part<S>::words; ++word) {
+            if (S::dim % BLOCK && block == Part<S>::blocks - 1) {  // channels beyond the last
+                codes[word] &= word < S::bits / 2 ? 0xffff : 0xff;
+            }
+            scratch.codes[(block * Part<S>::words + word) * CHAINS + chain] = codes[word];
+        }
+        __syncwarp();
+    }
+#pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2) {
+#pragma unroll
+        for (int i = 0; i < apart; ++i) {
+            squares[i] = __fadd_rn(squares[i], squares[i + apart]);
+        }
+    }
+    scratch.cost[chain] = squares[0];
+    __syncthreads();
+}

@@ -1,0 +1,142 @@
+"""Time of the launches that pack rotated pages with error feedback: `append` in steps, and `pack` of prompts.
+
+    python lab/bench_pack.py
+    python lab/bench_pack.py --part-tokens 32 64 --blocks 2 3 --bits 2 3 --prompt 32768
+
+Needs a CUDA device. One layer of 8 KV heads of 128 channels, bf16, 8 sinks, a window of 64. A launch of `append`
+with B sequences of which C complete a page; microseconds of one launch in a CUDA graph of 20, each of which packs
+the same pages. Random factors: what codes are chosen takes no other time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvcal.kernels import ops, packing
+from kvcal.kernels.operands import NOTHING, Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.variants import Variant
+from kvcal.pages.hadamard import random_signs
+from kvcal.plan.page_format import SIDES, Format, Side
+
+HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15
+STEPS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (38, 0), (38, 1), (38, 38), (152, 0), (152, 152))
+
+
+def graph_us(launch: Callable[[], None]) -> float:
+    """Microseconds of a launch: the median of replays of LAUNCHES in a graph."""
+    launch()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            launch()
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / LAUNCHES)
+    return statistics.median(times)
+
+
+def transform_of(has_feedback: bool) -> PageTransform:
+    generator = torch.Generator().manual_seed(1)
+
+    def factor(has_gain: bool) -> Tensor:
+        numbers = torch.randn(HEADS, DIM * (DIM + 1) // 2, generator=generator) * 0.1
+        gains = torch.ones(HEADS, DIM * has_gain)
+        return torch.cat([numbers, gains], 1).half().cuda() if has_feedback else NOTHING.cuda()
+
+    nothing, signs = NOTHING.cuda(), random_signs(DIM, 2).cuda()
+    return PageTransform(nothing, nothing, factor(False), factor(True), signs, signs)
+
+
+def append_us(variant: Variant, batch: int, complete: int) -> float:
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    def memory(side: Side) -> Memory:
+        fmt, record = variant.format(side), variant.layout(side).record_bytes
+        pages = torch.zeros(batch, HEADS, record, dtype=torch.uint8, device="cuda")
+        sinks, ring = (tensor(batch, HEADS, count, DIM) for count in (fmt.num_sink_tokens, fmt.ring_tokens()))
+        return Memory(sinks, ring, pages)
+
+    k, v = map(memory, SIDES)
+    lengths = torch.full((batch,), 255, dtype=torch.int32, device="cuda")
+    lengths[complete:] = 270
+    table = torch.arange(batch, dtype=torch.int32, device="cuda").repeat(4, 1).t().contiguous()
+    nothing, error = NOTHING.cuda(), torch.zeros(1, dtype=torch.int32, device="cuda")
+    place = Place(lengths, table, nothing, nothing, nothing)
+    new, queries = tensor(batch, HEADS, DIM), tensor(batch, HEADS * GROUP, DIM)
+    statistic = QueryStatistic(nothing, nothing)
+    transform = transform_of(variant.k_feedback)
+    found = graph_us(lambda: ops.launch_append(new, new, queries, k, v, statistic, place, transform, error, variant))
+    assert int(error) == 0
+    return found
+
+
+def prompt_ms(variant: Variant, tokens: int) -> float:
+    """Of a layer: its keys and its values."""
+    x = torch.randn(1, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    slots = torch.arange(tokens // 128, dtype=torch.int32, device="cuda").view(1, -1)
+    error, transform = torch.zeros(1, dtype=torch.int32, device="cuda"), transform_of(variant.k_feedback)
+    pages = [
+        torch.zeros(tokens // 128, HEADS, variant.layout(side).record_bytes, dtype=torch.uint8, device="cuda")
+        for side in SIDES
+    ]
+
+    def launch() -> None:
+        for side, of_side in zip(SIDES, pages, strict=True):
+            ops.launch_pack(x, of_side, slots, NOTHING.cuda(), transform, error, side, variant)
+
+    launch()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        launch()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part-tokens", type=int, nargs="+", default=[packing.PART_TOKENS])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[packing.BLOCKS_OF_SM], help="of append, on an SM")
+    parser.add_argument("--bits", type=int, nargs="+", default=[2])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[2048, 32768])
+    given = parser.parse_args()
+    print(torch.cuda.get_device_name())
+    for bits, part, blocks in itertools.product(given.bits, given.part_tokens, given.blocks):
+        packing.PART_TOKENS, ops.BLOCKS_OF_SM = part, blocks
+        ops._append_kernel.cache_clear()
+        ops._side_kernel.cache_clear()
+        fmt = Format(bits, "token", 128, 8, 64, quantizer="rotated")
+        for fed in (True, False):
+            variant = Variant(
+                fmt, fmt, DIM, "bfloat16", GROUP, False, False, k_feedback=fed, v_feedback=fed, v_gain=fed
+            )
+            kernel, shape, _ = ops._append_kernel(variant, False, 0)
+            print(f"{bits} bits, {part} tokens a part, {blocks} blocks of an SM, feedback {fed}: {shape}, "
+                  f"{kernel.registers} registers")  # fmt: skip
+            steps = STEPS if fed else STEPS[:5]
+            print("  us of append, complete/sequences: " + ", ".join(
+                f"{complete}/{batch} {append_us(variant, batch, complete):.1f}" for batch, complete in steps
+            ))  # fmt: skip
+            if blocks == given.blocks[0]:
+                prompts = (f"{tokens} {prompt_ms(variant, tokens):.3f}" for tokens in given.prompt)
+                print("  ms of pack, keys and values of a prompt: " + ", ".join(prompts), flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

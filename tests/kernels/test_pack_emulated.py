@@ -1,0 +1,121 @@
+"""``append`` and ``pack`` emulated on a CPU store, byte for byte, what the reference stores. Needs no GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from emulated import EmulatedKernel, require_compiler
+from kernel_oracle import GROUP_HEADS, Case, Paged, boosted, reference_pages
+from test_kernels_pack import N, assert_same, poisoned_pages, variant_of
+
+from kvcal.geometry import CacheDtype
+from kvcal.kernels import ops
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.packing import PackShape, append_defines, pack_defines, pack_shape
+from kvcal.kernels.reference import NO_ROOM
+from kvcal.kernels.variants import Variant
+from kvcal.plan.page_format import SIDES, Format, Side, Tier
+
+NUM_BLOCKS = 5  # of ``append``, which pack several parts each
+
+
+@pytest.fixture(autouse=True)
+def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    require_compiler()
+    compiled: dict[object, EmulatedKernel] = {}
+
+    def append_kernel(variant: Variant, has_rows: bool, _: int) -> tuple[EmulatedKernel, PackShape, int]:
+        if variant not in compiled:
+            compiled[variant] = EmulatedKernel("pack", "append", append_defines(variant, has_rows), tmp_path)
+        return compiled[variant], pack_shape(variant), NUM_BLOCKS
+
+    def side_kernel(entry: str, side: Side, variant: Variant, _: int) -> tuple[EmulatedKernel, PackShape]:
+        return EmulatedKernel("pack", entry, pack_defines(variant, side), tmp_path), pack_shape(variant, (side,))
+
+    monkeypatch.setattr(ops, "_append_kernel", append_kernel)
+    monkeypatch.setattr(ops, "_side_kernel", side_kernel)
+
+
+def rotated(side: Side, bits: int, size: int, dim: int, cache: CacheDtype, **more: bool) -> Case:
+    return Case(side, Format(bits, "token", size, 5, quantizer="rotated"), dim, cache, **{"feedback": True} | more)
+
+
+# All bits, groups of every size, channels that are no whole block; one that is packed page by page.
+PACKED = [
+    rotated("k", 2, 128, 128, "bfloat16", rescale=True, offset=True),
+    rotated("k", 4, 32, 64, "float16"),
+    rotated("v", 3, 64, 128, "bfloat16", gain=True),
+    rotated("v", 8, 128, 96, "float16"),
+    rotated("k", 1, 32, 72, "bfloat16"),
+    rotated("v", 2, 64, 80, "float16", feedback=False),
+    Case("k", Format(2, "channel", 128, 5), feedback=True),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_a_prompt_is_packed_as_the_codec_does(case: Case) -> None:
+    """Two pages of odd heads, at scattered slots, of tokens that lie between others."""
+    codec, slots, pages = case.codec(), [3, 0], poisoned_pages(case, "cpu")
+    x = case.tokens(1, 5 + 2 * 128, N).transpose(1, 2)[:, :, 5:]
+    mean = torch.rand(1, N, case.dim, generator=torch.Generator().manual_seed(11)) * 3
+    error, table = torch.zeros(1, dtype=torch.int32), torch.tensor([slots], dtype=torch.int32)
+    ops.launch_pack(x, pages, table, mean, case.transform("cpu"), error, case.side, case.variant)
+    expected = reference_pages(case, codec, x[0], mean[0] if case.fmt.needs_queries else None)
+    wrong = (pages[slots] != expected).nonzero()
+    assert int(error) == 0 and not len(wrong), (len(wrong), wrong[:3].tolist())
+
+
+class EmulatedPaged(Paged):
+    def append(self, rows: slice, k_new: torch.Tensor, v_new: torch.Tensor, q: torch.Tensor) -> None:
+        k, v = (Memory(*self._of_rows(side, rows)) for side in SIDES)
+        queries = QueryStatistic(*(part[rows] for part in self.queries))
+        place, transform = Place(*self._place(rows)), PageTransform(*self.transform)
+        ops.launch_append(k_new, v_new, q, k, v, queries, place, transform, self.error, self.variant)
+
+
+TOKENS = Format(2, "token", 64, 4, quantizer="rotated")
+KITTY = boosted("query_magnitude", Tier(4, 0.125))
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        (Case("k", TOKENS, feedback=True), Case("v", TOKENS, feedback=True, gain=True)),
+        (Case("k", KITTY, 64), Case("v", replace(TOKENS, num_bits=3), 64, feedback=True)),
+        (Case("k", Format(2, "channel", 32, 4, 30), 64), Case("v", Format(3, "token", 64, 4), 64)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_steps_store_what_the_reference_stores(k: Case, v: Case) -> None:
+    """Of three sequences the second completes a page three steps after the others."""
+    ours, theirs = (kind(variant_of(k, v), 3, 1, "cpu", N) for kind in (EmulatedPaged, Paged))
+    x = [case.tokens(3, 131, N) for case in (k, v)]
+    q = k.tokens(3, 131, N * GROUP_HEADS)
+    for step in range(131):
+        for rows in [slice(0, 1), slice(2, 3)] if step < 3 else [slice(0, 3)]:
+            for paged in (ours, theirs):
+                paged.step(rows, x[0][rows, step], x[1][rows, step], q[rows, step])
+    assert_same(ours, theirs)
+    assert int(ours.error) == 0 and ours.place.lengths.tolist() == [131, 128, 131]
+
+
+def test_steps_with_drafts_store_what_the_reference_stores() -> None:
+    """Three tokens a step, of which one or three stay: a page that rejected ones completed is packed again by
+    what takes their place. The second page has no room."""
+    k, v = (Case(side, TOKENS, 64, feedback=True) for side in SIDES)
+    variant = replace(variant_of(k, v), lookahead=2, query_tokens=3)
+    ours, theirs = (kind(variant, 1, 1, "cpu", N) for kind in (EmulatedPaged, Paged))
+    k_new, v_new, q = (k.tokens(1, 300, heads) for heads in (N, N + 1, N * GROUP_HEADS))
+    v_new = v_new[:, :, 1:]
+    while (tokens := int(ours.place.lengths)) < 256:
+        are_kept = tokens % 5 == 0
+        step = [tokens, tokens + 1, tokens + 2] if are_kept else [tokens, 290, 291]
+        for paged in (ours, theirs):
+            paged.append(slice(0, 1), *(x[:, step] for x in (k_new, v_new, q)))
+            paged.place.lengths.add_(3 if are_kept else 1)
+        if 120 < tokens < 132:
+            assert_same(ours, theirs)
+            assert int(ours.error) == 0
+    assert_same(ours, theirs)
+    assert int(ours.error) == NO_ROOM
