@@ -28,7 +28,7 @@ from kvcal.systems.basis.recipe import FeedbackSpec
 Made = TypeVar("Made")
 # Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole
 # plans is measured on, and of a basis.
-CPU_KL, CPU_PLANS, CPU_BASIS = (2, 512), (6, 1024), (6, 1024)
+CPU_KL, CPU_PLANS, CPU_BASIS = (4, 768), (6, 1024), (6, 1024)
 
 
 class _File:
@@ -224,12 +224,24 @@ def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
 
 def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
     """``spec`` with the ``kl_measured`` that None stands for; on a CPU, where KL is not measured at all bits,
-    on fewer and shorter texts."""
-    if loaded.source in embedded_models() or spec.kl_measured == "all":
+    on fewer and shorter texts, of an embedded model on shorter ones."""
+    if spec.kl_measured == "all":
         return spec
-    limits = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
-    samples, tokens = map(min, limits, (spec.kl_samples, spec.kl_tokens))
-    return replace(spec, kl_measured="lowest", kl_samples=samples, kl_tokens=tokens)
+    is_embedded = loaded.source in embedded_models()
+    samples, tokens = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
+    spec = replace(spec, kl_tokens=min(tokens, spec.kl_tokens))
+    if is_embedded:
+        return spec
+    return replace(spec, kl_measured=spec.kl_measured or "lowest", kl_samples=min(samples, spec.kl_samples))
+
+
+def profile_data(recipe: Recipe, loaded: LoadedModel) -> DataSpec:
+    """The recipe's [data]; where KL alone is measured, no longer than it reads texts, nor than the context."""
+    if recipe.profile.gradients:
+        return recipe.data
+    longest = min(recipe.data.seq_len, profile_spec(recipe.profile, loaded).kl_tokens)
+    longest = min(longest, loaded.max_context or longest)
+    return replace(recipe.data, seq_len=longest, min_len=min(recipe.data.min_len, longest))
 
 
 def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:

@@ -33,6 +33,7 @@ from kvcal.systems.pm_kvq.recipe import ProgressiveSpec, ReparamSpec
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
+KlMeasured = Literal["all", "lowest", "sides"]
 CandidateBits = Literal[1, 2, 3, 4, 8]
 # Left out of JSON where there is one.
 Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
@@ -52,7 +53,9 @@ class ProfileSpec:
 
     Of these, ``kl_num_bits`` x the largest group size x the first of ``k_axes`` have a KL to the 16-bit
     cache: one layer's K or V alone, through the packed cache. It is measured for all of their bits, or for
-    the lowest: then the KL at other bits is that one times the ratio of the squared errors.
+    the lowest: then the KL at other bits is that one times the ratio of the squared errors. With "sides" the
+    keys, or the values, of all layers together are measured, too, at the two lowest bits: a layer's KL is its
+    share of that, so that how it falls with bits is measured for each side.
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
@@ -62,8 +65,10 @@ class ProfileSpec:
         None, "Bits whose KL is measured; default: 2, 3 and 4, or all where none of them is a candidate."
     )
     # Left out of JSON by default, as a format's quantizer.
-    kl_measured: Annotated[Literal["all", "lowest"] | None, Field(exclude_if=lambda which: which is None)] = knob(
-        None, "Of kl_num_bits: all or lowest; default: all for an embedded model, lowest for another."
+    kl_measured: Annotated[KlMeasured | None, Field(exclude_if=lambda which: which is None)] = knob(
+        None,
+        "Of kl_num_bits: all, lowest, or sides: the lowest by layer, and the two lowest in all layers together; "
+        "default: all for an embedded model, lowest for another.",
     )
     kl_samples: SizeOrNone = knob(3, "Texts that KL is measured on; 0: none is.")
     kl_tokens: TextTokens = knob(512, "Tokens of each of these texts.")
@@ -147,6 +152,11 @@ class AllocateSpec:
         "layer", "A format for each layer's K and V, or for a block (K and V alike, PM-KVQ)."
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
+    fixed_widths: Annotated[bool, Field(exclude_if=lambda is_measured: not is_measured)] = knob(
+        False,
+        "Measure fixed widths of keys and values of the same bytes on texts kept apart, and take them where the "
+        "choice by layer does not lose less; for pages in a basis.",
+    )
     rotary: Annotated[bool, Field(exclude_if=lambda is_chosen: not is_chosen)] = knob(
         False, "Choose a format for latent attention's rotary keys, too, instead of 16 bits."
     )
@@ -233,6 +243,9 @@ class Recipe:
             f"[search] and {[x for x in given if x != 'allocate']}: {systems}": self.search and given != ["allocate"],
             f"{' and '.join(chosen) or 'nothing'} given; {only}": len(chosen) != 1,
             "[tune] needs [formats], and no stage that works on its formats": self.tune and not self.is_formats_alone,
+            "allocate.fixed_widths = true: expected [basis], and no [search]": allocate
+            and allocate.fixed_widths
+            and not self.chooses_in_a_basis,
             f"[basis] is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']": (
                 self.chooses_in_a_basis and quantizers != ["rotated"]
             ),

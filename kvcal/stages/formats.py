@@ -24,6 +24,7 @@ from kvcal.folder import (
     identity_inputs,
     job_sequences,
     model_inputs,
+    profile_data,
     profile_spec,
     sequences,
 )
@@ -39,6 +40,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.budget import compile_plan
+from kvcal.stages.allocate.fixed_widths import Contest
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile import record as profile_record
@@ -87,7 +89,7 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         UnsupportedModel: keys, values or their projections cannot be found.
         ArtifactError: the folder is another model's, holds a corrupt profile, or cannot be written to.
     """
-    data, spec = sequences(recipe.data, loaded, "fit", folder), profile_spec(recipe.profile, loaded)
+    data, spec = sequences(profile_data(recipe, loaded), loaded, "fit", folder), profile_spec(recipe.profile, loaded)
     inputs = {
         **model_inputs(loaded),
         **flat_records(profile=spec, cache=recipe.cache),
@@ -98,18 +100,24 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
     inputs |= {} if basis is None else {"basis.sha256": sha256_file(folder.basis)}
     make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache, basis=basis)
     made_on = data.description
-    if spec.kl_samples and spec.kl_measured == "lowest":
+    if spec.kl_samples and spec.kl_measured in ("lowest", "sides"):
         texts = f"{spec.kl_samples} texts of {spec.kl_tokens} tokens"
-        made_on += f"; KL at {min(spec.kl_bits)} bits alone, on {texts} (--thorough: at all bits, on more)"
+        made_on += f"; KL at {min(spec.kl_bits)} bits, on {texts} (--thorough: at all bits)"
     return current_or("profile", folder.profile, profile_record.load, inputs, make, reporter, made_on)
 
 
 def allocate_folder(
-    folder: Folder, spec: AllocateSpec, reporter: Reporter = SILENT, recipe: Recipe | None = None, reserved: int = 0
+    folder: Folder,
+    spec: AllocateSpec,
+    reporter: Reporter = SILENT,
+    recipe: Recipe | None = None,
+    reserved: int = 0,
+    contest: Contest | None = None,
 ) -> Allocation:
     """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive]
-    and sections of transforms follow, so that what they take is kept free; without one,
-    ``reserved`` bytes are, by default those of the folder's basis.
+    and sections of transforms follow, so that what they take is kept free; without one, ``reserved`` bytes
+    are, by default those of the folder's basis. ``contest``: in which fixed widths are measured next to the
+    choice.
 
     Raises:
         InfeasibleBudget: nothing fits; the message states the smallest budget that would.
@@ -132,6 +140,7 @@ def allocate_folder(
         "profile.sha256": sha256_file(folder.profile),
         "provenance": sha256_json(provenance),
         **baseline_inputs(spec),
+        **({} if contest is None else contest.inputs),
     }
 
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
@@ -140,6 +149,8 @@ def allocate_folder(
         allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:
             allocation = made_progressive(allocation, progressive, reserved)
+        if contest is not None:
+            allocation = contest.decided(allocation, profile, spec, reserved, reporter)
         allocation_record.save(allocation, inputs, path)
         reporter.say(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
@@ -154,7 +165,8 @@ def allocate_folder(
 
 def allocate_recipe(job: Job) -> Allocation:
     assert job.recipe.allocate is not None
-    return allocate_folder(job.folder, job.recipe.allocate, job.reporter, job.recipe)
+    contest = Contest.of(job) if job.recipe.allocate.fixed_widths else None
+    return allocate_folder(job.folder, job.recipe.allocate, job.reporter, job.recipe, contest=contest)
 
 
 def fix_folder(job: Job) -> Allocation:

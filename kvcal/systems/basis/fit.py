@@ -47,6 +47,7 @@ from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import layout_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.calibration import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.stages.checkpoint import Batch, Checkpoint, Mean, State, for_each_batch
 from kvcal.strict import STRICT, Share, dump
@@ -135,6 +136,12 @@ class BasisRecord:
         layers = self.apply(plan.layers)
         tensors = layout_tensors(layers) | self.tensors()
         return replace(plan, layers=layers, tensors={name: tensors[name] for name in needed_tensors(layers, "float32")})
+
+    def planned(self, allocation: Allocation) -> Plan:
+        """The plan of an allocation in the basis, to be measured."""
+        layers, tensors = allocation.layers, layout_tensors(allocation.layers)
+        model, workload = allocation.model, allocation.workload
+        return self.changed(Plan(model, allocation.cache_dtype, layers, workload, allocation.provenance, tensors))
 
     def tensors(self) -> dict[str, Tensor]:
         found = {f"layers.{index}.{side}_feedback": factor for (index, side), factor in self.factors.items()}
