@@ -39,7 +39,7 @@ from kvcal.kernels import reference
 from kvcal.kernels.basis import launch_enter, launch_leave
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode import launch_decode, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable, ring_slot
 from kvcal.kernels.packing import BLOCKS_OF_SM, PackShape, append_defines, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
@@ -176,7 +176,7 @@ def append_window(
     """
     if not k_new.is_cuda:
         every_row = torch.arange(len(lengths)) if rows is None else rows.long()
-        slots = lengths.long() % k_ring.shape[2]
+        slots = ring_slot(lengths.long(), k_ring)
         is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
         for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
             stored = new.to(ring.dtype)

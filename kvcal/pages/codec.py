@@ -127,6 +127,11 @@ class PageCodec:
         """r: one record for each head, or one for all heads in a row."""
         return self._layout(self.format.num_bits).records_per_page(self.num_heads)
 
+    @property
+    def record(self) -> tuple[int, int]:
+        """Records of a page, and bytes of each, before any token has come."""
+        return self.records_per_page, self.record_bytes(self.format.bits_at(0))
+
     def record_bytes(self, num_bits: int) -> int:
         return self._layout(num_bits).record_bytes
 

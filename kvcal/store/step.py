@@ -57,6 +57,12 @@ class StepScratch:
             self._read_at[fmt] = fixed(starts)
         return self._read_at[fmt]
 
+    def reach(self, tokens: int) -> None:
+        """Sequences may have so many tokens from now on."""
+        if tokens > self.max_tokens:
+            self.max_tokens = 2 * tokens
+            self._read_at.clear()
+
     @property
     def tensors(self) -> list[Tensor]:
         return [self.error, *self._workspaces.values(), *self._read_at.values()]

@@ -20,16 +20,26 @@ is found by its files, each of which may be left out:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from kvcal.strict import STRICT
 
 Record = TypeVar("Record")
+
+
+class Section:
+    """A section of recipes that works on chosen formats, such as [predictors]. ``excludes``: other sections
+    that it does not go with, each with the reason; ``reads_text``: calibration data; ``in_engines``: whether
+    engines serve what it makes."""
+
+    excludes: ClassVar[Mapping[str, str]] = {}
+    reads_text: ClassVar[bool] = True
+    in_engines: ClassVar[bool] = True
 
 
 def parts(name: str) -> list[ModuleType]:
@@ -43,7 +53,8 @@ def extended(part: str) -> Callable[[type[Record]], type[Record]]:
     its name in their modules ``part``; their methods come before its own."""
 
     def extend(record: type[Record]) -> type[Record]:
-        added = tuple(getattr(module, record.__name__) for module in parts(part))
+        found = (vars(module).get(record.__name__) for module in parts(part))
+        added = tuple(kind for kind in found if kind is not None)
         body = {"__doc__": record.__doc__, "__module__": record.__module__}
         whole: type[Record] = type(record.__name__, (*added, record), body)
         return dataclass(frozen=True, config=STRICT)(whole)  # type: ignore[return-value]
