@@ -88,8 +88,9 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPath)
         for shape in given.shape:
+            batch, context = map(int, shape.split("x"))
             for kind in CACHES:
-                found = row(kind, plan, model, *map(int, shape.split("x")), given.steps)
+                found = row(kind, plan, model, batch, context, given.steps)
                 rows.append({"case": shape, "cache": kind} | found)
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     if given.out:
