@@ -46,7 +46,7 @@ from kvcal.stages.formats import reserved_for
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.search import measured
 from kvcal.strict import dump
-from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis import fit as basis_stage
 
 RAW, FIRST = "16-bit", "earlier"
 INSTALLED = ["python:docs", "python:code", "python:chat"]

@@ -97,7 +97,19 @@ KV_INLINE u32 largest_of_quads(u32 x) {
     return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-KV_INLINE u32 size_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+// The biased exponent of the largest number of a row; all four lanes get it.
+template <u32 LEAST = LEAST_OF_ROWS>
+KV_INLINE u32 exponent_of(const float (&x)[STEPS][8]) {
+    u32 top = 0;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            top = max(top, __float_as_uint(x[s][i]) & 0x7fffffffu);
+        }
+    }
+    return max(largest_of_quads(top) >> 23, LEAST);
+}
 
 // 16 rows of T: their bytes as operands, and the units of rows g and g + 8.
 struct Matrix {
@@ -105,20 +117,18 @@ struct Matrix {
     float unit[2];
 
     KV_INLINE void load(const float* matrix, int channel, Lane lane) {
+        float x[2][STEPS][8];  // asked for all at once
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float x[STEPS][8];
-            u32 top = 0;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 const int from = lane.channel(s);
-                load_eight<KV_FLOAT32>(x[s], matrix, (i64)(channel + half) * DIM + from, channel < DIM && from < DIM);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    top = max(top, size_bits(x[s][i]));
-                }
+                load_eight<KV_FLOAT32>(x[half][s], matrix, (channel + half) * DIM + from, channel < DIM && from < DIM);
             }
-            const u32 exponent = max(largest_of_quads(top) >> 23, LEAST_OF_ROWS);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 exponent = exponent_of(x[half]);
             const float up = power_of_two(127 + 15 + 126 - exponent);
             unit[half] = power_of_two(exponent - 126 - 15 + 127);
 #pragma unroll
@@ -126,7 +136,7 @@ struct Matrix {
                 u32 word[8];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {  // 1.5 2^23 is 0 in its last 16 bits
-                    word[i] = __float_as_uint(__fadd_rn(fminf(__fmul_rn(x[s][i], up), 32767.f), 12582912.f));
+                    word[i] = __float_as_uint(__fadd_rn(fminf(__fmul_rn(x[half][s][i], up), 32767.f), 12582912.f));
                 }
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
@@ -143,13 +153,13 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
     const int head = blockIdx.x / BLOCKS_OF_HEAD, warp = threadIdx.x / 32;
     const Lane lane{(int)threadIdx.x % 32 / 4, (int)threadIdx.x % 4};
     const int channel = (blockIdx.x % BLOCKS_OF_HEAD * WARPS + warp) * TILE + 2 * lane.g;
-    Matrix matrix;
-    matrix.load(matrices + (i64)head * DIM * DIM, channel, lane);
     float center[STEPS][8];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         load_eight<KV_FLOAT32>(center[s], centers, head * DIM + lane.channel(s), centers && lane.channel(s) < DIM);
     }
+    Matrix matrix;
+    matrix.load(matrices + (i64)head * DIM * DIM, channel, lane);
     kv_wait_for_previous();
     kv_let_next_start();
     bool is_beyond = false;
@@ -157,7 +167,6 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
         const int row = kv_min(first + lane.g, rows - 1);
         const i64 at = x.at(row, head);
         float token[STEPS][8];
-        u32 top = 0;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             load_eight<DTYPE>(token[s], x.first, at + lane.channel(s), lane.channel(s) < DIM);
@@ -167,10 +176,9 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 token[s][i] = __fsub_rn(token[s][i], center[s][i]);
-                top = max(top, size_bits(token[s][i]));
             }
         }
-        const u32 exponent = max(largest_of_quads(top) >> 23, LEAST_OF_TOKENS);
+        const u32 exponent = exponent_of<LEAST_OF_TOKENS>(token);
         const float up = power_of_two(127 + 23 + 126 - exponent);
         int sum[4][4] = {};  // of products that count 2^0, 2^8, 2^16, 2^24
 #pragma unroll
@@ -235,18 +243,7 @@ KV_INLINE void split(u32& high, u32& low, float even, float odd) {
     low = kv_bits_of<KV_FLOAT16>(even_rest) | (u32)kv_bits_of<KV_FLOAT16>(odd_rest) << 16;
 }
 
-// The exponent by which the largest number of a row comes to lie below 2^15: x up_to_halves(e) and back by from_halves(e).
-KV_INLINE u32 exponent_of_halves(const float (&x)[STEPS][8]) {
-    u32 top = 0;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            top = max(top, size_bits(x[s][i]));
-        }
-    }
-    return max(largest_of_quads(top) >> 23, LEAST_OF_ROWS);
-}
+// A row whose largest number has this exponent comes to lie below 2^15, and back.
 KV_INLINE float up_to_halves(u32 exponent) { return power_of_two(127 + 15 + 126 - exponent); }
 KV_INLINE float from_halves(u32 exponent) { return power_of_two(exponent - 126 - 15 + 127); }
 
@@ -278,7 +275,7 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
     u32 high[STEPS][2][4], low[STEPS][2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const u32 exponent = exponent_of_halves(entry[half]);
+        const u32 exponent = exponent_of(entry[half]);
         const float up = up_to_halves(exponent);
         unit[half] = from_halves(exponent);
 #pragma unroll
@@ -301,7 +298,7 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
         for (int s = 0; s < STEPS; ++s) {
             load_eight<IN>(number[s], x.first, at + lane.channel(s), lane.channel(s) < DIM);
         }
-        const u32 exponent = exponent_of_halves(number);
+        const u32 exponent = exponent_of(number);
         const float up = up_to_halves(exponent);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
