@@ -6,7 +6,7 @@
 # MODEL         a folder, a hub id or an embedded model's name
 # BUDGET        options of `kvcal plan`: the budget and its workload
 # PLAN_OPTIONS  further options of `kvcal plan`, such as --data corpus.jsonl
-# EVAL_OPTIONS  further options of `kvcal eval`
+# EVAL_OPTIONS  further options of `kvcal eval`, which measures 16 bits and fp8, too
 # GATES         limits of `kvcal eval` and `kvcal card`; exit code 7 beyond one of them
 # CARD_OPTIONS  further options of `kvcal card`, such as --kv-memory 40GB
 # LAST          the card of the plan in use; exit code 7 for a worse one. Default: that of the last run that ended well
@@ -39,7 +39,7 @@ if grep -q '"verdict": "16-bit-fits"' "$out/plan.json"; then
 fi
 
 # The report repeats the evaluation from the rows that the JSON's call has measured, and never decides.
-evaluate=(kvcal eval "$out/plan.safetensors" --model "$MODEL" "${eval_options[@]}" "${gates[@]}" --out "$out/made/plan")
+evaluate=(kvcal eval "$out/plan.safetensors" --model "$MODEL" --set 'evaluate.against=["fp8"]' "${eval_options[@]}" "${gates[@]}" --out "$out/made/plan")
 code=0
 "${evaluate[@]}" --json > "$out/evaluation.json" || code=$?
 if [ -f "$last" ]; then card_options+=(--against "$last"); fi

@@ -232,7 +232,7 @@ def _page(
     if evaluation is not None:
         columns = [one for one in table_columns(evaluation.rows) if one[0] not in LEFT_OUT]
     if evaluation is None or all(row.name != "fp8" for row in evaluation.rows):
-        unchecked.append("fp8 (the bytes below are computed)")
+        unchecked.append("fp8 (`--set 'evaluate.against=[\"fp8\"]'` measures it)")
     if not any(task.lost is not None for task in figures.tasks.values()):
         unchecked.append("look-ups (`kvcal eval --tasks rows:4096,late:4096` measures them)")
     reasons = [f"{one.what}: {one.measured or 'not measured'}" for one in findings if one.verdict == figures.verdict]

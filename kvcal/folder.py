@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from kvcal.systems.basis.recipe import FeedbackSpec
 Made = TypeVar("Made")
 # Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole
 # plans is measured on, and of a basis.
-CPU_KL, CPU_PLANS, CPU_BASIS = (4, 768), (6, 1024), (6, 1024)
+CPU_KL, CPU_PLANS, CPU_BASIS = (3, 512), (6, 1024), (6, 1024)
 
 
 class _File:
@@ -53,7 +53,6 @@ class Folder:
     search = _File("search.safetensors")
     reparam = _File("reparam.safetensors")
     centre = _File("centre.safetensors")
-    predictors = _File("predictors.safetensors")
     feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
     evaluation = _File("evaluation.json")
@@ -69,6 +68,10 @@ class Folder:
     def basis(self) -> Path:
         """Of the profile, for all allocations."""
         return (self.profiled or self.path) / "basis.safetensors"
+
+    def of_stage(self, name: str) -> Path:
+        """The artifact of a stage by its name."""
+        return self.basis if name == "basis" else self.path / f"{name}.safetensors"
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
@@ -106,7 +109,8 @@ class Folder:
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model
         than the one in ``inputs``. A damaged file is left to the stage that reads it."""
-        for one in (self.basis, self.profile, self.search, self.allocation, self.reparam, self.centre, self.predictors):
+        names = {field.name: None for field in fields(Recipe)}  # sections, whose stages have files of their names
+        for one in (self.profile, self.search, self.allocation, self.centre, *map(self.of_stage, names)):
             for path in (one, partial_path(one)):
                 try:
                     earlier = read_inputs(path)

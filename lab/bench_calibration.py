@@ -43,9 +43,9 @@ from kvcal.stages.measuring.dense_layer import DenseLayer
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
-from kvcal.systems.aqua_kv import stage
+from kvcal.systems.aqua_kv import fit as stage
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
-from kvcal.systems.basis import stage as basis
+from kvcal.systems.basis import fit as basis
 from kvcal.systems.basis.recipe import FeedbackSpec
 from kvcal.systems.pm_kvq.recipe import ReparamSpec
 from kvcal.systems.pm_kvq.reparam import run_reparam

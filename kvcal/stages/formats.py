@@ -37,7 +37,6 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.budget import compile_plan
@@ -47,11 +46,12 @@ from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup
-from kvcal.stages.transform import basis_folder
+from kvcal.stages.transform import reserved_bytes
 from kvcal.stages.tune import HIGHEST_SHARE, TaskObjective, Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
-from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.centre import DATA, centring, takes_mean
+from kvcal.systems.basis.stage import basis_folder
 from kvcal.systems.kvmix.importance import kvmix_allocation
 from kvcal.systems.mixkvq.tier_capacity import score_quantile
 from kvcal.systems.pm_kvq.schedule import made_progressive
@@ -77,9 +77,7 @@ def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: 
     """Bytes that are kept free for what the recipe's transforms take."""
     is_counted = spec.budget is not None and spec.workspace == "auto"
     workload = Workload(spec.batch, spec.context) if is_counted else None
-    return allocation_budget.reserved_bytes(
-        geometry, cache, recipe.reparam, recipe.predictors, workload, recipe.calibration
-    )
+    return reserved_bytes(geometry, cache, recipe.sections, workload)
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:
@@ -116,10 +114,10 @@ def allocate_folder(
     reserved: int = 0,
     contest: Contest | None = None,
 ) -> Allocation:
-    """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive],
-    [reparam], [predictors], [basis] and [feedback] follow, so that what they take is kept free; without one,
-    ``reserved`` bytes are, by default those of the folder's basis. ``contest``: in which fixed widths are
-    measured next to the choice.
+    """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive]
+    and sections of transforms follow, so that what they take is kept free; without one, ``reserved`` bytes
+    are, by default those of the folder's basis. ``contest``: in which fixed widths are measured next to the
+    choice.
 
     Raises:
         InfeasibleBudget: nothing fits; the message states the smallest budget that would.
@@ -134,9 +132,7 @@ def allocate_folder(
         reserved = reserved_for(recipe, spec, profile.setup.geometry, profile.setup.cache)
     elif not reserved and folder.basis.exists():
         basis = basis_stage.load(folder.basis).subject.spec
-        reserved = allocation_budget.reserved_bytes(
-            profile.setup.geometry, profile.setup.cache, None, calibration=basis
-        )
+        reserved = reserved_bytes(profile.setup.geometry, profile.setup.cache, {basis.stage: basis})
     inputs = {
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.setup.cache, progressive=progressive),
@@ -198,7 +194,7 @@ def fix_folder(job: Job) -> Allocation:
                 recipe.formats, loaded.identity, loaded.geometry, workload, provenance
             )
         if recipe.progressive is not None:
-            reserved = allocation_budget.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
+            reserved = reserved_bytes(loaded.geometry, recipe.cache, recipe.sections)
             allocation = made_progressive(allocation, recipe.progressive, reserved)
         allocation_record.save(allocation, inputs, path)
         return allocation

@@ -26,10 +26,10 @@ from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Block, Rows
+from kvcal.store.prediction import Prediction
 from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
-from kvcal.systems.aqua_kv.prediction import Prediction
 from kvcal.systems.basis.basis import Basis
 
 

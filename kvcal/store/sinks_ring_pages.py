@@ -43,7 +43,7 @@ class PagedTensor:
 
     Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens, D] in the cache's
     dtype; for query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since
-    it had query_since (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor
+    it had query_since (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a prediction
     says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is decoded, before
     its transforms are undone. ``oldest``: of every row, the first token that the ring had after the last crop
     (tokens to come replace it in turn). ``group_heads``: query heads of a KV head, over which |q| is summed.
@@ -96,7 +96,7 @@ class PagedTensor:
 
     def decode(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which
-        bounds the scratch, where no predictor wants them whole."""
+        bounds the scratch, where no prediction wants them whole."""
         codec, device = self.codec, self.ring.device
         ordinals = ordinals_of(spans, device)
         if self.keep is not None or self.predict is not None:

@@ -32,7 +32,7 @@ from kvcal.store.step import StepScratch, require_no_error
 
 
 class Source(Protocol):
-    """A layer as others see it that are predicted from it (kvcal.systems.aqua_kv.prediction)."""
+    """A layer as others see it that are predicted from it (kvcal.store.prediction)."""
 
     plan: LayerPlan
 
@@ -58,7 +58,7 @@ class PlanState:
         self.later_sources: set[int] = set()
         for layer, side in itertools.product(plan.layers, SIDES):
             sources = layer.sources(side)
-            self.sources |= sources
+            self.sources |= {*sources}
             self.later_sources |= {index for index, _ in sources} - {layer.geometry.index}
         self.predictions: dict[int, Source] = {}
         self.is_scheduled = plan.is_progressive

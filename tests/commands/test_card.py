@@ -24,7 +24,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     """What `kvcal run` leaves of a small model, with a look-up among the tasks."""
     folder = tmp_path_factory.mktemp("card")
     model = save_llama(folder / "model", tokenizer, head_dim=64)
-    (folder / "small.toml").write_text(RECIPE.replace('"chain"', LOOKED_UP))
+    recipe = RECIPE.replace('"chain"', LOOKED_UP).replace('"kivi-2"]', '"fp8"]')
+    (folder / "small.toml").write_text(recipe)
     ran_well("run", folder / "small.toml", "--model", model, "--out", folder / "out", "--quiet")
     return folder / "out"
 
@@ -66,15 +67,12 @@ def test_figures_are_those_of_the_evaluation(folder: Path) -> None:
         assert value["tasks"][task.task]["lost"] == task.lost
     page = (folder / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    measured = {one[0]: one for one in rows if one[0] in ("16-bit", "kivi-2", "small")}
-    assert measured.keys() == {"16-bit", "kivi-2", "small"}
+    measured = {one[0]: one for one in rows if one[0] in ("16-bit", "fp8", "small")}
+    assert measured.keys() == {"16-bit", "fp8", "small"}
     assert measured["small"][1:3] == [f"{plan.bits_per_value():.3f}", f"{row.text.kl:.5f} ± {row.text.kl_se:.5f}"]
     assert f"sha256 {plan.sha256}" in page and "`kvcal plan model --recipe small --set " in page
-    assert (
-        'eval "$(kvcal serve-args plan.safetensors --engine vllm --model model)"' in page
-        and "fp8 (the bytes below are computed): unchecked" in page
-    )
-    assert "look-ups" not in page and (folder / "report.html").is_file()
+    assert 'eval "$(kvcal serve-args plan.safetensors --engine vllm --model model)"' in page
+    assert "unchecked" not in page.split("## Limits")[0] and (folder / "report.html").is_file()
     again = page, ran_well("card", folder, "--kv-memory", "1GB").out
     assert (folder / "README.md").read_text() == again[0] and "Verdict: accept" in again[1]
 
@@ -109,6 +107,7 @@ def test_what_nothing_measured_is_unchecked(folder: Path) -> None:
     page = (folder / "README.md").read_text()
     assert "**Verdict: unchecked.**" in page and "kvcal eval plan.safetensors --model model --out ." in page
     assert "look-ups (`kvcal eval --tasks rows:4096,late:4096` measures them): unchecked" in page
+    assert "fp8 (`--set 'evaluate.against=[\"fp8\"]'` measures it): unchecked" in page
 
 
 @pytest.mark.parametrize(

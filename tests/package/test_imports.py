@@ -32,7 +32,7 @@ LEVELS = (
     {"pages.codec"},
     {"recipe", "recipe_files", "folder", *OF_SYSTEMS["recipe"]},  # a recipe may fix a plan's formats
     {"kernels"},
-    {"store", "systems.aqua_kv.prediction"},
+    {"store"},
     {"cache"},
     {"stages", "systems", "bench", "engines"},
     {"commands", "console", "tables", "lm_eval", "__main__", "report", "card", "pictures", "measured_rows"},

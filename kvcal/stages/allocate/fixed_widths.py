@@ -42,8 +42,8 @@ from kvcal.stages.divergence import Text, kl_texts
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search import mean_and_error, measured
 from kvcal.strict import STRICT, Amount, Positive, dump, parse
-from kvcal.systems.basis import stage as basis_stage
-from kvcal.systems.basis.stage import BasisRecord
+from kvcal.systems.basis import fit as basis_stage
+from kvcal.systems.basis.fit import BasisRecord
 
 PROGRAM = "by layer"
 KEY = "fixed_widths"  # of a plan's provenance

@@ -41,7 +41,7 @@ from kvcal.stages.checkpoint import (
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, TOGETHER, Profile, ProfileSetup, save
 from kvcal.stages.profile.sensitivity import Candidate
-from kvcal.systems.basis.stage import BasisRecord
+from kvcal.systems.basis.fit import BasisRecord
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 # Tokens of a batch of gradients, padding included.
