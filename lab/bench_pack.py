@@ -67,7 +67,7 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
     def memory(side: Side) -> Memory:
         fmt, record = variant.format(side), variant.layout(side).record_bytes
         pages = torch.zeros(batch, HEADS, record, dtype=torch.uint8, device="cuda")
-        sinks, ring = (tensor(batch, HEADS, count, DIM) for count in (fmt.num_sink_tokens, fmt.ring_tokens))
+        sinks, ring = (tensor(batch, HEADS, count, DIM) for count in (fmt.num_sink_tokens, fmt.ring_tokens()))
         return Memory(sinks, ring, pages)
 
     k, v = map(memory, SIDES)

@@ -259,7 +259,7 @@ def vllm_pool(
     if not state_bytes:
         raise UsageError(
             f"{shard.num_states} layers of the plan's model keep a state, whose bytes in the engine are not stated",
-            hint="kvcal capacity and serve-args count them from the model's config.json",
+            hint="kvcal serve-args counts them from the model's config.json",
         )
     numbers = range(1, MAX_PAGES + 1) if pages_per_block is None else [pages_per_block]
     states = range(-(-shard.num_states // MAX_STATE_GROUPS), shard.num_states + 1)

@@ -39,7 +39,7 @@ from kvcal.kernels import reference
 from kvcal.kernels.basis import launch_enter, launch_leave
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode import launch_decode, shared_room, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable, ring_slot
 from kvcal.kernels.packing import PackShape, append_defines, append_shape, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
@@ -68,16 +68,17 @@ def _enter_fake(
 
 
 @torch.library.custom_op("kvcal::leave", mutates_args=())
-def leave(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Attention [B, n G, D] or [B, S, n G, D], fp32, of values in their basis -> of values, in ``dtype``."""
-    if attention.is_cuda:
-        return launch_leave(attention, v_basis[1], dtype)
-    return Basis(*v_basis).outputs(attention).to(dtype).contiguous()
+def leave(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """y [B, n G, D] or [B, S, n G, D], of any float dtype, in a basis of n KV heads -> out of it, in
+    ``dtype``."""
+    if y.is_cuda:
+        return launch_leave(y, basis, dtype)
+    return Basis(*basis).leave(y).to(dtype).contiguous()
 
 
 @leave.register_fake
-def _leave_fake(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.empty(attention.shape, dtype=dtype, device=attention.device)
+def _leave_fake(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(y.shape, dtype=dtype, device=y.device)
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))
@@ -176,7 +177,7 @@ def append_window(
     """
     if not k_new.is_cuda:
         every_row = torch.arange(len(lengths)) if rows is None else rows.long()
-        slots = lengths.long() % k_ring.shape[2]
+        slots = ring_slot(lengths.long(), k_ring)
         is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
         for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
             stored = new.to(ring.dtype)

@@ -217,7 +217,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("run kiti --out {tmp}/n", 2, "hint: did you mean 'kitty'"),
     (PROFILE + "--set profile.kl_samples", 2, "--set profile.kl_samples: expected section.key=value"),
     (PROFILE + "--set profile=3", 2, "profile = 3: Input should be an object"),
-    # allocate, compile, reparam, fit-predictors
+    # allocate, compile
     ("allocate {tmp} --bits 3", 5, "does not exist hint: check the path, or make it first: kvcal profile"),
     ("compile {tmp}", 5, "does not exist hint: check the path, or make it first: kvcal allocate"),
     ("allocate {run} --bits 3 --set allocate.granularity=head", 2, "layer"),

@@ -144,7 +144,7 @@ def test_pages_of_a_format(fmt):
     assert seen.index(1) == first and seen[first + 128 - 1] == 1 and seen[first + 128] == 2
     assert all(pages <= num_pages(tokens) for tokens, pages in enumerate(seen))  # only what is packed is read
     held = [tokens - 128 * pages for tokens, pages in enumerate(seen)]
-    assert max(held) == fmt.ring_tokens - 1
+    assert max(held) == fmt.ring_tokens() - 1
     assert all(count >= fmt.recent_window for count, pages in zip(held, seen, strict=True) if pages)
 
 

@@ -11,7 +11,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
-from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.plan_layer import AttentionLayer
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.store.sinks_ring_pages import PagedTensor
@@ -112,7 +112,7 @@ def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | N
     lengths = dynamic.lengths
     assert static.lengths == lengths
     for ours, theirs in list(zip(static.layers, dynamic.layers, strict=True))[:num_layers]:
-        assert isinstance(ours, PagedLayer) and isinstance(theirs, PagedLayer)
+        assert isinstance(ours, AttentionLayer) and isinstance(theirs, AttentionLayer)
         for our, their in zip(ours.parts, theirs.parts, strict=True):
             assert_same_queries(our, their, lengths)
             for row, length in enumerate(lengths):

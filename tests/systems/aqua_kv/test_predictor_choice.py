@@ -15,6 +15,7 @@ from kvcal.plan.tensors import needed_nbytes
 from kvcal.progress import Silent
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes
+from kvcal.systems.aqua_kv.fit import run_fit_predictors
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.record import (
     PredictorRecord,
@@ -25,7 +26,6 @@ from kvcal.systems.aqua_kv.record import (
     table_rows,
     with_predictors,
 )
-from kvcal.systems.aqua_kv.stage import run_fit_predictors
 
 
 def test_saved_bits() -> None:
