@@ -10,7 +10,7 @@ How many pages there are is a function of the number of tokens alone, after ``cr
 exact. Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from
 pages, as decoded. A cropped ring holds fewer tokens than it has room for: those that it lost to removed ones
 do not come back with a crop. Sinks, ring and pages hold tokens in the codec's basis, where it has one; what
-is written and read is not in it. Where the plan has pages shrink, all of them are converted at once
+is written and read is not in it. Where the plan schedules bits, all pages are converted at once
 (``set_bits``), down as tokens come, up after a crop.
 """
 
@@ -125,7 +125,7 @@ class PagedTensor:
         return self.codec.decode(self.pool.records[slots], self.num_bits, prediction)
 
     def set_bits(self, num_bits: int) -> None:
-        """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as
+        """Bring all pages to ``num_bits``, fewer, or more after a crop; pages to come are written with as
         many."""
         if num_bits != self.num_bits:
             assert isinstance(self.pool, GrowingPool)
