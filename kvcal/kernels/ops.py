@@ -68,16 +68,17 @@ def _enter_fake(
 
 
 @torch.library.custom_op("kvcal::leave", mutates_args=())
-def leave(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Attention [B, n G, D] or [B, S, n G, D], fp32, of values in their basis -> of values, in ``dtype``."""
-    if attention.is_cuda:
-        return launch_leave(attention, v_basis[1], dtype)
-    return Basis(*v_basis).outputs(attention).to(dtype).contiguous()
+def leave(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """y [B, n G, D] or [B, S, n G, D], of any float dtype, in a basis of n KV heads -> out of it, in
+    ``dtype``."""
+    if y.is_cuda:
+        return launch_leave(y, basis, dtype)
+    return Basis(*basis).leave(y).to(dtype).contiguous()
 
 
 @leave.register_fake
-def _leave_fake(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.empty(attention.shape, dtype=dtype, device=attention.device)
+def _leave_fake(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(y.shape, dtype=dtype, device=y.device)
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))

@@ -88,17 +88,13 @@ class Basis:
         return sums.float().mul_(row_unit.squeeze(-1)).mul_(token_unit).to(x.dtype)
 
     def leave(self, y: Tensor) -> Tensor:
-        """T^-1 y + c."""
-        found = torch.einsum("...nd,ned->...ne", y.float(), self.inverse)
-        return (found if self.center is None else found + self.center).to(y.dtype)
+        """T^-1 y + c in fp32; of attention's outputs [..., N G, D], too."""
+        found = torch.einsum("...ngd,ned->...nge", self._by_head(y), self.inverse)
+        return (found if self.center is None else found.add_(self.center.unsqueeze(-2))).flatten(-3, -2)
 
     def turned_queries(self, q: Tensor) -> Tensor:
         """T^-T q in fp32, for a basis of keys: 16 bits would lose what large components of q and y cancel."""
         return torch.einsum("...ngd,nde->...nge", self._by_head(q), self.inverse).flatten(-3, -2)
-
-    def outputs(self, y: Tensor) -> Tensor:
-        """T^-1 y in fp32 of attention's outputs, for a basis of values."""
-        return torch.einsum("...ngd,ned->...nge", self._by_head(y), self.inverse).flatten(-3, -2)
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.float().unflatten(-2, (len(self.matrix), -1))
@@ -131,9 +127,10 @@ def fitted_basis(
     matrix = scale_ND.unsqueeze(2) * (vectors.mT @ lower.mT)
     variance_N = torch.einsum("nij,njk,nik->n", matrix, covariance, matrix)
     matrix = matrix * (matrix.shape[1] / variance_N).sqrt()[:, None, None]
-    # Of values that are all but 0, or beyond any range, T is as large, or as small, as a plan takes it.
+    # Of values that are all but 0, or beyond any range, T is as large, or nearly as small, as a plan takes it:
+    # rounding moves the inverse.
     matrix = matrix * (LARGEST_ENTRY / _largest(matrix)).clamp_max(1.0)
-    matrix = matrix * (_largest(torch.linalg.inv(matrix)) / LARGEST_ENTRY).clamp_min(1.0)
+    matrix = matrix * (_largest(torch.linalg.inv(matrix)) / (LARGEST_ENTRY / 2)).clamp_min(1.0)
     unit, rows = _in_units(matrix.float(), MATRIX_BITS)
     matrix, center = rows * unit, None if center_ND is None else center_ND.float()
     return Basis(matrix.float(), torch.linalg.inv(matrix).float(), center)

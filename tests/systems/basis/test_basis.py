@@ -43,7 +43,7 @@ def test_scores_and_outputs_stay(group: int, dim: int) -> None:
         expected = (q[:, head].double() * (k[:, n] - keys.center[n]).double()).sum(1)
         found = (turned[:, head].double() * stored[:, n].double()).sum(1)
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
-    read = values.outputs(weight * values.enter(v).repeat_interleave(group, 1))
+    read = values.leave(weight * values.enter(v).repeat_interleave(group, 1))
     torch.testing.assert_close(read, weight * v.repeat_interleave(group, 1), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(keys.leave(stored), k, atol=1e-3, rtol=1e-3)
     assert keys.enter(k.bfloat16()).dtype == torch.bfloat16
@@ -51,7 +51,7 @@ def test_scores_and_outputs_stay(group: int, dim: int) -> None:
 
 @pytest.mark.parametrize("exponent", [0.25, 0.375])
 def test_costs_and_energies_are_powers_of_the_same_numbers(exponent: float) -> None:
-    """B = diag(l)^(2 e) and T C T' = diag(l)^(1 - 2 e), up to one factor each."""
+    """B = diag(l)^(2 e) and T C T' = diag(l)^(1 - 2 e), up to one factor each, and T's 16 bits."""
     dim, eye = 12, torch.eye(12, dtype=torch.float64)
     hessian, covariance = positive(2, dim, 3), positive(2, dim, 4)
     basis = fitted_basis(hessian, covariance, exponent)
@@ -61,7 +61,7 @@ def test_costs_and_energies_are_powers_of_the_same_numbers(exponent: float) -> N
     for head in range(2):
         cost, energy = costs[head].diagonal(), energies[head].diagonal()
         assert float((costs[head] - cost.diag()).abs().max()) < 1e-4 * float(cost.max())
-        assert float((energies[head] - energy.diag()).abs().max()) < 1e-4
+        assert float((energies[head] - energy.diag()).abs().max()) < 1e-3
         assert float(energy.mean()) == pytest.approx(1.0, rel=1e-4)
         ratio = energy / cost ** ((1 - 2 * exponent) / (2 * exponent))
         assert float(ratio.max() / ratio.min()) == pytest.approx(1.0, rel=1e-3)
@@ -81,7 +81,7 @@ def test_values_of_any_size_have_a_basis_within_the_plans_limits(size: float) ->
     for matrix, other in ((basis.matrix, usual.matrix), (basis.inverse, usual.inverse)):
         assert float(matrix.abs().max()) <= LARGEST_ENTRY
         torch.testing.assert_close(matrix / matrix.norm(dim=(1, 2), keepdim=True),
-                                   other / other.norm(dim=(1, 2), keepdim=True))  # fmt: skip
+                                   other / other.norm(dim=(1, 2), keepdim=True), atol=1e-4, rtol=0)  # fmt: skip
     torch.testing.assert_close(basis.matrix @ basis.inverse, torch.eye(8).expand(2, 8, 8), atol=1e-4, rtol=0)
 
 
