@@ -69,7 +69,8 @@ class Part:
             tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
-            pack(without_sinks(tokens, self.format.num_sink_tokens, pages.start), pages)
+            tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
+            pack(tokens, pages)
         self.put_last(rows, total, x)
 
     def entered(self, x: Tensor) -> Tensor:
