@@ -191,6 +191,15 @@ def measure_answers(
         noted |= {name: noted[other] for name, other in same.items()}
 
 
+def answer_cells(texts: dict[str, Any], name: str, base: str) -> list[str]:
+    """Of a plan and a kind: right answers, of 16 bits'; nats lost an answer; and of those of the plan ``base``."""
+    right, lost, count, _ = torch.tensor(texts[name]).double().T
+    raw_right = torch.tensor(texts[RAW]).double().T[0]
+    share = cell(ratio_and_error(right, raw_right), digits=3) if raw_right.any() else ""
+    of_base = cell(ratio_and_error(lost, torch.tensor(texts[base]).double().T[1]), digits=2) if base in texts else ""
+    return [share, cell(ratio_and_error(lost, count), digits=3), of_base]
+
+
 def print_results(found: dict[str, Any]) -> None:
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
     order = sorted(found["plans"], key=lambda name: (name.partition("@")[2], list(found["plans"]).index(name)))
@@ -202,14 +211,7 @@ def print_results(found: dict[str, Any]) -> None:
         cells.append(cell(mean_and_error(kl), 1000) if len(kl) else "")
         cells.append(cell(ratio_and_error(kl, of_base), digits=3) if len(kl) and len(of_base) else "")
         for texts in found["answers"].values():
-            right, lost, count, _ = torch.tensor(texts[name]).double().T
-            raw_right = torch.tensor(texts[RAW]).double().T[0]
-            cells.append(cell(ratio_and_error(right, raw_right), digits=3) if raw_right.any() else "")
-            cells.append(cell(ratio_and_error(lost, count), digits=3))
-            if base in texts:
-                cells.append(cell(ratio_and_error(lost, torch.tensor(texts[base]).double().T[1]), digits=2))
-            else:
-                cells.append("")
+            cells += answer_cells(texts, name, base) if name in texts else [""] * 3
         rows.append(cells)
     head = ["plan", "bits", "seconds", "1,000 KL", "of earlier's"]
     for kind in found["answers"]:

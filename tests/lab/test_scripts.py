@@ -103,6 +103,31 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     assert json.loads((out / "real.json").read_text())["measured"] == first["measured"]
 
 
+def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(LAB)
+    sizes = "--quick --bits 3.5 --texts 1 --tokens 512 --answers 2 --kinds rows,copies --device cpu"
+    given = ["choice_of_bits", *sizes.split(), "--model", str(small_model), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    runpy.run_path(str(LAB / "choice_of_bits.py"), run_name="__main__")
+    found = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))
+    own = [f"{name}@3.5" for name in ("earlier", "look-ups", "long", "sides", "default")]
+    fixed = [name for name in found["plans"] if name.startswith("keys ")]
+    assert set(found["plans"]) == {*own, *fixed} == set(found["text"]) and fixed
+    for kind in ("rows", "copies"):
+        assert set(found["answers"][kind]) == {*found["plans"], "16-bit"}
+        assert all(lost == 0 for _, lost, *_ in found["answers"][kind]["16-bit"])
+    assert {one["name"] for one in found["plans"]["default@3.5"]["contest"]["plans"]} == {
+        "by layer",
+        *(name.partition("@")[0] for name in fixed),
+    }
+    said = capsys.readouterr().out
+    assert "| default@3.5 |" in said and "What the default chose by" in said
+    runpy.run_path(str(LAB / "choice_of_bits.py"), run_name="__main__")
+    assert json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))["answers"] == found["answers"]
+
+
 def test_long_answers_are_written_and_measured(
     small_model: Path, tmp_path: Path, lab_script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
