@@ -104,13 +104,11 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
 
 
 def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_model: Path, tmp_path: Path, lab_script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(LAB)
     sizes = "--quick --bits 3.5 --texts 1 --tokens 512 --answers 2 --kinds rows,copies --device cpu"
-    given = ["choice_of_bits", *sizes.split(), "--model", str(small_model), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", given)
-    runpy.run_path(str(LAB / "choice_of_bits.py"), run_name="__main__")
+    given = ["choice_of_bits", *sizes.split(), "--model", small_model, "--out", tmp_path]
+    lab_script(*given)
     found = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))
     own = [f"{name}@3.5" for name in ("earlier", "look-ups", "long", "sides", "default")]
     fixed = [name for name in found["plans"] if name.startswith("keys ")]
@@ -124,7 +122,7 @@ def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
     }
     said = capsys.readouterr().out
     assert "| default@3.5 |" in said and "What the default chose by" in said
-    runpy.run_path(str(LAB / "choice_of_bits.py"), run_name="__main__")
+    lab_script(*given)
     assert json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))["answers"] == found["answers"]
 
 
