@@ -176,7 +176,7 @@ class PagedTensor:
         sinks = min(self.format.num_sink_tokens, num_tokens)
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
         if self.codec.basis is not None:
-            _by_parts(self.codec.basis.leave, out, out, VALUES_AT_ONCE)
+            _by_parts(partial(self._leave, self.codec.basis), out, out, VALUES_AT_ONCE)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [b, n, T, D] in the cache's dtype, as tokens that stay at 16 bits are read back, in ``dtype``."""
@@ -184,7 +184,7 @@ class PagedTensor:
         if basis is None or not x.numel():
             return x.to(dtype)
         return _by_parts(
-            lambda part: basis.leave(self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
+            lambda part: self._leave(basis, self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
         )
 
     def _entered(self, x: Tensor) -> Tensor:
@@ -202,6 +202,10 @@ class PagedTensor:
     def _enter(self, basis: Basis, x: Tensor) -> Tensor:
         """Tokens x [b, T, n, D] in the basis."""
         return basis.enter(x) if self.kernels is None else self.kernels.enter(basis, x)
+
+    def _leave(self, basis: Basis, y: Tensor) -> Tensor:
+        """The reverse."""
+        return basis.leave(y) if self.kernels is None else self.kernels.leave(basis, y)
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What
