@@ -21,6 +21,7 @@ from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.ways import Engine
 from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Format, Side
@@ -132,9 +133,6 @@ class CacheSpec:
             self.param_dtype if quantizer == UNIFORM else "float16",
             quantizer=quantizer,
         )
-
-
-Engine = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -27,7 +27,7 @@ from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_
 from kvcal.cache.static_layer import Allocate, StaticPages
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.kernels.choice import draft_refusals, refusals
+from kvcal.kernels.choice import not_served, refusals
 from kvcal.models.supported_layers import sharing_layers
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.padding import Rows
@@ -63,7 +63,8 @@ def cache_layers(config: PretrainedConfig, state: PlanState, static: StepState |
                 )
             if static is not None:
                 _require_static(plan, config, state)
-            for reason in draft_refusals(plan, static is not None) if state.lookahead else ():
+            takes_back = state.lookahead and (plan.is_paged or static is not None)
+            for reason in not_served(plan, "drafts") if takes_back else ():
                 raise UnsupportedModel(
                     f"layer {index} cannot verify drafts: {reason}",
                     hint="leave lookahead out: drafts then come as prompts do",

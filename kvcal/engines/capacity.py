@@ -21,8 +21,8 @@ from kvcal.engines.support import loses_sinks
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
+from kvcal.pages.ways import Engine
 from kvcal.plan.plan import Plan
-from kvcal.recipe import Engine
 
 # Beginnings of prompts whose sinks SGLang keeps for its cached pages, by rings.
 BEGINNINGS = 4

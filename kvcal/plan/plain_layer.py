@@ -17,7 +17,8 @@ from pydantic_core import core_schema
 from kvcal.geometry import AttentionGeometry, CacheDtype, LayerGeometry, StateGeometry
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import AXES, Layout
-from kvcal.pages.ways import NO_KERNELS, Way
+from kvcal.pages.ways import LATENTS as LATENT_WAY
+from kvcal.pages.ways import NO_KERNELS, SLIDING_WINDOW, STATE, STATE_BESIDES, Way
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.records import TensorSpec
 from kvcal.stored_tensor import ITEM_BYTES
@@ -110,6 +111,14 @@ class PlainLayer:
         found = [FEEDBACK] * self.feedback(side) + [BASIS] * self.basis(side)
         if side == "k":
             found += [RESCALED] * self.k_rescale + [OFFSET] * self.k_offset + [BEFORE_ROPE] * (self.k_pages == "pre")
+        return found
+
+    def geometry_ways(self) -> list[Way]:
+        """What is stored as the model has it, or needs more than keys and values of heads."""
+        if isinstance(self.geometry, StateGeometry):
+            return [STATE]
+        found = [STATE_BESIDES] if self.geometry.state_bytes else []
+        found += [LATENT_WAY] * self.geometry.is_latent + [SLIDING_WINDOW] * (self.geometry.window is not None)
         return found
 
     def ways(self, side: Side) -> list[Way]:

@@ -129,7 +129,7 @@ def test_a_lookahead_that_is_none(wrong: object) -> None:
 
 def test_layers_that_cannot_take_drafts_back() -> None:
     for max_tokens in (None, 100):
-        with pytest.raises(UnsupportedModel, match="queries choose: those of rejected drafts stay counted"):
+        with pytest.raises(UnsupportedModel, match="queries choose: queries of rejected drafts stay counted"):
             cache_of("queries", max_tokens)
 
 

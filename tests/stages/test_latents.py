@@ -156,9 +156,9 @@ def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None
 def test_what_has_kernels_for_heads_refuses_latents() -> None:
     model, plan = built("deepseek_v3"), model_plan(built("deepseek_v3"), TWO_BITS)
     for is_cuda in (False, True):
-        with pytest.raises(UnsupportedModel, match="cannot serve this plan: layers 0, 1, 2: it caches latents"):
+        with pytest.raises(UnsupportedModel, match="cannot serve this plan: layers 0, 1, 2: latents"):
             require_served(plan, is_cuda)
-    with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: it caches latents") as caught:
+    with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: latents") as caught:
         PlanCache(plan, model.config, max_tokens=64)
     assert "without max_tokens" in str(caught.value.hint)
 

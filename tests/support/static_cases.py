@@ -15,7 +15,7 @@ from kvcal.cache.plan_layer import AttentionLayer
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.store.paged_tensor import PagedTensor
-from kvcal.systems.basis.basis import Basis
+from kvcal.systems.basis.basis import Basis, rounded
 from kvcal.systems.kvmix.window_rule import WindowRule
 
 RECIPES = recipe_formats()
@@ -88,9 +88,9 @@ def random_bases(prefix: str, heads: int, dim: int, generator: torch.Generator) 
     """The tensors of bases of a layer's keys and values."""
     tensors: dict[str, Tensor] = {}
     for side in SIDES:
-        matrix = torch.randn(heads, dim, dim, generator=generator).double() * 0.25 / dim**0.5 + torch.eye(dim).double()
+        matrix = rounded(torch.randn(heads, dim, dim, generator=generator) * 0.25 / dim**0.5 + torch.eye(dim))
         center = torch.randn(heads, dim, generator=generator) if side == "k" else None
-        tensors |= Basis(matrix.float(), torch.linalg.inv(matrix).float(), center).tensors(f"{prefix}.{side}")
+        tensors |= Basis(matrix, torch.linalg.inv(matrix.double()).float(), center).tensors(f"{prefix}.{side}")
     return tensors
 
 

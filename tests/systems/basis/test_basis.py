@@ -1,6 +1,8 @@
 """Bases of keys and values against the definitions: products that stay, costs and energies that a basis evens
 out."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from kvcal.systems.basis.basis import (
     basis_specs,
     fitted_basis,
     moved_hessian,
+    rounded,
 )
 
 
@@ -83,6 +86,20 @@ def test_values_of_any_size_have_a_basis_within_the_plans_limits(size: float) ->
         torch.testing.assert_close(matrix / matrix.norm(dim=(1, 2), keepdim=True),
                                    other / other.norm(dim=(1, 2), keepdim=True), atol=1e-4, rtol=0)  # fmt: skip
     torch.testing.assert_close(basis.matrix @ basis.inverse, torch.eye(8).expand(2, 8, 8), atol=1e-4, rtol=0)
+
+
+def test_entries_are_integers_of_16_bits_a_row() -> None:
+    matrix = random_of(2, 16, 16, seed=5).float() * torch.logspace(-9, 9, 16).unsqueeze(1)
+    matrix[0, 1], matrix[1, 2, 3] = 0, 2.0**30 * (1 - 2.0**-20)
+    found = rounded(matrix)
+    for row, of_row in zip(found.flatten(0, 1), matrix.flatten(0, 1), strict=True):
+        unit = 2.0 ** (math.frexp(float(of_row.abs().max()))[1] - 15)
+        integers = (row / unit).tolist()
+        assert all(number == int(number) and abs(number) < 2**15 for number in integers)
+        assert float((row - of_row).abs().max()) <= unit / 2 or max(map(abs, integers)) == 2**15 - 1
+    assert rounded(found) is found
+    basis = Basis.of({"k_basis": matrix, "k_basis_inverse": matrix}, "k")
+    assert basis is not None and torch.equal(basis.matrix, found)
 
 
 def test_a_plan_has_its_tensors() -> None:
