@@ -28,12 +28,14 @@ from pydantic import TypeAdapter
 from kvcal import __main__ as cli
 from kvcal.errors import UnsupportedModel
 from kvcal.models.config import EVERY_COMMAND
+from kvcal.plan import served
 from kvcal.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FAMILIES = ROOT / "kvcal/models/families.json"
 DEFAULT = "default"  # the recipe of kvcal plan
+SERVED = re.compile("<!-- served -->.*?<!-- end of served -->", re.DOTALL)
 BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/models")]
 
@@ -361,7 +363,23 @@ def commands(block: str) -> list[str]:
     return [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
 
 
+def with_served(page: str) -> str:
+    """A page with the table of what is served where, between its marks."""
+    before, after = SERVED.split(page)
+    reasons = dict.fromkeys(cell for row in served.table() for cell in row[2:] if cell != "yes")
+    numbers = {reason: number for number, reason in enumerate(reasons, 1)}
+    rows = [
+        [way, needs or "–", *(cell if cell == "yes" else f"no ({numbers[cell]})" for cell in cells)]
+        for way, needs, *cells in served.table()
+    ]
+    lines = [list(served.HEADER), ["---"] * len(served.HEADER), *rows]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text += "\n" + " ".join(f"({number}) {reason}." for reason, number in numbers.items()) + "\n"
+    return f"{before}<!-- served -->\n\n{text}\n<!-- end of served -->{after}"
+
+
 def main() -> None:
+    (DOCS / "engines.md").write_text(with_served((DOCS / "engines.md").read_text()))
     (DOCS / "recipe-keys.md").write_text(recipe_keys())
     FAMILIES.write_text(families())
     (DOCS / "models.md").write_text(models(FAMILIES.read_text()))

@@ -16,6 +16,7 @@ import typer
 
 from kvcal import distributed
 from kvcal.commands import run, stages
+from kvcal.commands.card import card
 from kvcal.commands.compare import compare
 from kvcal.commands.decorators import for_ranks, needs_compile
 from kvcal.commands.doctor import doctor
@@ -24,7 +25,6 @@ from kvcal.commands.generate import generate
 from kvcal.commands.inspect import inspect
 from kvcal.commands.list import list_command
 from kvcal.commands.plan import plan
-from kvcal.commands.report import report
 from kvcal.commands.serve_args import serve_args
 from kvcal.commands.size import size
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -44,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 bad artifact, 6 no GPU kernel, "
-    "7 a gate of eval failed, 8 another rank ended, 130 interrupted.",
+    "7 a gate failed, 8 another rank ended, 130 interrupted.",
 )
 
 
@@ -135,25 +135,24 @@ def options(
 # Help's panels, by what a user wants, and in each the commands by name.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Make a plan": {"plan": plan, "run": run.run, "search": run.search, "tune": run.tune, "compare": compare},
-    "Look at a plan": {"inspect": inspect, "eval": eval_command, "report": report},
+    "Look at a plan": {"inspect": inspect, "eval": eval_command, "card": card},
     "Run it, serve it": {"generate": generate, "serve-args": serve_args},
     "What fits, what there is": {"size": size, "list": list_command, "doctor": doctor},
     "Step by step": {
         "profile": stages.profile,
         "allocate": stages.allocate,
         "transform": stages.transform,
-        "fit-predictors": stages.fit_predictors,
         "compile": stages.compile_command,
     },
 }
 # The commands that need no more than the runtime and the command line.
 OF_RUNTIME = ("inspect", "generate", "serve-args", "size", "list", "doctor")
 # The commands that torchrun may start in several processes: those that measure.
-RANKED = ("plan", "run", "search", "tune", "compare", "profile", "transform", "fit-predictors", "eval")
+RANKED = ("plan", "run", "search", "tune", "compare", "profile", "transform", "eval")
 COMMANDS = [name for commands in PANELS.values() for name in commands]
 # What took the place of commands that version 0.1 had besides.
 MOVED = {
-    "recipes": "list recipes", "models": "list models", "diff": "inspect PLAN --against OLD",
+    "recipes": "list recipes", "models": "list models", "report": "card DIR", "diff": "inspect PLAN --against OLD",
     "verify": "inspect PLAN --model MODEL", "bench": "inspect PLAN --times", "pack-prefix": "generate --pack FILE",
     "capacity": "serve-args PLAN --kv-memory 50GB", "reparam": "transform DIR", "feedback": "transform DIR",
 }  # fmt: skip

@@ -72,7 +72,7 @@ COMMANDS = {
     "allocation": "kvcal allocate",
     "search": "kvcal search",
     "reparam": "kvcal transform",
-    "predictors": "kvcal fit-predictors",
+    "predictors": "kvcal transform",
     "basis": "kvcal plan",
     "feedback": "kvcal transform",
     "kv-quantization-plan": "kvcal compile",

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.static_layer import StaticPages
 from kvcal.errors import KvcalError, SlowPath, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import refusals
@@ -103,7 +103,7 @@ def num_copies(nbytes: int, device: torch.device) -> int:
 
 def filled_layers(
     plan: Plan, chosen: Sequence[LayerPlan], workload: Workload, device: torch.device
-) -> list[PagedLayer]:
+) -> list[StaticPages]:
     """The layers of a static cache like these of ``plan``, which have equal heads, filled to ``workload``.
     UnsupportedModel: no kernel reads their pages as they are stored."""
     for layer in dict.fromkeys(chosen):
@@ -129,7 +129,7 @@ def filled_layers(
         warnings.simplefilter("ignore", SlowPath)
         cache.allocate(workload.batch, device)
     fill(cache, workload)
-    return cache.paged_layers
+    return [layer for layer in cache.paged_layers if isinstance(layer, StaticPages)]
 
 
 def fill(cache: PlanCache, workload: Workload) -> None:
@@ -151,21 +151,21 @@ def fill(cache: PlanCache, workload: Workload) -> None:
     static.set_columns(workload.context - 1)
 
 
-def layers_times(layers: Sequence[PagedLayer], workload: Workload) -> StepTimes:
+def layers_times(layers: Sequence[StaticPages], workload: Workload) -> StepTimes:
     """Of one layer, in the mean of these of a cache."""
     static, calls = layers[0].static, step_calls(layers)
     assert static is not None
     return step_times(lambda: [call() for call in calls], static.lengths, workload, len(calls))
 
 
-def step_calls(layers: Sequence[PagedLayer]) -> list[Callable[[], Tensor]]:
+def step_calls(layers: Sequence[StaticPages]) -> list[Callable[[], Tensor]]:
     """A step of each layer, of a random token in every row: attention [B, query heads, D]."""
     heads, ring = layers[0].plan.attention, layers[0].parts[0].ring
     counts = heads.num_query_heads, heads.num_kv_heads, heads.num_kv_heads
     q, k, v = (
         torch.randn(ring.shape[0], count, heads.k_head_dim, dtype=ring.dtype, device=ring.device) for count in counts
     )
-    return [partial(layer.store.attend, q, k, v, None, heads.k_head_dim**-0.5, 0.0) for layer in layers]
+    return [partial(layer.step, q, k, v, None, heads.k_head_dim**-0.5, 0.0) for layer in layers]
 
 
 def step_times(step: Call, lengths: Tensor, workload: Workload, layers: int = 1, rounds: int = 2) -> StepTimes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from kvcal.systems.basis.recipe import FeedbackSpec
 Made = TypeVar("Made")
 # Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole
 # plans is measured on, and of a basis.
-CPU_KL, CPU_PLANS, CPU_BASIS = (2, 512), (6, 1024), (6, 1024)
+CPU_KL, CPU_PLANS, CPU_BASIS = (3, 512), (6, 1024), (6, 1024)
 
 
 class _File:
@@ -53,7 +53,6 @@ class Folder:
     search = _File("search.safetensors")
     reparam = _File("reparam.safetensors")
     centre = _File("centre.safetensors")
-    predictors = _File("predictors.safetensors")
     feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
     evaluation = _File("evaluation.json")
@@ -69,6 +68,10 @@ class Folder:
     def basis(self) -> Path:
         """Of the profile, for all allocations."""
         return (self.profiled or self.path) / "basis.safetensors"
+
+    def of_stage(self, name: str) -> Path:
+        """The artifact of a stage by its name."""
+        return self.basis if name == "basis" else self.path / f"{name}.safetensors"
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
@@ -106,7 +109,8 @@ class Folder:
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model
         than the one in ``inputs``. A damaged file is left to the stage that reads it."""
-        for one in (self.basis, self.profile, self.search, self.allocation, self.reparam, self.centre, self.predictors):
+        names = {field.name: None for field in fields(Recipe)}  # sections, whose stages have files of their names
+        for one in (self.profile, self.search, self.allocation, self.centre, *map(self.of_stage, names)):
             for path in (one, partial_path(one)):
                 try:
                     earlier = read_inputs(path)
@@ -220,12 +224,24 @@ def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
 
 def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
     """``spec`` with the ``kl_measured`` that None stands for; on a CPU, where KL is not measured at all bits,
-    on fewer and shorter texts."""
-    if loaded.source in embedded_models() or spec.kl_measured == "all":
+    on fewer and shorter texts, of an embedded model on shorter ones."""
+    if spec.kl_measured == "all":
         return spec
-    limits = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
-    samples, tokens = map(min, limits, (spec.kl_samples, spec.kl_tokens))
-    return replace(spec, kl_measured="lowest", kl_samples=samples, kl_tokens=tokens)
+    is_embedded = loaded.source in embedded_models()
+    samples, tokens = CPU_KL if loaded.model.device.type == "cpu" else (spec.kl_samples, spec.kl_tokens)
+    spec = replace(spec, kl_tokens=min(tokens, spec.kl_tokens))
+    if is_embedded:
+        return spec
+    return replace(spec, kl_measured=spec.kl_measured or "lowest", kl_samples=min(samples, spec.kl_samples))
+
+
+def profile_data(recipe: Recipe, loaded: LoadedModel) -> DataSpec:
+    """The recipe's [data]; where KL alone is measured, no longer than it reads texts, nor than the context."""
+    if recipe.profile.gradients:
+        return recipe.data
+    longest = min(recipe.data.seq_len, profile_spec(recipe.profile, loaded).kl_tokens)
+    longest = min(longest, loaded.max_context or longest)
+    return replace(recipe.data, seq_len=longest, min_len=min(recipe.data.min_len, longest))
 
 
 def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:

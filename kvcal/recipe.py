@@ -9,6 +9,7 @@ Unknown keys are errors. ``kvcal.recipe_files`` reads recipes and changes single
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import product
 from typing import Annotated, Literal
 
@@ -20,18 +21,20 @@ from kvcal.data.reading import EvaluateSpec, TuneSpec
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.ways import Engine
 from kvcal.plan.layer import FormatsSpec
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Format, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
 from kvcal.strict import STRICT, Bits, GroupSize, Size, SizeOrNone, TextTokens, Tokens, dump, knob
-from kvcal.systems.aqua_kv.recipe import PredictorSpec
+from kvcal.systems import Section, extended
 from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
 from kvcal.systems.kvmix.recipe import ImportanceSpec
 from kvcal.systems.pm_kvq.recipe import ProgressiveSpec, ReparamSpec
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
+KlMeasured = Literal["all", "lowest", "sides"]
 CandidateBits = Literal[1, 2, 3, 4, 8]
 # Left out of JSON where there is one.
 Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
@@ -51,7 +54,9 @@ class ProfileSpec:
 
     Of these, ``kl_num_bits`` x the largest group size x the first of ``k_axes`` have a KL to the 16-bit
     cache: one layer's K or V alone, through the packed cache. It is measured for all of their bits, or for
-    the lowest: then the KL at other bits is that one times the ratio of the squared errors.
+    the lowest: then the KL at other bits is that one times the ratio of the squared errors. With "sides" the
+    keys, or the values, of all layers together are measured, too, at the two lowest bits: a layer's KL is its
+    share of that, so that how it falls with bits is measured for each side.
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
@@ -61,8 +66,10 @@ class ProfileSpec:
         None, "Bits whose KL is measured; default: 2, 3 and 4, or all where none of them is a candidate."
     )
     # Left out of JSON by default, as a format's quantizer.
-    kl_measured: Annotated[Literal["all", "lowest"] | None, Field(exclude_if=lambda which: which is None)] = knob(
-        None, "Of kl_num_bits: all or lowest; default: all for an embedded model, lowest for another."
+    kl_measured: Annotated[KlMeasured | None, Field(exclude_if=lambda which: which is None)] = knob(
+        None,
+        "Of kl_num_bits: all, lowest, or sides: the lowest by layer, and the two lowest in all layers together; "
+        "default: all for an embedded model, lowest for another.",
     )
     kl_samples: SizeOrNone = knob(3, "Texts that KL is measured on; 0: none is.")
     kl_tokens: TextTokens = knob(512, "Tokens of each of these texts.")
@@ -128,9 +135,6 @@ class CacheSpec:
         )
 
 
-Engine = Literal["vllm", "sglang"]
-
-
 @dataclass(frozen=True, config=STRICT)
 class AllocateSpec:
     """[allocate]: the budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens."""
@@ -146,6 +150,11 @@ class AllocateSpec:
         "layer", "A format for each layer's K and V, or for a block (K and V alike, PM-KVQ)."
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
+    fixed_widths: Annotated[bool, Field(exclude_if=lambda is_measured: not is_measured)] = knob(
+        False,
+        "Measure fixed widths of keys and values of the same bytes on texts kept apart, and take them where the "
+        "choice by layer does not lose less; for pages in a basis.",
+    )
     rotary: Annotated[bool, Field(exclude_if=lambda is_chosen: not is_chosen)] = knob(
         False, "Choose a format for latent attention's rotary keys, too, instead of 16 bits."
     )
@@ -197,11 +206,12 @@ class SearchSpec:
             raise ValueError(f"systems = {list(self.systems)}, expected one or more, each once")
 
 
+@extended("recipe")
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
     """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of
-    ``allocate``) chooses the formats; ``progressive``, ``reparam``, ``predictors``, ``basis`` and
-    ``feedback`` then work on what was chosen. ``tune`` searches the thresholds of ``formats`` alone."""
+    ``allocate``) chooses the formats; ``progressive``, ``reparam``, ``basis``, ``feedback`` and sections of
+    other systems then work on what was chosen. ``tune`` searches the thresholds of ``formats`` alone."""
 
     name: str = Field(description="The file's name unless given.")
     description: str = knob("", "One line for people.")
@@ -215,32 +225,33 @@ class Recipe:
     search: SearchSpec | None = None
     progressive: ProgressiveSpec | None = None
     reparam: ReparamSpec | None = None
-    predictors: PredictorSpec | None = None
     basis: Annotated[BasisSpec | None, Field(exclude_if=lambda spec: spec is None)] = None
     feedback: Annotated[FeedbackSpec | None, Field(exclude_if=lambda spec: spec is None)] = None
     tune: TuneSpec | None = None
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def __post_init__(self) -> None:
-        parts = ("formats", "importance", "allocate", "progressive", "reparam", "predictors", "basis", "feedback")
-        given = [name for name in parts if getattr(self, name) is not None]
-        chosen = [name for name in given if name in parts[:3]]
+        choices = {"formats": self.formats, "importance": self.importance, "allocate": self.allocate}
+        chosen, sections = [name for name, spec in choices.items() if spec is not None], self.sections
+        given = [*chosen, *sections]
         allocate, quantizers = self.allocate, list(self.profile.quantizers)
-        shrinks, only = self.progressive is not None, "expected one of [formats], [importance], [allocate]"
+        only = "expected one of [formats], [importance], [allocate]"
         systems = "expected [allocate], whose budget it takes, and nothing else: each system has its own formats"
         wrong: dict[str, object] = {
             f"[search] and {[x for x in given if x != 'allocate']}: {systems}": self.search and given != ["allocate"],
             f"{' and '.join(chosen) or 'nothing'} given; {only}": len(chosen) != 1,
             "[tune] needs [formats], and no stage that works on its formats": self.tune and not self.is_formats_alone,
-            "[progressive] and [predictors]: predictions would shrink, too": shrinks and self.predictors,
-            "[progressive] and [feedback] or [basis]: shrinking rounds codes again": shrinks and self.calibration,
-            "[basis] and [feedback]: a basis has error feedback of its own": self.basis and self.feedback,
+            "allocate.fixed_widths = true: expected [basis], and no [search]": allocate
+            and allocate.fixed_widths
+            and not self.chooses_in_a_basis,
             f"[basis] is of rotated pages; profile.quantizers = {quantizers}, expected ['rotated']": (
                 self.chooses_in_a_basis and quantizers != ["rotated"]
             ),
         }
+        for name, spec in sections.items():
+            wrong |= {f"[{other}] and [{name}]: {why}": other in sections for other, why in spec.excludes.items()}
         if allocate is not None:
-            others = [name for name in ("search", "progressive", "predictors") if getattr(self, name) is not None]
+            others = ["search"] * bool(self.search) + [name for name, spec in sections.items() if not spec.in_engines]
             wrong |= {
                 f"allocate.tp = {allocate.tp}: [search] does not give ranks equal bytes; expected 1": self.search
                 and allocate.tp > 1,
@@ -271,6 +282,12 @@ class Recipe:
             )
 
     @property
+    def sections(self) -> dict[str, Section]:
+        """The given sections that work on chosen formats, by their names."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: spec for name, spec in found.items() if isinstance(spec, Section)}
+
+    @property
     def calibration(self) -> FeedbackSpec | None:
         """Settings of the stage that fits bases and error feedback, if it has one."""
         return self.basis or self.feedback
@@ -283,8 +300,7 @@ class Recipe:
     @property
     def is_formats_alone(self) -> bool:
         """Whether its formats are fixed and no stage but [tune] works on them."""
-        others = (self.progressive, self.reparam, self.predictors, self.calibration)
-        return self.formats is not None and all(other is None for other in others)
+        return self.formats is not None and not self.sections
 
     @property
     def is_baseline(self) -> bool:
@@ -294,8 +310,8 @@ class Recipe:
     @property
     def calibrates(self) -> bool:
         """Whether a stage of `kvcal run` reads [data]."""
-        stages = (self.allocate, self.importance, self.tune, self.reparam, self.predictors, self.calibration)
-        return any(stage is not None for stage in stages)
+        choice = self.allocate or self.importance or self.tune
+        return choice is not None or any(spec.reads_text for spec in self.sections.values())
 
     @property
     def sha256(self) -> str:

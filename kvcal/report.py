@@ -30,6 +30,7 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.quantities import format_bytes
 from kvcal.recipe import Objective
+from kvcal.stages.allocate.fixed_widths import report_of
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.allocate.stage import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
@@ -278,6 +279,8 @@ def _folded(folder: Folder, plan: Plan | None) -> Iterator[Folded]:
         shown.append(tables.budget_table(allocation))
         if "search.sha256" in inputs and folder.search.is_file():
             yield Folded("Search", (tables.search_table(load_search(folder.search).report),), is_open=True)
+        if (widths := report_of(plan)) is not None:
+            yield Folded("Fixed widths", (tables.widths_table(widths),), is_open=True)
         yield Folded("What each option would cost", (tables.choices_table(choices_of(plan, folder)),))
     except ArtifactError as refused:
         note = refused.message.replace(f"{folder.path}/", "")

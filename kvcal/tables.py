@@ -20,6 +20,7 @@ from kvcal.strict import dump
 
 if TYPE_CHECKING:
     from kvcal.plan.damage import Damage
+    from kvcal.stages.allocate.fixed_widths import WidthsReport
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.allocate.stage import Choices
     from kvcal.stages.compare import Comparison
@@ -142,6 +143,18 @@ def search_table(report: SearchReport) -> View:
         rows.append((name, "" if one.bits is None else f"{one.bits:.3f}", *kls, one.left_out or ""))
     title = f"Plans for {report.serve}, KL on {report.num_select} texts of select, {report.num_validate} of validate"
     return View(title, ("system", "bits", "select", "validate", "difference", "left out"), rows)
+
+
+def widths_table(report: WidthsReport) -> View:
+    """The choice by layer next to fixed widths of the same bytes: KL to the 16-bit cache on texts kept apart."""
+    rows = []
+    for one in report.plans:
+        name = f"{one.name} (ships)" if one.name == report.shipped else one.name
+        look_ups = "" if one.look_ups is None else f"{one.look_ups:.4g}"
+        ratio = "" if one.ratio is None else format_measured(one.ratio, one.ratio * (one.log_error or 0.0))
+        rows.append((name, f"{one.bits:.3f}", f"{one.kl:.4g}", look_ups, ratio))
+    title = f"The choice by layer and fixed widths, on {report.num_texts} texts of select of {report.num_tokens} tokens"
+    return View(title, ("plan", "bits", "KL of text", "KL of look-ups", "by layer's KL over this one's"), rows)
 
 
 def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:

@@ -1,11 +1,12 @@
-"""Time of the launches that pack rotated pages with error feedback: `append` in steps, and `pack` of prompts.
+"""Time of the launches that pack rotated pages, with error feedback and without: `append` and `pack`.
 
     python lab/bench_pack.py
-    python lab/bench_pack.py --part-tokens 32 64 --blocks 2 3 --bits 2 3 --prompt 32768
+    python lab/bench_pack.py --step-tokens 128 64 32 --prompt-tokens 64 32 --bits 2 3 --prompt 32768
 
-Needs a CUDA device. One layer of 8 KV heads of 128 channels, bf16, 8 sinks, a window of 64. A launch of `append`
-with B sequences of which C complete a page; microseconds of one launch in a CUDA graph of 20, each of which packs
-the same pages. Random factors: what codes are chosen takes no other time.
+Needs a CUDA device. One layer of 8 KV heads of 128 channels, bf16, 8 sinks, a window of 64. For `append`:
+microseconds of a launch in a CUDA graph of 20, each of which packs the pages that so many of all sequences
+complete. ``--step-tokens``, ``--prompt-tokens``: of a part that a block packs, at most. Factors are random: which
+codes are chosen takes no time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvcal.pages.hadamard import random_signs
 from kvcal.plan.page_format import SIDES, Format, Side
 
 HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15
-STEPS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (38, 0), (38, 1), (38, 38), (152, 0), (152, 152))
+STEPS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (8, 2), (8, 4), (38, 0), (38, 1), (38, 38), (152, 0), (152, 152))
 
 
 def graph_us(launch: Callable[[], None]) -> float:
@@ -66,7 +67,7 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
     def memory(side: Side) -> Memory:
         fmt, record = variant.format(side), variant.layout(side).record_bytes
         pages = torch.zeros(batch, HEADS, record, dtype=torch.uint8, device="cuda")
-        sinks, ring = (tensor(batch, HEADS, count, DIM) for count in (fmt.num_sink_tokens, fmt.ring_tokens))
+        sinks, ring = (tensor(batch, HEADS, count, DIM) for count in (fmt.num_sink_tokens, fmt.ring_tokens()))
         return Memory(sinks, ring, pages)
 
     k, v = map(memory, SIDES)
@@ -110,31 +111,34 @@ def prompt_ms(variant: Variant, tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part-tokens", type=int, nargs="+", default=[packing.PART_TOKENS])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[packing.BLOCKS_OF_SM], help="of append, on an SM")
+    parser.add_argument("--step-tokens", type=int, nargs="+", default=list(packing.STEP_TOKENS[:1]))
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=list(packing.PROMPT_TOKENS[:1]))
     parser.add_argument("--bits", type=int, nargs="+", default=[2])
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048, 32768])
     given = parser.parse_args()
     print(torch.cuda.get_device_name())
-    for bits, part, blocks in itertools.product(given.bits, given.part_tokens, given.blocks):
-        packing.PART_TOKENS, ops.BLOCKS_OF_SM = part, blocks
-        ops._append_kernel.cache_clear()
-        ops._side_kernel.cache_clear()
+    for bits, fed in itertools.product(given.bits, (True, False)):
         fmt = Format(bits, "token", 128, 8, 64, quantizer="rotated")
-        for fed in (True, False):
-            variant = Variant(
-                fmt, fmt, DIM, "bfloat16", GROUP, False, False, k_feedback=fed, v_feedback=fed, v_gain=fed
-            )
+        variant = Variant(fmt, fmt, DIM, "bfloat16", GROUP, False, False, k_feedback=fed, v_feedback=fed, v_gain=fed)
+        print(f"{bits} bits, {'with' if fed else 'without'} feedback")
+        for tokens in given.step_tokens:
+            packing.STEP_TOKENS = (tokens,)
+            ops._append_kernel.cache_clear()
             kernel, shape, _ = ops._append_kernel(variant, False, 0)
-            print(f"{bits} bits, {part} tokens a part, {blocks} blocks of an SM, feedback {fed}: {shape}, "
-                  f"{kernel.registers} registers")  # fmt: skip
-            steps = STEPS if fed else STEPS[:5]
-            print("  us of append, complete/sequences: " + ", ".join(
-                f"{complete}/{batch} {append_us(variant, batch, complete):.1f}" for batch, complete in steps
-            ))  # fmt: skip
-            if blocks == given.blocks[0]:
-                prompts = (f"{tokens} {prompt_ms(variant, tokens):.3f}" for tokens in given.prompt)
-                print("  ms of pack, keys and values of a prompt: " + ", ".join(prompts), flush=True)
+            times = (
+                f"{done}/{batch} {append_us(variant, batch, done):.1f}" for batch, done in STEPS[: None if fed else 5]
+            )
+            needs = f"{shape.shared_bytes} bytes, {kernel.registers} registers"
+            print(
+                f"  append, up to {tokens} tokens a part, {needs}; us by complete/all: {', '.join(times)}", flush=True
+            )
+        for tokens in given.prompt_tokens:
+            packing.PROMPT_TOKENS = (tokens,)
+            ops._side_kernel.cache_clear()
+            prompts = (f"{count} {prompt_ms(variant, count):.3f}" for count in given.prompt)
+            print(
+                f"  ms of pack, {tokens} tokens a part, keys and values of a prompt: {', '.join(prompts)}", flush=True
+            )
 
 
 if __name__ == "__main__":

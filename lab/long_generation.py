@@ -44,6 +44,7 @@ from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
 from kvcal.stages.evaluate.tasks import generation_config, read_answers
+from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.stages.verify import require_predicted_bytes
 
 SURNAMES = ("Berg", "Costa", "Diaz", "Fischer", "Ito", "Kovacs", "Lopez", "Moreau", "Novak", "Okafor", "Patel", "Rossi")
@@ -169,7 +170,7 @@ def written(loaded: LoadedModel, plan: Plan, tokens_BT: Tensor, count: int) -> T
     """Tokens [B, T + count]: beginnings, and what is drawn after them, which does not end."""
     torch.manual_seed(0)
     model: Any = loaded.model  # transformers declares no type for generate
-    cache = PlanCache(plan, model.config, keep_decoded=model.device.type == "cpu")
+    cache = (DecodedCache if model.device.type == "cpu" else PlanCache)(plan, model.config)
     config = generation_config(model, tokenizer_of(loaded))
     config.update(do_sample=True, top_k=0, max_new_tokens=count, min_new_tokens=count)
     tokens_BT = tokens_BT.to(model.device)
@@ -186,7 +187,7 @@ def along(loaded: LoadedModel, raw: Plan, plan: Plan, tokens_BT: Tensor, first: 
     """Along tokens from ``first`` on, of every text and quarter: the mean KL of the plan to 16 bits, and the
     negative log-likelihood by 16 bits, both in nats."""
     model, next_BT = loaded.model, tokens_BT[:, 1:].to(loaded.model.device)
-    caches = [PlanCache.for_measurement(one, model.config) for one in ([raw] if plan is raw else [raw, plan])]
+    caches = [DenseCache(one, model.config) for one in ([raw] if plan is raw else [raw, plan])]
     reference_BTV, found = torch.empty(0), dict[str, list[Tensor]]()
     for number, start, logits_BTV in lockstep(model, caches, tokens_BT[:, :-1]):
         if number:

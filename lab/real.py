@@ -39,7 +39,7 @@ from dialogues import dialogue
 from shared import mean_and_error, print_table, ratio_and_error, recipe_of, scheduled
 from torch import Tensor
 
-from kvcal import Folder, Plan, PlanCache, Recipe, Workload, build_plan, load_model, with_knobs
+from kvcal import Folder, Plan, Recipe, Workload, build_plan, load_model, with_knobs
 from kvcal.artifact import write_text_atomic
 from kvcal.console import TerminalReporter
 from kvcal.data.pools import TokenDataset, require_unseen
@@ -50,6 +50,7 @@ from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
 from kvcal.pictures import Point, Role, Series, draw_quality
 from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
+from kvcal.stages.measuring.cache import DenseCache
 
 PRICED = Workload(8, 32768)
 RAW, RIVAL = "16-bit", "kivi-2"
@@ -341,9 +342,7 @@ def measure_group(
         kls: list[Tensor] = []
         agrees: list[Tensor] = []
         try:
-            for start, logits_BTV in feed(
-                loaded.model, PlanCache.for_measurement(plan, loaded.model.config), tokens_BT
-            ):
+            for start, logits_BTV in feed(loaded.model, DenseCache(plan, loaded.model.config), tokens_BT):
                 stop = start + logits_BTV.shape[1]
                 top_BT, end = logits_BTV.argmax(-1), min(stop + 1, tokens_BT.shape[1])
                 right_BT[:, start + 1 : end] = top_BT[:, : end - start - 1] == tokens_BT[:, start + 1 : end]

@@ -5,10 +5,10 @@
         model.generate(**inputs, past_key_values=cache)
 
 Within it, every plan cache that the model is called with, by any thread, is given its own queries, for plans
-that choose channels by queries (MixKVQ); and of a static cache, one new token for every row goes to the
-kernels, which read packed pages (``PagedLayer.attend``) and need no mask. Everything else goes to the
-implementation that the model had: prompts, whose tokens are stored then (``PagedLayer.observe``), and calls
-with other caches, or none.
+that choose channels by queries (MixKVQ). One new token for every row goes to the kernels, which read packed
+pages (``PlanLayer.attend``) and need no mask: of a static cache always, of a dynamic one on a GPU. Everything
+else goes to the implementation that the model had: prompts, whose tokens are stored then
+(``AttentionLayer.observe``), and calls with other caches, or none.
 
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
 ``AttentionMaskInterface``. Attention functions are not handed the cache: it is noted by thread, before every
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcal.cache.dense_layer import DenseLayer
-from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.plan_layer import DYNAMIC_HINT, PlanLayer
+from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.attention import OURS, attention_modules, base_attention, given_cache, layer_index, replaced_attention
 from kvcal.plan.plan import Plan
@@ -75,16 +75,27 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = given_cache(kwargs)
         current.cache = cache if isinstance(cache, PlanCache) else None
-        if isinstance(cache, PlanCache) and cache.static is not None:
-            cache.static.serving = serving
+        if isinstance(cache, PlanCache):
+            if cache.static is not None:
+                cache.static.serving = serving
+            elif any(layer.is_stepped for layer in cache.paged_layers):
+                cache.state.is_stepping = _may_step(model, cache, args, kwargs)
+
+    def forget_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        cache = given_cache(kwargs)
+        if isinstance(cache, PlanCache):
+            cache.state.is_stepping = False
 
     with replaced_attention(model, f"{OURS}attached_", _attention, _mask):
-        handle = model.get_decoder().register_forward_pre_hook(note_cache, with_kwargs=True)
+        decoder = model.get_decoder()
+        handles = [decoder.register_forward_pre_hook(note_cache, with_kwargs=True)]
+        handles += [decoder.register_forward_hook(forget_cache, with_kwargs=True, always_call=True)]
         _ATTACHED.update(dict.fromkeys(modules, current))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             serving.is_active = False
             for module in modules:
                 del _ATTACHED[module]
@@ -93,20 +104,20 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 def _attention(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function: query [B, H, T, D]; key and value as ``PagedLayer.update`` returned
+    """The registered attention function: query [B, H, T, D]; key and value as the layer's ``update`` returned
     them."""
     current = _ATTACHED.get(module)
     cache = None if current is None else current.cache
     layer = None if cache is None else cache.layers[module.layer_idx]  # type: ignore[index]
-    if not isinstance(layer, PagedLayer | DenseLayer):
+    if not isinstance(layer, PlanLayer):
         return _base_attention(base, module, query, key, value, attention_mask, more)
-    if layer.static is not None and layer.static.is_step(query.shape[2]):
-        _require_plain(module, attention_mask, more)
+    if layer.awaits_step(query.shape[2]):
+        _require_plain(module, attention_mask if isinstance(layer, StaticLayer) else None, more)
         scale = more.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         softcap = more.get("softcap") or 0.0
         return layer.attend(query, key, value, more.get("s_aux"), scale, softcap), None
-    if layer.static is not None:
+    if isinstance(layer, StaticLayer):
         _require_same_padding(module, layer, attention_mask, key.shape[2])
     attended = _base_attention(base, module, query, key, value, attention_mask, more)
     layer.observe(query)
@@ -126,6 +137,24 @@ def _mask(base_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) ->
     return None if kwargs.get("kv_length") == 0 else base_mask(*args, **kwargs)
 
 
+@torch.compiler.disable
+def _may_step(model: nn.Module, cache: PlanCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the kernels may attend in a forward pass with a dynamic cache: without gradients, to all tokens
+    that the cache holds. A mask that hides other columns than its padding is obeyed, by the model's own
+    attention. Waits for the device where there is a mask."""
+    rows, mask = cache.padding.rows, kwargs.get("attention_mask")
+    if rows is None or torch.is_grad_enabled() or model.training or len(args) > 1:
+        return False
+    is_whole = all(start == 0 and stop == rows.width for start, stop in rows.runs)
+    if mask is None:
+        return is_whole
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != rows.batch:
+        return False
+    if mask.shape[1] <= int(cache.get_seq_length()):
+        return False
+    return bool(mask.all()) if is_whole else torch.equal(mask != 0, rows.mask(0, mask.shape[1], mask.device))
+
+
 def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """UnsupportedModel where a step is more than attention to all tokens of a row."""
     reason = None
@@ -140,7 +169,7 @@ def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dic
 
 
 @torch.compiler.disable
-def _require_same_padding(module: nn.Module, layer: PagedLayer, attention_mask: Tensor | None, columns: int) -> None:
+def _require_same_padding(module: nn.Module, layer: StaticLayer, attention_mask: Tensor | None, columns: int) -> None:
     """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone.
     UnsupportedModel where it does more than hide. It is of ``columns``, the last of which are the new
     ones."""

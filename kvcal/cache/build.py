@@ -18,36 +18,39 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
-from kvcal.cache.paged_layer import ANOTHER_MODEL, DYNAMIC_HINT, Allocate, PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.plan_layer import ANOTHER_MODEL, DYNAMIC_HINT, PlanLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
+from kvcal.cache.static_layer import Allocate, StaticPages
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.kernels.choice import draft_refusals, refusals
+from kvcal.kernels.choice import not_served, refusals
 from kvcal.models.supported_layers import sharing_layers
 from kvcal.plan.layer import LayerPlan
+from kvcal.store.padding import Rows
 from kvcal.store.state import PlanState, StepState
 
 
-def cache_layers(
-    config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate, keep_decoded: bool
-) -> list[Any]:
+def cache_layers(config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate) -> list[Any]:
     """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``:
-    what they call with batch and device when the first tokens come. ``keep_decoded``: see
-    kvcal.store.layer_store."""
+    what they call with batch and device when the first tokens come."""
     layers: list[Any] = DynamicCache(config=config).layers
-    sharing = [] if static is None else sharing_layers(config)
-    if sharing:
+    sharing = sharing_layers(config)
+    state.shares_layers = bool(sharing)
+    if sharing and static is not None:
         raise UnsupportedModel(
             f"a static cache cannot hold layer {sharing[0]}: it reads another layer's keys and values, of which a step "
             "hands on the new ones alone",
             hint=DYNAMIC_HINT,
         )
     by_index = {layer.geometry.index: layer for layer in state.plan.layers}
+    with_state = {index: layer.geometry for index, layer in by_index.items() if layer.geometry.state_bytes}
     for index, native in enumerate(layers):
+        if type(native) is LinearAttentionLayer:
+            layers[index] = StateLayer(index, with_state.get(index), native.number_of_states)
         if index in by_index:
             plan = by_index.pop(index)
             if not _is_ours(native, plan):
@@ -60,18 +63,19 @@ def cache_layers(
                 )
             if static is not None:
                 _require_static(plan, config, state)
-            for reason in draft_refusals(plan, static is not None) if state.lookahead else ():
+            takes_back = state.lookahead and (plan.is_paged or static is not None)
+            for reason in not_served(plan, "drafts") if takes_back else ():
                 raise UnsupportedModel(
                     f"layer {index} cannot verify drafts: {reason}",
                     hint="leave lookahead out: drafts then come as prompts do",
                 )
             if static is not None:
-                of_kind = PagedLayer if plan.is_paged else StaticWindow
+                of_kind = StaticPages if plan.is_paged else StaticWindow
                 layers[index] = of_kind(plan, state, static, allocate)
             elif isinstance(native, LinearAttentionLayer):
-                layers[index] = HybridLayer(plan, state, keep_decoded, native.number_of_states)
+                layers[index] = HybridLayer(plan, state, native.number_of_states)
             elif plan.is_paged:
-                layers[index] = PagedLayer(plan, state, keep_decoded=keep_decoded)
+                layers[index] = PagedLayer(plan, state)
             else:
                 layers[index] = BoundedLayer(plan.attention, state.plan.cache_dtype, state.padding)
         elif isinstance(native, DynamicLayer):
@@ -81,27 +85,60 @@ def cache_layers(
     return layers
 
 
-def held_tensors(layer: object) -> list[Tensor]:
-    held = layer.tensors if isinstance(layer, PagedLayer | BoundedLayer) else []
-    return [*held, *state_tensors(layer)]
+class StateLayer(LinearAttentionLayer, PlanLayer):
+    """The state of a layer of linear attention, as transformers stores it. ``geometry``: the plan's, None
+    where it knows of no state."""
+
+    keeps_state = True
+
+    def __init__(self, index: int, geometry: AttentionGeometry | StateGeometry | None, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.index, self.geometry = index, geometry
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.states
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Those that have come to be, [B, ...]."""
+        found = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return [state for state in found if state is not None]
+
+    def is_as_planned(self) -> bool:
+        if not self.states or self.record_past:  # which keeps a larger state until the next crop
+            return False
+        if self.geometry is None:
+            raise ArtifactError(f"layer {self.index} keeps a state, which the plan does not know", hint=ANOTHER_MODEL)
+        found, expected = sum(state.nbytes // state.shape[0] for state in self.states), self.geometry.state_bytes
+        if found != expected:
+            raise ArtifactError(
+                f"layer {self.index} keeps a state of {found} bytes per sequence, but the plan is for {expected}",
+                hint=f"{ANOTHER_MODEL}, or with the model in another dtype",
+            )
+        return True
+
+    def require_croppable(self, rows: Rows, held: int, kept: int) -> None:
+        if kept != held:
+            raise UnsupportedModel(f"layer {self.index} keeps a state of linear attention: no token can be taken back")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Of no tokens."""
 
 
-def state_tensors(layer: object) -> list[Tensor]:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in states if state is not None]
-    return []
-
-
-class HybridLayer(LinearAttentionLayer, PagedLayer):
+class HybridLayer(StateLayer, PagedLayer):
     """A full-attention layer of a dynamic cache that also keeps a state, as transformers stores it."""
 
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, plan: LayerPlan, state: PlanState, keep_decoded: bool, number_of_states: int) -> None:
-        PagedLayer.__init__(self, plan, state, keep_decoded=keep_decoded)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    def __init__(self, plan: LayerPlan, state: PlanState, number_of_states: int) -> None:
+        PagedLayer.__init__(self, plan, state)
+        StateLayer.__init__(self, plan.geometry.index, plan.geometry, number_of_states)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*super(StateLayer, self).tensors, *self.states]
 
     def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:  # type: ignore[override]
         """Of pages with keys and values, of a state with its tensors, by their names."""
@@ -113,23 +150,6 @@ class HybridLayer(LinearAttentionLayer, PagedLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
         PagedLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Of no tokens: the cache refuses to take any back from a state."""
-        PagedLayer.crop(self, tokens_to_remove)
-
-
-def require_state(index: int, geometry: AttentionGeometry | StateGeometry | None, states: list[Tensor]) -> None:
-    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence;
-    ``geometry`` is None where the plan has no such layer."""
-    if geometry is None:
-        raise ArtifactError(f"layer {index} keeps a state, which the plan does not know", hint=ANOTHER_MODEL)
-    found = sum(state.nbytes // state.shape[0] for state in states)
-    if found != geometry.state_bytes:
-        raise ArtifactError(
-            f"layer {index} keeps a state of {found} bytes per sequence, but the plan is for {geometry.state_bytes}",
-            hint=f"{ANOTHER_MODEL}, or with the model in another dtype",
-        )
 
 
 def _is_ours(native: object, plan: LayerPlan) -> bool:

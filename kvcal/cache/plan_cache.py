@@ -6,7 +6,8 @@
     cache = PlanCache(plan, model.config, attention_mask=inputs["attention_mask"])
     model.generate(**inputs, past_key_values=cache)
 
-``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
+``attention_mask`` is needed only for batches with padding: without it every column counts as a token. On a
+GPU, steps are served by the kernels within ``kvcal.attached(model)``; elsewhere all pages are decoded in each.
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are
 served by the kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph.
@@ -24,13 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvcal.cache import prefix_file
-from kvcal.cache.build import cache_layers, held_tensors, require_state, state_tensors
-from kvcal.cache.dense_layer import DenseLayer, UnreadPages
-from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
-from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
+from kvcal.cache.build import cache_layers
+from kvcal.cache.plan_layer import DYNAMIC_HINT, NO_PAGE, AttentionLayer, PlanLayer
+from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import MAX_DRAFTS, slow_path
@@ -51,8 +51,9 @@ class PlanCache(Cache):
     on (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next
     crop or update. While it stores new tokens, a dynamic cache takes up to
     ``kvcal.store.workspace.transient_bytes`` more. A static cache takes ``plan.nbytes`` of rows of
-    ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top. With ``lookahead``, every
-    sequence of either takes the bytes of so many more tokens at 16 bits in each full-attention layer."""
+    ``max_tokens``, from the first update on. Steps by the kernels take ``workspace_nbytes`` on top. With
+    ``lookahead``, every sequence of either takes the bytes of so many more tokens at 16 bits in each
+    full-attention layer."""
 
     def __init__(
         self,
@@ -60,19 +61,16 @@ class PlanCache(Cache):
         config: PretrainedConfig,
         attention_mask: Tensor | None = None,
         max_tokens: int | None = None,
-        keep_decoded: bool = False,
         lookahead: int = 0,
     ) -> None:
         """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens
-        that every sequence has room for, which makes the cache static; keep_decoded: a dynamic cache decodes
-        every page once and keeps a dense copy, for evaluation on machines where decoding dominates;
-        lookahead: draft tokens a step, up to 7, that can be taken back as if they had never been there
-        (``crop``). A static cache verifies a token with as many drafts in one step.
+        that every sequence has room for, which makes the cache static; lookahead: draft tokens a step, up to
+        7, that can be taken back as if they had never been there (``crop``). A static cache verifies a token
+        with as many drafts in one step.
 
         Raises:
             ArtifactError: the plan's layers are not the model's. UsageError: max_tokens is no integer of 1 or
-            more, or goes with keep_decoded; lookahead is none of 0 to 7;
-                another argument is of another type.
+            more; lookahead is none of 0 to 7; another argument is of another type.
             UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
         _require_type("plan", plan, Plan, "PlanCache(load_plan(path), model.config)")
@@ -84,9 +82,7 @@ class PlanCache(Cache):
         self.state = PlanState(plan, attention_mask, lookahead)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise UsageError(f"max_tokens = {max_tokens!r}, expected an integer of 1 or more")
-        if max_tokens is not None and keep_decoded:
-            raise UsageError("keep_decoded is for dynamic caches; this one has max_tokens", hint=DYNAMIC_HINT)
-        self.static, self._keep_decoded = None, keep_decoded
+        self.static: StepState | None = None
         indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
         self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
         self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
@@ -98,16 +94,12 @@ class PlanCache(Cache):
                 f"the plan is for model type {plan.model.model_type!r}, the model is {model_type!r}",
                 hint="compile a plan for this model, or load the model the plan names: " + plan.model.id,
             )
-        super().__init__(layers=self._empty_layers())
-        planned = {one.geometry.index: one.geometry for one in plan.layers if one.geometry.state_bytes}
-        self._unseen_states = {
-            index: planned.get(index)
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-        }
+        super().__init__(layers=self.empty_layers())
+        self._unseen_states = [layer for layer in self.plan_layers.values() if layer.keeps_state]
 
-    def _empty_layers(self) -> list[Any]:
-        return cache_layers(self.config, self.state, self.static, self.allocate, self._keep_decoded)
+    def empty_layers(self) -> list[Any]:
+        """Layers without tokens, in the order of the model."""
+        return cache_layers(self.config, self.state, self.static, self.allocate)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does.
@@ -126,12 +118,12 @@ class PlanCache(Cache):
         try:
             with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
                 self.static.allocate(batch, torch.device(device))
-                for layer in self.paged_layers:
+                for layer in self._static_layers:
                     layer.create(batch, torch.device(device))
         except BaseException:
             self.padding.reset()
             self.static = StepState(self.state, self.static.max_tokens, in_prompt)
-            self.layers = self._empty_layers()
+            self.layers = self.empty_layers()
             raise
         if self.slow_layers and self.static.lengths.is_cuda:  # elsewhere there is no other kernel to be slower than
             warnings.warn(slow_path(self.slow_layers), stacklevel=2)
@@ -181,13 +173,8 @@ class PlanCache(Cache):
     def _require_states(self) -> None:
         """ArtifactError where a state that has come to be is none of the plan's, or not of the plan's size;
         each is looked at once."""
-        for index, geometry in list(self._unseen_states.items()):
-            layer = self.layers[index]
-            assert isinstance(layer, LinearAttentionCacheLayerMixin)
-            states = state_tensors(layer)
-            if states and not layer.record_past:  # which keeps a larger state until the next crop
-                require_state(index, geometry, states)
-                del self._unseen_states[index]
+        if self._unseen_states:
+            self._unseen_states = [layer for layer in self._unseen_states if not layer.is_as_planned()]
 
     def _require_finished(self) -> None:
         if self._is_unfinished:
@@ -201,30 +188,43 @@ class PlanCache(Cache):
         return self.state.padding
 
     @property
-    def paged_layers(self) -> list[PagedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+    def plan_layers(self) -> dict[int, PlanLayer]:
+        """By their index: all but those that transformers keeps for layers without a cache."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PlanLayer)}
+
+    @property
+    def paged_layers(self) -> list[AttentionLayer]:
+        """Those whose keys and values lie in pages, or in the rings of a static cache."""
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
+    @property
+    def _static_layers(self) -> list[StaticLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StaticLayer)]
 
     @property
     def slow_layers(self) -> dict[int, list[str]]:
         """Layers of a static cache whose steps take longer than the fast kernels on CUDA, by index, and
         why."""
-        if self.static is None:
-            return {}
-        return {layer.plan.geometry.index: layer.slow_reasons for layer in self.paged_layers if layer.slow_reasons}
+        reasons = {layer.plan.geometry.index: layer.slow_reasons for layer in self._static_layers}
+        return {index: of_layer for index, of_layer in reasons.items() if of_layer}
 
     @property
     def workspace_nbytes(self) -> int:
-        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, and the scratch of its
-        kernels."""
-        if self.static is None or not self.static.is_allocated:
+        """Bytes beyond ``nbytes`` that steps by the kernels take: lengths, page tables, and scratch."""
+        if self.static is None:
+            return sum(steps.nbytes for steps in self.state.steps.values())
+        if not self.static.is_allocated:
             return 0
-        control = (tensor for layer in self.paged_layers for tensor in layer.control)
+        control = (tensor for layer in self._static_layers for tensor in layer.control)
         return self.static.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in control)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of all tensors held, measured, with those of the plan."""
-        held = [*self.state.tensors.values(), *(tensor for layer in self.layers for tensor in held_tensors(layer))]
+        held = [
+            *self.state.tensors.values(),
+            *(tensor for layer in self.plan_layers.values() for tensor in layer.tensors),
+        ]
         storages = [tensor.untyped_storage() for tensor in held]  # of which layers may share one
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -234,34 +234,13 @@ class PlanCache(Cache):
         rows = self.padding.rows
         return [] if rows is None else rows.lengths(int(self.get_seq_length()))
 
-    @classmethod
-    def for_measurement(cls, plan: Plan, config: PretrainedConfig, unread: UnreadPages | None = None) -> PlanCache:
-        """A dynamic cache without padding whose layers are dense where they can be (kvcal.cache.dense_layer):
-        the same keys and values, but ``nbytes`` does not count these layers. ``unread``: of all caches that
-        are fed in lockstep, chunk by chunk. Raises as the constructor."""
-        cache, unread = cls(plan, config), unread or UnreadPages()
-        for number, layer in enumerate(cache.layers):
-            if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer):
-                cache.layers[number] = DenseLayer(layer, unread)
-        return cache
-
-    def skip(self, num_layers: int, batch: int, tokens: int) -> None:
-        """Count ``tokens`` more columns, of ``batch`` rows, as fed to the first layers of a dynamic cache, of
-        which it stores nothing: a forward that begins after them never reads them."""
-        self.padding.resolve(batch)
-        for layer in self.layers[:num_layers]:
-            if isinstance(layer, PagedLayer | BoundedLayer | DenseLayer):
-                layer.skip(tokens)
-
     def tokens_to_next_page(self) -> int:
         """New tokens until some page is quantized; a chunk of at most this many is exactly like single
         steps."""
-        layers = (layer for layer in self.layers if isinstance(layer, PagedLayer | DenseLayer))
-        found = [layer.tokens_to_next_page() for layer in layers]
-        return min(found, default=NO_PAGE)
+        return min((layer.tokens_to_next_page() for layer in self.plan_layers.values()), default=NO_PAGE)
 
     def check(self) -> None:
-        """Wait for the device, and raise what the steps of a static cache met; a prompt checks by itself.
+        """Wait for the device, and raise what steps by the kernels met; a prompt checks by itself.
 
         Raises:
             NonFiniteActivations: NaN or infinity in keys or values.
@@ -269,6 +248,8 @@ class PlanCache(Cache):
         """
         if self.static is not None:
             self.static.check()
+        for steps in self.state.steps.values():
+            steps.check()
 
     def save(self, path: str | Path, tokens_T: Tensor) -> None:
         """Write the sequence that a dynamic cache holds, whose token ids ``tokens_T`` [T] are, to a prefix
@@ -286,10 +267,10 @@ class PlanCache(Cache):
             raise UsageError("a prefix is one sequence without padding, in a dynamic cache without lookahead")
         if self.lengths != [len(tokens_T)]:
             raise UsageError(f"{len(tokens_T)} token ids, and the cache holds {self.lengths[0]} tokens")
-        states = [n for n, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        states = [index for index, layer in self.plan_layers.items() if layer.keeps_state]
         if states:
             raise UnsupportedModel(f"layers {states} keep a state of linear attention, which no prefix file holds")
-        prefix_file.save(path, self.plan, self.layers, tokens_T)
+        prefix_file.save(path, self.plan, self.plan_layers, tokens_T)
 
     @classmethod
     def load(
@@ -302,7 +283,7 @@ class PlanCache(Cache):
         """
         cache = cls(plan, config)
         cache.padding.resolve(1)
-        return cache, prefix_file.load(path, plan, cache.layers, torch.device(device))
+        return cache, prefix_file.load(path, plan, cache.plan_layers, torch.device(device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -333,18 +314,11 @@ class PlanCache(Cache):
         removed = min(0, tokens - held if tokens > 0 else max(tokens, -held))
         if rows is None:
             return
-        before, after = rows.lengths(held), rows.lengths(held + removed)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, BoundedLayer):
-                layer.require_removable(-removed)
-            elif isinstance(layer, StaticWindow):
-                layer.require_croppable(before, after)
-            elif isinstance(layer, LinearAttentionCacheLayerMixin) and removed:
-                raise UnsupportedModel(f"layer {index} keeps a state of linear attention: no token can be taken back")
+        for layer in self.plan_layers.values():
+            layer.require_croppable(rows, held, held + removed)
         # The last layer first: a predicted layer needs its source's pages to cut its own.
-        for layer in reversed(self.layers):
-            if isinstance(layer, PagedLayer | BoundedLayer):
-                layer.crop(removed)
+        for layer in reversed(self.plan_layers.values()):
+            layer.crop(removed)
         if self.static is not None:
             self.static.set_columns(held + removed)
 
@@ -360,34 +334,24 @@ class PlanCache(Cache):
         """
         if attention_mask is not None:
             padding = Padding(attention_mask)
-            if any(isinstance(layer, StaticWindow) for layer in self.layers):
-                require_left_padding(padding.prompt)
+            for layer in self.plan_layers.values():
+                layer.require_padding(padding.prompt)
             if self.static is not None and self.static.is_allocated:
                 padding.resolve(self.static.batch)
             self.state.padding = padding
         self.padding.reset()
         self._is_unfinished = False
         if self.static is None:
-            self.layers = self._empty_layers()
+            self.state.steps.clear()
+            self.layers = self.empty_layers()
+            self._unseen_states = [layer for layer in self.plan_layers.values() if layer.keeps_state]
             return
-        for layer in self.layers:
-            layer.reset()
+        for each in self.layers:
+            each.reset()
         self.static.in_prompt |= attention_mask is not None
         if self.static.is_allocated:
             self.static.set_columns(0)
             self.static.check()
-
-    def verify_decoded(self) -> None:
-        """Compare what ``keep_decoded`` keeps with a fresh read of the packed pages, every value of every
-        layer.
-
-        Raises:
-            ArtifactError: they differ.
-        """
-        rows = self.padding.rows
-        if rows is not None:
-            for layer in self.paged_layers:
-                layer.verify_decoded(rows)
 
     def _select(self, indices: list[int]) -> None:
         rows = self.padding.rows

@@ -12,17 +12,15 @@ batches, and static caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.sliding_window import BoundedLayer
+from kvcal.cache.plan_layer import PlanLayer
 from kvcal.errors import ArtifactError
-from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan.plan import Plan
 from kvcal.strict import dump
 
@@ -31,16 +29,16 @@ SCHEMA = 6  # one digest
 AGAIN = "pack the prompt again with this plan and model: kvcal generate --pack"
 
 
-def save(path: str | Path, plan: Plan, layers: Sequence[object], tokens_T: Tensor) -> None:
+def save(path: str | Path, plan: Plan, layers: Mapping[int, PlanLayer], tokens_T: Tensor) -> None:
     """Write the layers of a dynamic cache that holds the sequence ``tokens_T`` (ids) alone. ArtifactError
     when the file cannot be written."""
-    tensors = {name: tensor for index, layer in enumerate(layers) for name, tensor in _held(index, layer)}
+    tensors = {name: tensor for index, layer in layers.items() for name, tensor in _held(index, layer)}
     inputs = {"plan_sha256": plan.sha256, "model": dump(plan.model)}
     tensors["tokens"] = tokens_T.to(torch.int64)
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, {}, tensors))
 
 
-def load(path: str | Path, plan: Plan, layers: Sequence[object], device: torch.device) -> Tensor:
+def load(path: str | Path, plan: Plan, layers: Mapping[int, PlanLayer], device: torch.device) -> Tensor:
     """Fill the layers of an empty dynamic cache, and return the token ids int64 [T]."""
     found = artifact.read(path, KIND, SCHEMA)
     stated = found.inputs.get("model"), found.inputs.get("plan_sha256")
@@ -51,17 +49,9 @@ def load(path: str | Path, plan: Plan, layers: Sequence[object], device: torch.d
     tokens_T = tensors.pop("tokens", torch.empty(0))
     if tokens_T.dtype != torch.int64 or tokens_T.dim() != 1 or not len(tokens_T):
         raise ArtifactError(f"{path} holds no token ids", AGAIN)
-    for layer in layers:
-        if isinstance(layer, PagedLayer):
-            layer.create(1, device)
-            layer.resume(len(tokens_T))
-        elif isinstance(layer, BoundedLayer):
-            geometry, count = layer.geometry, min(len(tokens_T), layer.sliding_window - 1)
-            shapes = [(1, geometry.num_kv_heads, count, dim) for dim in (geometry.k_head_dim, geometry.v_head_dim)]
-            dtype = CACHE_DTYPES[plan.cache_dtype]
-            layer.update(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
-            layer.cumulative_length = len(tokens_T)
-    own = {name: tensor for index, layer in enumerate(layers) for name, tensor in _held(index, layer)}
+    for layer in layers.values():
+        layer.make_room(len(tokens_T), device)
+    own = {name: tensor for index, layer in layers.items() for name, tensor in _held(index, layer)}
     for name in sorted(own.keys() ^ tensors.keys()):
         raise ArtifactError(f"{path}: {'missing' if name in own else 'unknown'} tensor '{name}'", AGAIN)
     for name, place in own.items():
@@ -73,14 +63,6 @@ def load(path: str | Path, plan: Plan, layers: Sequence[object], device: torch.d
     return tokens_T
 
 
-def _held(index: int, layer: object) -> Iterator[tuple[str, Tensor]]:
+def _held(index: int, layer: PlanLayer) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a layer that holds one sequence, by their names in the file."""
-    if isinstance(layer, PagedLayer):
-        for number, part in enumerate(layer.parts):
-            names = {"pages": part.pool.records, "sinks": part.sinks, "ring": part.ring}
-            names |= {"query_sum": part.query_sum, "query_since": part.query_since}
-            yield from ((f"layers.{index}.{number}.{name}", tensor) for name, tensor in names.items())
-    elif isinstance(layer, BoundedLayer):
-        assert layer.keys is not None and layer.values is not None
-        yield f"layers.{index}.keys", layer.keys
-        yield f"layers.{index}.values", layer.values
+    return ((f"layers.{index}.{name}", tensor) for name, tensor in layer.named_tensors())

@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcal.cache.paged_layer import PagedLayer, require_shapes
+from kvcal.cache.plan_layer import PlanLayer, require_shapes
+from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.operands import Memory, Place
+from kvcal.kernels.operands import Memory, Place, ring_slots
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.padding import Block, Padding, Rows
@@ -35,15 +36,14 @@ from kvcal.store.pool import fixed
 from kvcal.store.step import WindowedStep
 
 
-class StaticWindow(PagedLayer):
-    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side: token number i of a row has
-    slot i modulo the ring's size."""
+class StaticWindow(StaticLayer):
+    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side."""
 
     is_sliding = True
 
     def create(self, batch: int, device: torch.device) -> None:
         static, geometry, cache_dtype = self.static, self.plan.attention, self.state.plan.cache_dtype
-        assert static is not None and geometry.window is not None
+        assert geometry.window is not None
         num_heads, dim, dtype = geometry.num_kv_heads, geometry.k_head_dim, CACHE_DTYPES[cache_dtype]
         self.ring_tokens = min(static.max_tokens, geometry.window - 1)
         shape = (static.batch, num_heads, self.ring_tokens, dim)
@@ -59,7 +59,7 @@ class StaticWindow(PagedLayer):
     def tensors(self) -> list[Tensor]:
         return list(self.ring.values()) if self.is_initialized else []
 
-    def _step(
+    def step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
         queries = self._windowed.append(q, k_new, v_new, self._place)
@@ -70,17 +70,14 @@ class StaticWindow(PagedLayer):
         assert window is not None
         return min(columns, window - 1)
 
-    def tokens_to_next_page(self) -> int:
-        """All of them: nothing is ever packed."""
-        assert self.static is not None
-        return self.static.max_tokens
+    def require_padding(self, prompt: Rows | None) -> None:
+        require_left_padding(prompt)
 
-    def require_croppable(self, before: list[int], after: list[int]) -> None:
-        """UsageError where rows of so many tokens cannot go back: what was before them is gone."""
-        for count, kept in zip(before, after, strict=True):
-            if kept < count and count > self.ring_tokens:
+    def require_croppable(self, rows: Rows, held: int, kept: int) -> None:
+        for count, left in zip(rows.lengths(held), rows.lengths(kept), strict=True):
+            if left < count and count > self.ring_tokens:
                 raise UsageError(
-                    f"cannot remove {count - kept} of {count} tokens: tokens before them have left the sliding window "
+                    f"cannot remove {count - left} of {count} tokens: tokens before them have left the sliding window "
                     f"of {self.ring_tokens + 1}"
                 )
 
@@ -92,16 +89,13 @@ class StaticWindow(PagedLayer):
         for tensor in self.tensors:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    def reset(self) -> None:
-        """The ring stays as it is: tokens to come replace what it holds."""
-        self.pending = None
-
-    def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
-        past = self.past_columns(columns)
-        whole = torch.zeros(*new.shape[:2], past + new.shape[2], new.shape[3], dtype=dtype, device=new.device)
-        for block in rows.blocks if past else ():
-            self._read_window(side, block, rows, columns, whole[block.rows, :, :past])
-        whole[:, :, past:] = new
+    def whole(self, side: Side, states: Tensor, dtype: torch.dtype, new: NewTokens) -> Tensor:
+        past = self.past_columns(new.columns)
+        shape = *states.shape[:2], past + states.shape[2], states.shape[3]
+        whole = torch.zeros(shape, dtype=dtype, device=states.device)
+        for block in new.rows.blocks if past else ():
+            self._read_window(side, block, new.rows, new.columns, whole[block.rows, :, :past])
+        whole[:, :, past:] = states
         return whole
 
     def _read_window(self, side: Side, block: Block, rows: Rows, columns: int, out: Tensor) -> None:
@@ -116,7 +110,7 @@ class StaticWindow(PagedLayer):
         for start, stop in intervals:
             out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
-    def _store_tokens(self, new: NewTokens, query_sum: Tensor | None) -> None:
+    def store_prompt(self, new: NewTokens, query_sum: Tensor | None) -> None:
         for block in new.rows.blocks:
             intervals = new.rows.intervals(block, new.columns, new.stop)
             if not intervals:
@@ -130,7 +124,9 @@ class StaticWindow(PagedLayer):
     def read_window(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
         """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as
         there are in the ring at most."""
-        out.copy_(self.ring[side][rows].index_select(2, self._slots(num_tokens - out.shape[2], num_tokens)))
+        out.copy_(
+            self.ring[side][rows].index_select(2, ring_slots(num_tokens - out.shape[2], num_tokens, self.ring[side]))
+        )
 
     def extend_window(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
         """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) after the ``num_tokens`` of each of
@@ -138,14 +134,10 @@ class StaticWindow(PagedLayer):
         for side in SIDES:
             last = new[side][:, :, -self.ring_tokens :]
             total = num_tokens + new[side].shape[2]
-            self.ring[side][rows].index_copy_(2, self._slots(total - last.shape[2], total), last)
-
-    def _slots(self, first: int, stop: int) -> Tensor:
-        """int64: where the tokens ``first`` ... ``stop`` - 1 of a row lie."""
-        return torch.arange(first, stop, device=self.ring["k"].device) % self.ring_tokens
+            self.ring[side][rows].index_copy_(2, ring_slots(total - last.shape[2], total, self.ring[side]), last)
 
 
-class BoundedLayer(DynamicSlidingWindowLayer):
+class BoundedLayer(DynamicSlidingWindowLayer, PlanLayer):
     """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's
     hold on the whole prompt."""
 
@@ -171,21 +163,19 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         self._own()
         return keys.to(dtype), values.to(dtype)
 
-    def skip(self, tokens: int) -> None:
-        """Count tokens that are never stored nor read, in a layer that is fed none."""
-        self.cumulative_length += tokens
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -n tokens (n negative or 0)."""
         if self.keys is None:
             return
         tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor
-        self.require_removable(-tokens_to_remove)
+        self._require_removable(-tokens_to_remove)
         if self.record_past or tokens_to_remove:
             super().crop(tokens_to_remove)
             self._own()
 
-    def require_removable(self, tokens: int) -> None:
+    def require_croppable(self, rows: Rows, held: int, kept: int) -> None:
+        self._require_removable(held - kept)
+
+    def _require_removable(self, tokens: int) -> None:
         """UsageError where so many of the last tokens cannot be removed: see ``crop``."""
         if self.keys is None:
             return
@@ -196,6 +186,16 @@ class BoundedLayer(DynamicSlidingWindowLayer):
                 "tokens beyond it",
                 hint="call activate_past_recording() before the update, or reset() and start again",
             )
+
+    def make_room(self, tokens: int, device: torch.device) -> None:
+        geometry, count = self.geometry, min(tokens, self.sliding_window - 1)
+        shapes = [(1, geometry.num_kv_heads, count, dim) for dim in (geometry.k_head_dim, geometry.v_head_dim)]
+        self.update(*(torch.empty(shape, dtype=self.cache_dtype, device=device) for shape in shapes))
+        self.cumulative_length = tokens
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.keys is not None and self.values is not None
+        yield from (("keys", self.keys), ("values", self.values))
 
     def _own(self) -> None:
         """Copy what is kept out of the larger tensors that the parent's slices keep alive."""

@@ -1,2 +1,2 @@
-"""Commands by what they work on: recipes (run), stages of a folder (stages), plans (plans), the GPU runtime
-and engines (serve), what needs no model (without_model). ``options``: what they share."""
+"""A file for each command, or for those that work on one thing: whole recipes (run), steps in a folder
+(stages). What they share is in ``options``, what they are wrapped in in ``decorators``."""

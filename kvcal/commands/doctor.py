@@ -23,6 +23,7 @@ with lazy_imports():
 
     from kvcal.engines import support
     from kvcal.kernels import compile as kernel_compile
+    from kvcal.plan import served
 
 # Extras of kvcal, and what needs them.
 EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal inspect --times`"}
@@ -64,7 +65,16 @@ def doctor(
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
     unusable = [one.name for one in findings if one.status == "unusable"]
     value = {"is_usable": not unusable, "findings": [asdict(one) for one in findings]}
-    given.show(value, console.View("This machine", ("", "found", "status", "what follows"), rows))
+    value["served"] = [dict(zip(served.HEADER, row, strict=True)) for row in served.table()]
+    machine = console.View("This machine", ("", "found", "status", "what follows"), rows)
+    short = [
+        (way, needs, *("yes" if cell == "yes" else "no" for cell in cells)) for way, needs, *cells in served.table()
+    ]
+    given.show(
+        value,
+        machine,
+        console.View("What is served where; --json and docs/engines.md say why not", served.HEADER, short),
+    )
     if unusable:
         raise UsageError(f"kvcal is not usable here: {', '.join(unusable)}", hint="pip install --upgrade kvcal")
     if engine is not None:

@@ -24,6 +24,7 @@ with lazy_imports():
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import verify as verify_stage
+    from kvcal.stages.allocate import fixed_widths
     from kvcal.stages.allocate import stage as allocate_stage
 
 
@@ -36,7 +37,8 @@ def inspect(
         int | None,
         typer.Option(
             metavar="LAYER",
-            help="Instead: what each option would cost this layer, from the plan of `kvcal plan`, or its folder.",
+            help="Instead: what each option would cost this layer, and what fixed widths lose, from the plan of `kvcal "
+            "plan`, or its folder.",
         ),
     ] = None,
     against: Annotated[
@@ -94,7 +96,9 @@ def inspect(
     if why is not None:
         found = allocate_stage.read_choices(plan, why)
         found = found or allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
-        given.show(asdict(found), tables.choices_table(found))
+        widths = fixed_widths.report_of(loaded)
+        reasons = asdict(found) | ({} if widths is None else {fixed_widths.KEY: strict.dump(widths)})
+        given.show(reasons, *([] if widths is None else [tables.widths_table(widths)]), tables.choices_table(found))
         return
     if against is not None:
         _show_differences(plan_file.load_plan(against), loaded, sizes, given)

@@ -73,14 +73,7 @@ def chooses_by(recipe: recipe_keys.Recipe) -> str:
         choice = f"integer program, {recipe.allocate.objective}"
     else:
         choice = "fixed formats"
-    others = {
-        "progressive": recipe.progressive,
-        "λ": recipe.reparam,
-        "predictors": recipe.predictors,
-        "basis": recipe.basis,
-        "feedback": recipe.feedback,
-    }
-    names = [name for name, spec in others.items() if spec is not None]
+    names = ["λ" if name == "reparam" else name for name in recipe.sections]
     return f"{choice}; {', '.join(names)}" if names else choice
 
 

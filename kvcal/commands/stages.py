@@ -1,4 +1,4 @@
-"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``transform``, ``fit-predictors`` and
+"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``transform`` and
 ``compile``."""
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ with lazy_imports():
     from kvcal.stages import verify as verify_stage
     from kvcal.stages.allocate import stage as allocate_stage
     from kvcal.stages.profile import record as profile_record
-    from kvcal.systems.aqua_kv import record as predictors_record
-    from kvcal.systems.basis import stage as basis_stage
-    from kvcal.systems.pm_kvq import reparam as reparam_stage
 
 
 @spread
@@ -58,7 +55,7 @@ def allocate(
     given: options.OutputOptions,
     budgets: options.BudgetOptions,
     reserve: Annotated[
-        str | None, typer.Option(help="Bytes kept free for what reparam and fit-predictors will take; default none.")
+        str | None, typer.Option(help="Bytes kept free for what transforms will take; default none.")
     ] = None,
     sets: Annotated[
         list[str] | None,
@@ -77,7 +74,7 @@ def allocate(
 ) -> None:
     """Choose every layer's K and V format for a byte budget, exactly.
 
-    Its bytes are those of the compiled plan: λ and predictors, which come later, take part of them
+    Its bytes are those of the compiled plan: transforms, which come later, take part of them
     (--reserve). A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
 
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context
@@ -117,10 +114,11 @@ def transform(
     given: options.RecipeOptions,
     recipe: options.RecipeOption,
 ) -> None:
-    """Calibrate a recipe's transforms for the formats that were allocated: λ, predictors, error feedback.
+    """Calibrate a recipe's transforms for the formats that were allocated: λ, predictions, error feedback.
 
     [reparam] has the factors λ that make keys easiest to quantize; [feedback] and [basis] let codes make up
-    for each other's errors. `kvcal compile` puts all into the plan. Resumes if interrupted.
+    for each other's errors; [predictors] foretell layers from the ones before. `kvcal compile` puts all into
+    the plan. Resumes if interrupted.
 
     --samples and --seq-len are those of [reparam], [feedback] and [basis] themselves.
 
@@ -132,66 +130,24 @@ def transform(
     sections = [name for name in ("reparam", "feedback", "basis") if getattr(chosen, name) is not None]
     own = {f"{name}.{key}": size for name in sections for key, size in sizes.items() if size is not None}
     chosen = recipe_files.with_knobs(chosen, own | recipe_files.read_settings(given.sets or ()))
-    has_feedback = chosen.calibration is not None and not chosen.chooses_in_a_basis
-    if not (chosen.reparam or chosen.predictors or has_feedback):
+    stages = [stage for stage in transforms.transform_stages() if stage.is_of(chosen)]
+    if all(stage.is_optional for stage in stages):
+        names = ", ".join(f"[{stage.name}]" for stage in transforms.transform_stages() if not stage.is_optional)
         raise UsageError(
-            f"recipe {chosen.name!r} transforms no chosen formats; expected [reparam], [predictors] or [feedback]",
+            f"recipe {chosen.name!r} transforms no chosen formats; expected one of {names}",
             hint="a recipe with one, such as pm-kvq; the basis of `default` comes with `kvcal profile`",
         )
     value: dict[str, Any] = {}
     shown: list[console.View] = []
     with given.job(model, chosen, artifacts.Folder(folder)) as job:
-        if chosen.reparam is not None:
-            scaled = transforms.reparam_folder(job)
-            value["reparam"] = {
-                "layers": [strict.dump(layer) for layer in scaled.layers],
-                "position_scale": scaled.subject.position_scale,
-                "path": str(job.folder.reparam),
-            }
-            positions = f"{scaled.subject.num_tokens} tokens at positions x {scaled.subject.position_scale:.3g}"
-            shown.append(console.View(f"λ from {positions}", *reparam_stage.table_rows(scaled)))
-        if chosen.predictors is not None:
-            value["predictors"], view = _predictors(job)
-            shown.append(view)
-        if has_feedback:
-            fed = transforms.basis_folder(job)
-            path = getattr(job.folder, fed.subject.spec.stage)
-            value[fed.subject.spec.stage] = {"sides": [strict.dump(side) for side in fed.sides], "path": str(path)}
-            title = f"Error feedback from {fed.subject.num_tokens} tokens"
-            shown.append(console.View(title, *basis_stage.table_rows(fed)))
+        for stage in stages:
+            record = stage.make(job)
+            if stage.show is not None:
+                found, title, header, rows = stage.show(record)
+                value[stage.name] = {**found, "path": str(job.folder.of_stage(stage.name))}
+                shown.append(console.View(title, header, rows))
     given.show(value, *shown)
     given.reporter().say(f"next: {options.command_line('compile', folder)}")
-
-
-@spread
-def fit_predictors(
-    folder: options.FolderArgument,
-    model: options.ModelOption,
-    given: options.RecipeOptions,
-    recipe: options.RecipeOption = "aqua-kv",
-) -> None:
-    """Fit predictors of each layer's keys and values from the layer before, and say which pay.
-
-    The layer before is taken as the cache reads it back, after the recipe's [reparam]. Resumes if
-    interrupted.
-
-    Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl
-    --samples 256`
-
-    Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
-    """
-    with given.job(model, given.recipe(recipe, section="predictors"), artifacts.Folder(folder)) as job:
-        value, view = _predictors(job)
-    given.show(value, view)
-    job.reporter.say(f"predictors: {job.folder.predictors}")
-
-
-def _predictors(job: artifacts.Job) -> tuple[dict[str, Any], console.View]:
-    record = transforms.fit_predictors_folder(job)
-    kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
-    value = {"findings": [strict.dump(finding) for finding in record.findings], "nbytes": record.nbytes}
-    title = f"Predictors: {kept}, on {tokens} held-out tokens"
-    return value, console.View(title, *predictors_record.table_rows(record))
 
 
 @spread

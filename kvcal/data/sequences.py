@@ -34,7 +34,6 @@ from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDatas
 from kvcal.data.sources import (
     AUTO,
     CHAT,
-    INSTALLED,
     LOOKUPS,
     TASK_SOURCES,
     Chat,
@@ -100,7 +99,7 @@ class DataSpec:
         template."""
         if self.source != AUTO:
             return self
-        every = tuple(name for name in (*INSTALLED, LOOKUPS) if has_chats or name != CHAT)
+        every = ("python:docs", "python:code", LOOKUPS, *([CHAT] if has_chats else []))  # a CPU reads the first ones
         return replace(self, source=TASK_SOURCES[0] if is_embedded else every[: self.num_samples])
 
 

@@ -21,8 +21,8 @@ from kvcal.engines.support import loses_sinks
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
+from kvcal.pages.ways import Engine
 from kvcal.plan.plan import Plan
-from kvcal.recipe import Engine
 
 # Beginnings of prompts whose sinks SGLang keeps for its cached pages, by rings.
 BEGINNINGS = 4
@@ -272,7 +272,7 @@ def vllm_pool(
     if not state_bytes:
         raise UsageError(
             f"{shard.num_states} layers of the plan's model keep a state, whose bytes in the engine are not stated",
-            hint="kvcal capacity and serve-args count them from the model's config.json",
+            hint="kvcal serve-args counts them from the model's config.json",
         )
     numbers = range(1, MAX_PAGES + 1) if pages_per_block is None else [pages_per_block]
     states = range(-(-shard.num_states // MAX_STATE_GROUPS), shard.num_states + 1)

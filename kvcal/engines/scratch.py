@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcal.engines.prefill import TILE_TOKENS, Flash, torch_flash
 from kvcal.geometry import AttentionGeometry
-from kvcal.kernels.operands import Memory
+from kvcal.kernels.operands import Memory, ring_slots
 from kvcal.plan.page_format import Side
 from kvcal.store.step import StepScratch
 
@@ -79,12 +79,12 @@ class Chunk(NamedTuple):
     def newest(self, memory: Memory, first: int) -> Tensor:
         """[n, ..., D] in the cache's dtype: a copy of the past from token ``first`` on, as the ring has
         it."""
-        places = torch.arange(first, self.num_past, device=memory.ring.device) % memory.ring.shape[2]
+        places = ring_slots(first, self.num_past, memory.ring)
         return memory.ring.index_select(0, self.ring)[0].index_select(1, places)
 
     def keep(self, memory: Memory, new: Tensor, first: int) -> None:
         """Put the new tokens [T, n, D] from token ``first`` of the sequence on into the ring."""
-        places = torch.arange(first, self.num_past + len(new), device=new.device) % memory.ring.shape[2]
+        places = ring_slots(first, self.num_past + len(new), memory.ring)
         memory.ring[self.ring.long(), :, places] = new[first - self.num_past :]
 
 

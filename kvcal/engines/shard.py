@@ -122,7 +122,7 @@ class BlockLayout:
     def _tokens(self, side: Side) -> tuple[int, int]:
         """Bytes of the sinks, and of the newest tokens."""
         fmt, token = self.layer.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
-        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens + self.lookahead
+        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens(self.lookahead)
         return heads * fmt.num_sink_tokens * token, heads * newest * token
 
 

@@ -189,7 +189,7 @@ class PagedStep:
         layer, geometry = self.layout.layer, self.layout.layer.attention
         for side in SIDES:
             self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
-            tail = geometry.num_kv_heads, layer.format(side).ring_tokens, layer.head_dim(side)
+            tail = geometry.num_kv_heads, layer.format(side).ring_tokens(), layer.head_dim(side)
             torch.empty(tail, dtype=dtype, device=self.scratch.device)
         self.scratch.warm_up(geometry, num_tokens)
 

@@ -14,8 +14,7 @@ it the engine, by ``kvcal doctor --engine`` before serving, and at every start.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -23,10 +22,11 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.geometry import CacheDtype, StateGeometry
+from kvcal.geometry import CacheDtype
 from kvcal.kernels import choice
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.ways import Engine
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 
@@ -44,27 +44,16 @@ NO_PREFIXES = "--no-enable-prefix-caching"  # of vLLM: no request begins after b
 
 
 def refusals(
-    layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: str, lookahead: int = 0
+    layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: Engine, lookahead: int = 0
 ) -> Iterator[str]:
     """Why an engine cannot serve this layer, with so many drafts a token; nothing if it can."""
-    if layer.geometry.state_bytes and engine != "vllm":
-        yield "it keeps a state, which is served in vLLM alone"
-    if isinstance(layer.geometry, StateGeometry):
-        return
-    layer = replace(layer, geometry=replace(layer.attention, state_bytes=0))  # a layer of its own in vLLM
-    if layer.attention.is_latent:
-        yield choice.LATENTS
-        return
-    if not layer.is_paged:
-        if engine != "vllm":
-            yield "it has a sliding window, which is served in vLLM alone"
-        return
-    if lookahead:
-        yield from choice.draft_refusals(layer, is_static=True)
-    yield from choice.refusals(layer, cache_dtype, is_cuda)
+    yield from choice.not_served(layer, engine)
+    if layer.is_paged and not layer.attention.is_latent:
+        yield from choice.not_served(layer, "drafts") if lookahead else ()
+        yield from choice.limits(layer, cache_dtype, is_cuda)
 
 
-def loses_sinks(plan: Plan, engine: str = "vllm") -> bool:
+def loses_sinks(plan: Plan, engine: Engine = "vllm") -> bool:
     """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: where
     vLLM shares them with the first page of a prompt, those that are not there before it ends."""
     numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats)
@@ -84,7 +73,7 @@ def require_sinks(plan: Plan) -> None:
     )
 
 
-def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: int = 0) -> None:
+def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead: int = 0) -> None:
     """Nothing, where an engine can serve every layer, with so many drafts a token.
 
     Raises:
@@ -101,7 +90,7 @@ def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: i
             "an engine cannot serve this plan: no layer has full attention, whose blocks it hands out",
             hint=NO_PLAN.format(engine),
         )
-    by_reason = _by_reason(plan, is_cuda, engine, lookahead)
+    by_reason = _by_reason(plan.layers, plan.cache_dtype, is_cuda, engine, lookahead)
     if by_reason:
         parts = [f"layers {', '.join(map(str, found))}: {reason}" for reason, found in by_reason.items()]
         with_drafts = f" with {lookahead} drafts" if lookahead else ""
@@ -111,27 +100,29 @@ def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: i
         )
 
 
-def _by_reason(plan: Plan, is_cuda: bool, engine: str, lookahead: int) -> dict[str, list[int]]:
+def _by_reason(
+    layers: Sequence[LayerPlan], dtype: CacheDtype, is_cuda: bool, engine: Engine, lookahead: int
+) -> dict[str, list[int]]:
     """The layers of each reason."""
     by_reason: dict[str, list[int]] = {}
-    for layer in plan.layers:
-        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda, engine, lookahead)):
+    for layer in layers:
+        for reason in dict.fromkeys(refusals(layer, dtype, is_cuda, engine, lookahead)):
             by_reason.setdefault(reason, []).append(layer.geometry.index)
     return by_reason
 
 
-def _mend(plan: Plan, is_cuda: bool, engine: str, lookahead: int) -> str:
+def _mend(plan: Plan, is_cuda: bool, engine: Engine, lookahead: int) -> str:
     """The smallest change with which nothing is refused."""
-    plain, halved = plan.unquantized(), replace(plan, cache_dtype="bfloat16")
-    changed = (
-        (DRAFTS, plan, 0),
-        (FORMATS, plain, lookahead),
-        (DTYPE, halved, lookahead),
-        (f"{FORMATS}; {DRAFTS}", plain, 0),
-        (f"{DTYPE}; {FORMATS}", halved.unquantized(), 0),
+    plain, own = plan.unquantized().layers, plan.cache_dtype
+    changed: tuple[tuple[str, Sequence[LayerPlan], CacheDtype, int], ...] = (
+        (DRAFTS, plan.layers, own, 0),
+        (FORMATS, plain, own, lookahead),
+        (DTYPE, plan.layers, "bfloat16", lookahead),
+        (f"{FORMATS}; {DRAFTS}", plain, own, 0),
+        (f"{DTYPE}; {FORMATS}", plain, "bfloat16", 0),
     )
-    for hint, other, drafts in changed:
-        if not _by_reason(other, is_cuda, engine, drafts):
+    for hint, layers, dtype, drafts in changed:
+        if not _by_reason(layers, dtype, is_cuda, engine, drafts):
             return hint
     return NO_PLAN.format(engine)
 

@@ -19,17 +19,15 @@ MOST_BLOCKS = 1024  # of one side: blocks beyond take their turn with a matrix t
 
 
 @functools.cache
-def _kernel(
-    entry: str, head_dim: int, group_heads: int, dtype: torch.dtype, q_dtype: torch.dtype, device: int
-) -> Kernel:
-    return kernel("basis", entry, basis_defines(head_dim, group_heads, dtype, q_dtype), device)
+def _kernel(entry: str, head_dim: int, group_heads: int, dtypes: tuple[torch.dtype, ...], device: int) -> Kernel:
+    return kernel("basis", entry, basis_defines(entry, head_dim, group_heads, dtypes), device)
 
 
-def basis_defines(head_dim: int, group_heads: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Defines:
-    """All macros: ``dtype`` of the cache, which ``leave`` does not know; ``q_dtype`` of queries and
-    outputs."""
-    dtypes = {name: DTYPES[DTYPE_NAMES[of]] for name, of in (("DTYPE", dtype), ("Q_DTYPE", q_dtype))}
-    return {"DIM": head_dim, "GROUP": group_heads} | dtypes
+def basis_defines(entry: str, head_dim: int, group_heads: int, dtypes: tuple[torch.dtype, ...]) -> Defines:
+    """All macros: ``dtypes`` of the cache and of queries, or of what leaves, before and after."""
+    names = ("DTYPE", "Q_DTYPE") if entry == "enter" else ("IN_DTYPE", "OUT_DTYPE")
+    found = {name: DTYPES[DTYPE_NAMES[dtype]] for name, dtype in zip(names, dtypes, strict=True)}
+    return {"DIM": head_dim, "GROUP": group_heads} | found
 
 
 def launch_enter(
@@ -53,7 +51,7 @@ def launch_enter(
     of_queries = (q.data_ptr(), *_strides(q), k_basis[1].data_ptr(), turned.data_ptr()) if q.numel() else (0,) * 6
     group = q.shape[-2] // heads if q.numel() else 1
     q_dtype = q.dtype if q.numel() else tokens.dtype
-    _kernel("enter", dim, group, tokens.dtype, q_dtype, tokens.get_device()).launch(
+    _kernel("enter", dim, group, (tokens.dtype, q_dtype), tokens.get_device()).launch(
         (*_grid(heads, dim, rows), len(sides) + bool(q.numel())),
         THREADS,
         0,
@@ -63,16 +61,15 @@ def launch_enter(
     return keys, values, turned
 
 
-def launch_leave(attention: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+def launch_leave(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """As ``ops.leave``."""
-    attention = attention.contiguous()  # as ``decode`` leaves it
-    out = torch.empty(attention.shape, dtype=dtype, device=attention.device)
-    heads, dim = inverse.shape[:2]
-    rows = attention.shape[:-2].numel()
-    group = attention.shape[-2] // heads
-    _kernel("leave", dim, group, torch.bfloat16, dtype, attention.get_device()).launch(
+    y, out = loadable(y, y.dtype), torch.empty(y.shape, dtype=dtype, device=y.device)
+    (heads, dim), rows = basis[1].shape[:2], y.shape[:-2].numel()
+    group = y.shape[-2] // heads
+    _kernel("leave", dim, group, (y.dtype, dtype), y.get_device()).launch(
         (*_grid(heads, dim, rows * group), 1), THREADS, 0,
-        attention.data_ptr(), inverse.data_ptr(), out.data_ptr(), rows, heads, follows=True,
+        y.data_ptr(), *_strides(y), basis[1].data_ptr(), basis[2].data_ptr() if len(basis) > 2 else 0, out.data_ptr(),
+        rows, y.shape[1] if y.dim() == 4 else 1, heads, follows=True,
     )  # fmt: skip
     return out
 

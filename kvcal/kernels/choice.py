@@ -5,8 +5,8 @@ whose planes lie in their order. The plain one (``csrc/decode_plain.cu``) takes 
 static cache warns of the layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both
 would do (``plain``): they must agree.
 
-``refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason,
-and what the kernels alone cannot do. ``draft_refusals`` and ``draft_reasons`` are the same of steps with
+``not_served`` says by a layer's ways (kvcal.pages.ways) why a place does not serve it; ``refusals`` are those
+of a cache of fixed size, and sizes beyond the kernels. ``draft_reasons`` are why one launch cannot verify
 drafts.
 """
 
@@ -33,7 +33,6 @@ MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
-LATENTS = "it caches latents (multi-head latent attention), which are expanded in torch: the kernels read keys of heads"
 MAX_DRAFTS = 7  # that a step verifies with its token
 MAX_CODE_SUM = 2**22 // 128  # of a token's bytes
 LIFTS = {1: 7, 2: 6, 3: 4, 4: 4}  # by the bits of the widest code
@@ -98,10 +97,15 @@ def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
 def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterator[str]:
     """Why the kernels cannot serve this layer, or on a CPU why a cache of fixed size cannot hold it; nothing
     if it can."""
+    reasons = list(not_served(plan, "static"))
+    yield from reasons
+    if not reasons or not plan.attention.is_latent:
+        yield from limits(plan, cache_dtype, is_cuda)
+
+
+def limits(plan: LayerPlan, cache_dtype: str, is_cuda: bool) -> Iterator[str]:
+    """Sizes and dtypes beyond those of the kernels, or of caches of fixed size; nothing within them."""
     geometry, dim = plan.attention, plan.attention.k_head_dim
-    if geometry.is_latent:
-        yield LATENTS
-        return
     if is_cuda and cache_dtype == "float32":
         yield "the cache holds float32; the kernels take bfloat16 and float16"
     if is_cuda and (dim % CHANNELS_AT_ONCE or dim > MAX_HEAD_DIM):
@@ -110,13 +114,10 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
         yield f"head size {dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
     if is_cuda and dim > MAX_STAGED_DIM and any(fmt.kind == "rotated" for fmt in plan.formats):
         yield f"head size {dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
-    if geometry.state_bytes:
-        yield "it keeps a state besides its keys and values"
     if geometry.window == 1:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
-    yield from not_served(plan, "static")
     for side in SIDES if plan.is_paged else ():
         fmt = plan.format(side)
         if fmt.score is not None and fmt.score not in SCORES:
@@ -125,18 +126,13 @@ def refusals(plan: LayerPlan, cache_dtype: str, is_cuda: bool = True) -> Iterato
 
 def not_served(plan: LayerPlan, place: Place) -> Iterator[str]:
     """Why ``place`` does not serve the ways in which a layer is stored; nothing where it does."""
+    for way in plan.geometry_ways():
+        if (reason := way.reason(place)) is not None:
+            yield f"{way.name}: {reason}"
     for side in SIDES if plan.is_paged else ():
         for way in plan.ways(side):
             if (reason := way.reason(place)) is not None:
                 yield f"{side} {way.name}: {reason}"
-
-
-def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
-    """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any
-    device; nothing if they leave none and it can."""
-    yield from not_served(plan, "drafts")
-    if is_static and not plan.is_paged:
-        yield "its sliding window has no room for drafts"
 
 
 def draft_reasons(variant: Variant) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +23,26 @@ DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 NOTHING = torch.empty(0)
 
 
+Number = TypeVar("Number", int, Tensor)
+
+
+def ring_slot(number: Number, ring: Tensor) -> Number:
+    """Where token ``number`` of a sequence lies in ring [..., ring_tokens, D]."""
+    return number % ring.shape[-2]
+
+
+def ring_slots(first: int, stop: int, ring: Tensor) -> Tensor:
+    """int64: the same of the tokens ``first`` ... ``stop`` - 1."""
+    return ring_slot(torch.arange(first, stop, device=ring.device), ring)
+
+
 class Memory(NamedTuple):
     """Memory of the keys, or the values, of a layer. Heads lie side by side; rows and slots may be further
     apart than these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows``
     names each sequence's own. A sliding window has no pages, and one sink (kvcal.kernels.ops)."""
 
     sinks: Tensor  # [R, n, sinks, D], cache dtype: the first tokens
-    ring: Tensor  # [R, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
+    ring: Tensor  # [R, n, ring_tokens, D], cache dtype: the newest tokens (ring_slot)
     pages: Tensor  # [slots, n, record_bytes] uint8
 
     def page_in_ring(self, row: int, page: int) -> Tensor:
@@ -37,7 +50,7 @@ class Memory(NamedTuple):
         ranges."""
         tokens = torch.arange(PAGE_TOKENS * page, PAGE_TOKENS * (page + 1), device=self.ring.device)
         tokens = tokens.clamp(min=min(self.sinks.shape[2], PAGE_TOKENS * (page + 1) - 1))
-        return self.ring[row : row + 1, :, tokens % self.ring.shape[2]]
+        return self.ring[row : row + 1, :, ring_slot(tokens, self.ring)]
 
 
 class Place(NamedTuple):

@@ -38,9 +38,9 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reference
 from kvcal.kernels.basis import launch_enter, launch_leave
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode import launch_decode, table_shape
-from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable
-from kvcal.kernels.packing import BLOCKS_OF_SM, PackShape, append_defines, pack_defines, pack_shape
+from kvcal.kernels.decode import launch_decode, shared_room, table_shape
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, loadable, ring_slot
+from kvcal.kernels.packing import PackShape, append_defines, append_shape, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import DTYPES, VARIANTS, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -68,16 +68,17 @@ def _enter_fake(
 
 
 @torch.library.custom_op("kvcal::leave", mutates_args=())
-def leave(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Attention [B, n G, D] or [B, S, n G, D], fp32, of values in their basis -> of values, in ``dtype``."""
-    if attention.is_cuda:
-        return launch_leave(attention, v_basis[1], dtype)
-    return Basis(*v_basis).outputs(attention).to(dtype).contiguous()
+def leave(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """y [B, n G, D] or [B, S, n G, D], of any float dtype, in a basis of n KV heads -> out of it, in
+    ``dtype``."""
+    if y.is_cuda:
+        return launch_leave(y, basis, dtype)
+    return Basis(*basis).leave(y).to(dtype).contiguous()
 
 
 @leave.register_fake
-def _leave_fake(attention: Tensor, v_basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.empty(attention.shape, dtype=dtype, device=attention.device)
+def _leave_fake(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(y.shape, dtype=dtype, device=y.device)
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))
@@ -176,7 +177,7 @@ def append_window(
     """
     if not k_new.is_cuda:
         every_row = torch.arange(len(lengths)) if rows is None else rows.long()
-        slots = lengths.long() % k_ring.shape[2]
+        slots = ring_slot(lengths.long(), k_ring)
         is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
         for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
             stored = new.to(ring.dtype)
@@ -209,16 +210,18 @@ UNPACK_THREADS = 256
 
 @functools.cache
 def _append_kernel(variant: Variant, has_rows: bool, device_index: int) -> tuple[Kernel, PackShape, int]:
-    """With the blocks that a GPU runs at a time, if it packs by parts."""
-    compiled = kernel("pack", "append", append_defines(variant, has_rows), device_index)
+    """With the number of SMs."""
+    room = shared_room(torch.cuda.get_device_capability(device_index))
+    compiled = kernel("pack", "append", append_defines(variant, has_rows, room), device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    return compiled, pack_shape(variant), BLOCKS_OF_SM * num_sms
+    return compiled, append_shape(variant, room), num_sms
 
 
 @functools.cache
 def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) -> tuple[Kernel, PackShape]:
     """``pack`` or ``unpack`` of one side."""
-    return kernel("pack", entry, pack_defines(variant, side), device_index), pack_shape(variant, (side,))
+    room = shared_room(torch.cuda.get_device_capability(device_index))
+    return kernel("pack", entry, pack_defines(variant, side, room), device_index), pack_shape(variant, side, room)
 
 
 def launch_pack(
@@ -230,7 +233,7 @@ def launch_pack(
     batch, heads, tokens = x.shape[:3]
     compiled, shape = _side_kernel("pack", side, variant, x.get_device())
     compiled.launch(
-        (tokens // PAGE_TOKENS * shape.parts, heads, batch), shape.threads, shape.shared_bytes,
+        (tokens // PAGE_TOKENS * shape.blocks_of_page, heads, batch), shape.threads, shape.shared_bytes,
         x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
         *map(Tensor.data_ptr, transform), query_mean.data_ptr(), error.data_ptr(),
     )  # fmt: skip
@@ -265,9 +268,9 @@ def launch_append(
             queries.since.stride(0),
         )  # fmt: skip
     batch, heads = k_new.shape[0], k_new.shape[-2]
-    compiled, shape, at_once = _append_kernel(variant, place.rows.numel() > 0, k_new.get_device())
+    compiled, shape, num_sms = _append_kernel(variant, place.rows.numel() > 0, k_new.get_device())
     compiled.launch(
-        (shape.append_blocks(len(SIDES) * batch * heads, at_once), 1, 1),
+        (shape.append_blocks(len(SIDES) * batch * heads, num_sms), 1, 1),
         shape.threads,
         shape.shared_bytes,
         k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),

@@ -17,72 +17,79 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.systems.basis.rotated import CANDIDATES, RotatedLayout
 
 THREADS = 256  # of a block that packs whole pages
-PART_TOKENS = 32
-PAGE_SCRATCH_BYTES = 48 * 1024  # of a block that packs whole pages, at most
+PAGE_SCRATCH_BYTES = 48 * 1024  # of such a block, at most
+# Tokens of a part at most, by what shared memory has room for. A block of ``append`` has an SM for itself. Blocks of
+# ``pack`` share one, so that one loads while the other computes.
+STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
+LEAST_TOKENS = 32  # of a part of ``append``, where few pages are complete
 BLOCK, KEPT_BLOCKS = 16, 4  # of channels, as in csrc/feedback.cuh
-BLOCKS_OF_SM = 3  # of ``append`` with parts
 
 
 @dataclass(frozen=True)
 class PackShape:
-    """Blocks of a page, the threads of each, and its dynamic shared memory. ``has_whole_pages``: of a side
-    that is packed by one block a page."""
+    """Tokens that a block packs of a rotated page, 0 where no page is; its threads and dynamic shared memory.
+    ``has_whole_pages``: of a side that is packed by one block a page."""
 
-    parts: int
+    part_tokens: int
     threads: int
     shared_bytes: int
     has_whole_pages: bool
 
-    def append_blocks(self, pages: int, at_once: int) -> int:
-        """Of ``append``, whose step may complete so many pages: parts are dealt to the blocks that a GPU runs
-        at a time, a whole page has its own."""
-        dealt = min(pages * self.parts, at_once) if self.parts > 1 else 0
+    @property
+    def blocks_of_page(self) -> int:
+        """Of ``pack``."""
+        return PAGE_TOKENS // self.part_tokens if self.part_tokens else 1
+
+    def append_blocks(self, pages: int, num_sms: int) -> int:
+        """Of ``append``, whose step may complete so many pages: parts are dealt to blocks, a whole page has its
+        own."""
+        dealt = min(pages * PAGE_TOKENS // LEAST_TOKENS, num_sms) if self.part_tokens else 0
         return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property
     def defines(self) -> Defines:
-        if self.parts == 1:
-            return {}
-        return {"PART_TOKENS": PAGE_TOKENS // self.parts, "PART_BYTES": self.shared_bytes}
+        return {"PART_TOKENS": self.part_tokens, "PART_BYTES": self.shared_bytes} if self.part_tokens else {}
 
 
-def pack_shape(variant: Variant, sides: tuple[Side, ...] = SIDES) -> PackShape:
-    """Of ``append``, which packs both sides, or of ``pack`` with one."""
-    rotated = [side for side in sides if isinstance(variant.layout(side), RotatedLayout)]
-    if not rotated:
-        return PackShape(1, THREADS, 0, True)
-    shared = max(_part_bytes(variant, side) for side in rotated)
-    has_whole_pages = len(rotated) < len(sides)
-    if has_whole_pages:
-        shared = max(shared, PAGE_SCRATCH_BYTES)
-    return PackShape(PAGE_TOKENS // PART_TOKENS, _part_threads(), shared, has_whole_pages)
+def append_shape(variant: Variant, room: int) -> PackShape:
+    """Of a GPU whose blocks get ``room`` bytes of shared memory (kvcal.kernels.decode)."""
+    return _shape(variant, SIDES, STEP_TOKENS, room)
 
 
-def append_defines(variant: Variant, has_rows: bool) -> Defines:
-    return variant.defines | row_defines(has_rows) | pack_shape(variant).defines
+def pack_shape(variant: Variant, side: Side, room: int) -> PackShape:
+    return _shape(variant, (side,), PROMPT_TOKENS, room)
 
 
-def pack_defines(variant: Variant, side: Side) -> Defines:
+def append_defines(variant: Variant, has_rows: bool, room: int) -> Defines:
+    return variant.defines | row_defines(has_rows) | append_shape(variant, room).defines
+
+
+def pack_defines(variant: Variant, side: Side, room: int) -> Defines:
     """Of ``pack`` and ``unpack``: the macros of one side alone, shared by all formats of the other."""
     own = {"DTYPE": variant.defines["DTYPE"], "SIDE": SIDES.index(side)}
     own |= {name: value for name, value in variant.defines.items() if name.startswith(f"{side.upper()}_")}
-    return own | pack_shape(variant, (side,)).defines
+    return own | pack_shape(variant, side, room).defines
 
 
-def _part_threads() -> int:
-    return -(-CANDIDATES * PART_TOKENS // 32) * 32
+def _shape(variant: Variant, sides: tuple[Side, ...], sizes: tuple[int, ...], room: int) -> PackShape:
+    rotated = [side for side in sides if isinstance(variant.layout(side), RotatedLayout)]
+    if not rotated:
+        return PackShape(0, THREADS, 0, True)
+    has_whole_pages = len(rotated) < len(sides)
+    least = PAGE_SCRATCH_BYTES if has_whole_pages else 0
+    needed = {size: max(least, *(_part_bytes(variant, side, size) for side in rotated)) for size in sizes}
+    size = next(size for size in sizes if needed[size] <= room)
+    return PackShape(size, CANDIDATES * size, needed[size], has_whole_pages)
 
 
-def _part_bytes(variant: Variant, side: Side) -> int:
+def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:
     """``PartScratch`` of the source, which asserts that this is enough."""
     layout, dim = variant.layout(side), variant.head_dim
     has_feedback = variant.k_feedback if side == "k" else variant.v_feedback
-    threads, blocks, groups = _part_threads(), padded_channels(dim) // BLOCK, -(-dim // layout.group_size)
+    blocks, groups = padded_channels(dim) // BLOCK, -(-dim // layout.group_size)
     words = -(-layout.num_bits // 2)
-    chains = threads if has_feedback else PART_TOKENS
-    tile = PART_TOKENS * (dim + 8) * 2
-    of_tokens = PART_TOKENS * (4 + 9 * groups) + 4 * threads
-    found = tile + of_tokens + 4 * blocks * words * chains + 64
+    chains = CANDIDATES * tokens if has_feedback else tokens
+    found = tokens * (2 * (dim + 8) + 9 * groups + 4 + 4 * CANDIDATES) + 4 * blocks * words * chains + 64
     if has_feedback:
         kept = 4 * chains * min(blocks, KEPT_BLOCKS) * BLOCK
         found += 4 * 8 * blocks * (blocks + 1) * BLOCK + max(kept, dim * (dim + 3))

@@ -125,8 +125,9 @@ class Variant:
             found["QUERY_TOKENS"] = self.query_tokens
         for side in SIDES:
             has_feedback = self.k_feedback if side == "k" else self.v_feedback
-            found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, has_feedback)
-            found[f"{side.upper()}_RING"] += self.lookahead
+            found |= side_defines(
+                side, self.format(side), self.head_dim, self.cache_dtype, has_feedback, self.lookahead
+            )
             if self.ring_tokens is not None:
                 found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_RING": self.ring_tokens}
         return found
@@ -154,7 +155,9 @@ def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: C
     )  # fmt: skip
 
 
-def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, has_feedback: bool = False) -> Defines:
+def side_defines(
+    side: Side, fmt: Format, head_dim: int, cache_dtype: str, has_feedback: bool = False, lookahead: int = 0
+) -> Defines:
     """The macros of the pages, sinks and ring of one side."""
     layout = fmt.layout(side, 1, head_dim, cache_dtype, fmt.num_bits)
     found = {"TIERS": 0, "ROTATED": 0, "STEP": 0, "CANDIDATES": 1, "PARAM": DTYPES[layout.param_dtype]}
@@ -167,6 +170,6 @@ def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, has_f
         "GROUP": fmt.group_size,
         "SINKS": fmt.num_sink_tokens,
         "WINDOW": fmt.recent_window,
-        "RING": fmt.ring_tokens,
+        "RING": fmt.ring_tokens(lookahead),
     }
     return {f"{side.upper()}_{name}": value for name, value in found.items()}

@@ -127,6 +127,11 @@ class PageCodec:
         """r: one record for each head, or one for all heads in a row."""
         return self._layout(self.format.num_bits).records_per_page(self.num_heads)
 
+    @property
+    def record(self) -> tuple[int, int]:
+        """Records of a page, and bytes of each, before any token has come."""
+        return self.records_per_page, self.record_bytes(self.format.bits_at(0))
+
     def record_bytes(self, num_bits: int) -> int:
         return self._layout(num_bits).record_bytes
 
@@ -175,7 +180,9 @@ class PageCodec:
         page_index, num_bits = torch.arange(len(pages), device=x.device), self.format.num_bits
         values = self.restore(self.decode(self.encode(pages, page_index, num_bits), num_bits), page_index)
         found = values.transpose(0, 1).flatten(1, 2)
-        return found if self.basis is None else self.basis.leave(found.transpose(0, 1)).transpose(0, 1)
+        if self.basis is None:
+            return found
+        return self.basis.leave(found.transpose(0, 1)).transpose(0, 1).to(found.dtype)
 
     def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
         """Output of :meth:`decode` -> keys after RoPE, or values. ``num_bits``: as there, None for the

@@ -32,6 +32,7 @@ from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec
 
 LARGEST_FACTOR = 32768.0
+TOKENS_AT_ONCE = 8192  # of one head, whose targets stay in a core's cache
 
 
 def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
@@ -103,26 +104,32 @@ def round_with_feedback(
     head_dim = x.shape[-1]
     values, scale, zero, levels = (_channels_first(part, x.shape) for part in (x, scale, zero, levels))
     step = torch.where(scale == 0, torch.inf, scale)
-    targets, codes = values.clone(), torch.empty_like(values, dtype=torch.uint8)
-    for channel in range(head_dim):
-        target = targets[channel]
-        code = ((target - zero[channel]) / step[channel]).round_().clamp_(min=0.0)
-        code = torch.minimum(code, levels[channel])
-        codes[channel] = code
-        later = factor_row(factor, channel, head_dim).t().float().unsqueeze(-1)
-        decoded = code * scale[channel] + zero[channel]
-        if raw_dtype is not None:
-            decoded = torch.where(levels[channel] == 0, target.to(raw_dtype).float(), decoded)
-        targets[channel + 1 :] += later * (values[channel] - decoded)
+    targets, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
+    rows = [factor_row(factor, channel, head_dim).t().float().unsqueeze(-1) for channel in range(head_dim)]
+    at_once = max(1, TOKENS_AT_ONCE // values.shape[1])
+    for first in range(0, values.shape[-1], at_once):
+        some = slice(first, first + at_once)
+        target = values[..., some].clone()
+        for channel, later in enumerate(rows):
+            due, lowest = target[channel], zero[channel, :, some]
+            code = due.sub(lowest).div_(step[channel, :, some]).round_().clamp_(min=0.0)
+            code = torch.minimum(code, levels[channel, :, some], out=code)
+            codes[channel, :, some] = code
+            decoded = code.mul_(scale[channel, :, some]).add_(lowest)
+            if raw_dtype is not None:
+                decoded = torch.where(levels[channel, :, some] == 0, due.to(raw_dtype).float(), decoded)
+            target[channel + 1 :] += later * (values[channel, :, some] - decoded)
+        targets[..., some] = target
     return _channels_last(codes, x.shape), _channels_last(targets, x.shape)
 
 
 def _channels_first(x: Tensor, shape: torch.Size) -> Tensor:
-    """What broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], contiguous: a channel is a run of
-    memory."""
+    """What broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], where a channel is a run of memory;
+    channels that are all alike are one."""
     n, T, D = shape[-3:]
-    full = x.float().expand(shape).reshape(math.prod(shape[:-3]), n, T, D)
-    return full.permute(3, 1, 0, 2).flatten(2).contiguous()
+    channels = x.shape[-1] if x.ndim else 1
+    full = x.float().expand(*shape[:-1], channels).reshape(math.prod(shape[:-3]), n, T, channels)
+    return full.permute(3, 1, 0, 2).flatten(2).contiguous().expand(D, -1, -1)
 
 
 def _channels_last(x: Tensor, shape: torch.Size) -> Tensor:

@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 # Where plans are served: a cache that grows, one of fixed size (and its kernels), the engines, which run the
-# kernels, too; with drafts that are verified and taken back; and from blocks that another request wrote.
-Place = Literal["dynamic", "static", "vllm", "sglang", "drafts", "prefixes"]
+# kernels, too; and with drafts that are verified and taken back.
+Place = Literal["dynamic", "static", "vllm", "sglang", "drafts"]
+Engine = Literal["vllm", "sglang"]
 PLACES: dict[Place, str] = {
     "dynamic": "`PlanCache`",
     "static": "static caches",
     "vllm": "vLLM",
     "sglang": "SGLang",
     "drafts": "drafts",
-    "prefixes": "cached prefixes",
 }
 # Places that serve with the kernels of static caches, and so refuse what these do.
-OF_KERNELS: tuple[Place, ...] = ("vllm", "sglang")
+OF_KERNELS: tuple[Engine, ...] = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, eq=False)
 class Way:
     """``name``: what is stored so, for people. ``needs``: what packing a page reads besides its tokens:
     "queries", "text" (calibration), "RoPE" (its angles) or "neighbours" (other layers). ``refused``: why a
-    place does not serve it, as the end of a sentence whose subject is ``name``."""
+    place does not serve it; engines refuse what static caches do, unless an empty reason says otherwise."""
 
     name: str
     needs: tuple[Literal["queries", "text", "RoPE", "neighbours"], ...] = ()
@@ -38,10 +38,26 @@ class Way:
 
     def reason(self, place: Place) -> str | None:
         """Why ``place`` does not serve it; None where it does."""
-        found = self.refused.get(place)
-        return self.refused.get("static") if found is None and place in OF_KERNELS else found
+        kept_by_engines = place in OF_KERNELS and place not in self.refused
+        return self.refused.get("static" if kept_by_engines else place) or None
 
 
 NO_KERNELS = "no kernel reads them as they are stored"
 RAW_PAGES = Way("pages of 16 bits")
 UNIFORM_PAGES = Way("uniform pages")
+
+# Of a whole layer, by its geometry.
+OF_VLLM = "vLLM alone serves it, as a layer of its own"
+LATENTS = Way(
+    "latents (multi-head latent attention)",
+    refused={"static": "they are expanded in torch, and the kernels read keys of heads"},
+)
+SLIDING_WINDOW = Way(
+    "a sliding window", refused={"sglang": OF_VLLM, "drafts": "it has no room for drafts in a static cache"}
+)
+STATE = Way("a state", refused={"sglang": OF_VLLM})
+STATE_BESIDES = Way(
+    "a state besides keys and values",
+    refused={"static": "steps store keys and values alone", "vllm": "", "sglang": OF_VLLM},
+)
+GEOMETRIES = (LATENTS, SLIDING_WINDOW, STATE, STATE_BESIDES)

@@ -128,11 +128,10 @@ class PlainFormat:
     def max_window(self) -> int:
         return self.recent_window if self.window_rule is None else self.window_rule.max_tokens
 
-    @property
-    def ring_tokens(self) -> int:
-        """Tokens that the ring of unquantized recent tokens has room for: token t lies at t modulo this
-        number."""
-        return self.max_window + PAGE_TOKENS
+    def ring_tokens(self, lookahead: int = 0) -> int:
+        """Tokens that the ring of unquantized recent tokens has room for, with so many drafts
+        (kvcal.kernels.operands says where each lies)."""
+        return self.max_window + PAGE_TOKENS + lookahead
 
     def pages_read(self, num_tokens: int) -> int:
         """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in
@@ -158,7 +157,7 @@ class PlainFormat:
         the batch's ``columns``. After them another page is read, or written with the help of queries, or
         pages get other bits."""
         read = self.pages_read(num_tokens)
-        most = self.ring_tokens + PAGE_TOKENS
+        most = self.ring_tokens() + PAGE_TOKENS
         events = [1 + bisect_left(range(1, most + 1), read + 1, key=lambda new: self.pages_read(num_tokens + new))]
         if self.needs_queries:
             events.append(PAGE_TOKENS - num_tokens % PAGE_TOKENS)

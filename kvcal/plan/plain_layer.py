@@ -6,7 +6,7 @@ Systems add keys (``transform.py`` in their folders); ``kvcal.plan.layer`` has t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -15,8 +15,10 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import core_schema
 
 from kvcal.geometry import AttentionGeometry, CacheDtype, LayerGeometry, StateGeometry
+from kvcal.lazy_torch import Tensor
 from kvcal.pages.layout_protocol import AXES, Layout
-from kvcal.pages.ways import NO_KERNELS, Way
+from kvcal.pages.ways import LATENTS as LATENT_WAY
+from kvcal.pages.ways import NO_KERNELS, SLIDING_WINDOW, STATE, STATE_BESIDES, Way
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.records import TensorSpec
 from kvcal.stored_tensor import ITEM_BYTES
@@ -27,6 +29,8 @@ LATENTS = "latents take no transforms, which are made for keys and values of hea
 QUERIES_AND_LATENTS = "they take no score by queries, which meet the keys of heads that a latent is expanded to"
 # Left out of JSON where there is none: plans without the key stay the same bytes.
 Present = Annotated[bool, Field(exclude_if=lambda is_there: not is_there)]
+
+PredictPages = Callable[[Sequence[Tensor]], Tensor]
 
 RESCALED = Way("keys with λ", needs=("text",))
 OFFSET = Way("keys with an offset", needs=("text",))
@@ -109,6 +113,14 @@ class PlainLayer:
             found += [RESCALED] * self.k_rescale + [OFFSET] * self.k_offset + [BEFORE_ROPE] * (self.k_pages == "pre")
         return found
 
+    def geometry_ways(self) -> list[Way]:
+        """What is stored as the model has it, or needs more than keys and values of heads."""
+        if isinstance(self.geometry, StateGeometry):
+            return [STATE]
+        found = [STATE_BESIDES] if self.geometry.state_bytes else []
+        found += [LATENT_WAY] * self.geometry.is_latent + [SLIDING_WINDOW] * (self.geometry.window is not None)
+        return found
+
     def ways(self, side: Side) -> list[Way]:
         """All ways in which a side is stored."""
         return [*self.format(side).ways(), *self.transforms(side)]
@@ -169,9 +181,16 @@ class PlainLayer:
         fmt = self.format(side)
         return fmt.layout(side, self.attention.num_kv_heads, self.head_dim(side), cache_dtype, fmt.num_bits)
 
-    def sources(self, side: Side) -> set[tuple[int, Side]]:
+    def sources(self, side: Side) -> tuple[tuple[int, Side], ...]:
         """Layers and sides whose pages are read to pack, or to read, those of ``side``; mostly none."""
-        return set()
+        return ()
+
+    def prediction(
+        self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype, tensors: Mapping[str, Tensor]
+    ) -> PredictPages:
+        """What says, from pages [M, N, 128, D] fp32 of ``sources`` in order, what those of ``side`` are; of a
+        side with sources, from the plan's ``tensors`` on the pages' device."""
+        raise NotImplementedError(f"layer {self.geometry.index} has no sources")
 
     def own_tensors(self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype) -> dict[str, TensorSpec]:
         """Tensors that keys of systems need, by their names in the plan; ``others``: all layers by index."""

@@ -29,7 +29,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvcal.cache.attached import attached_for
-from kvcal.cache.dense_layer import UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -44,6 +43,8 @@ from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import require_smaller
+from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.dense_layer import UnreadPages
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
@@ -119,7 +120,9 @@ def _fed(
     inputs.forward = forward
     with torch.no_grad():
         logits_BTV = model(**given, use_cache=True, **with_cache(model, cache)).logits
-    cache.skip(forward.first, *given["input_ids"].shape)
+    if forward.first:
+        assert isinstance(cache, DenseCache)
+        cache.skip(forward.first, *given["input_ids"].shape)
     return logits_BTV
 
 
@@ -232,7 +235,7 @@ def deviations(
 
     def feed_group(group: Sequence[Plan]) -> None:
         unread = UnreadPages()
-        caches = [PlanCache.for_measurement(plan, model.config, unread) for plan in (reference, *group)]
+        caches = [DenseCache(plan, model.config, unread) for plan in (reference, *group)]
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
         with closing(lockstep(model, caches, tokens_BT, first_B)) as fed:
             for number, start, logits_BTV in fed:

@@ -24,6 +24,7 @@ from kvcal.folder import (
     identity_inputs,
     job_sequences,
     model_inputs,
+    profile_data,
     profile_spec,
     sequences,
 )
@@ -36,20 +37,21 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate import budget as allocation_budget
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate import stage as allocation_stage
 from kvcal.stages.allocate.budget import compile_plan
+from kvcal.stages.allocate.fixed_widths import Contest
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.record import Profile, ProfileSetup
-from kvcal.stages.transform import basis_folder
+from kvcal.stages.transform import reserved_bytes
 from kvcal.stages.tune import HIGHEST_SHARE, TaskObjective, Trial, Tuning, choose, tune
 from kvcal.strict import dump, flat, flat_records
-from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.centre import DATA, centring, takes_mean
+from kvcal.systems.basis.stage import basis_folder
 from kvcal.systems.kvmix.importance import kvmix_allocation
 from kvcal.systems.mixkvq.tier_capacity import score_quantile
 from kvcal.systems.pm_kvq.schedule import made_progressive
@@ -75,9 +77,7 @@ def reserved_for(recipe: Recipe, spec: AllocateSpec, geometry: Geometry, cache: 
     """Bytes that are kept free for what the recipe's transforms take."""
     is_counted = spec.budget is not None and spec.workspace == "auto"
     workload = Workload(spec.batch, spec.context) if is_counted else None
-    return allocation_budget.reserved_bytes(
-        geometry, cache, recipe.reparam, recipe.predictors, workload, recipe.calibration
-    )
+    return reserved_bytes(geometry, cache, recipe.sections, workload)
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:
@@ -89,7 +89,7 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         UnsupportedModel: keys, values or their projections cannot be found.
         ArtifactError: the folder is another model's, holds a corrupt profile, or cannot be written to.
     """
-    data, spec = sequences(recipe.data, loaded, "fit", folder), profile_spec(recipe.profile, loaded)
+    data, spec = sequences(profile_data(recipe, loaded), loaded, "fit", folder), profile_spec(recipe.profile, loaded)
     inputs = {
         **model_inputs(loaded),
         **flat_records(profile=spec, cache=recipe.cache),
@@ -100,18 +100,24 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
     inputs |= {} if basis is None else {"basis.sha256": sha256_file(folder.basis)}
     make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache, basis=basis)
     made_on = data.description
-    if spec.kl_samples and spec.kl_measured == "lowest":
+    if spec.kl_samples and spec.kl_measured in ("lowest", "sides"):
         texts = f"{spec.kl_samples} texts of {spec.kl_tokens} tokens"
-        made_on += f"; KL at {min(spec.kl_bits)} bits alone, on {texts} (--thorough: at all bits, on more)"
+        made_on += f"; KL at {min(spec.kl_bits)} bits, on {texts} (--thorough: at all bits)"
     return current_or("profile", folder.profile, profile_record.load, inputs, make, reporter, made_on)
 
 
 def allocate_folder(
-    folder: Folder, spec: AllocateSpec, reporter: Reporter = SILENT, recipe: Recipe | None = None, reserved: int = 0
+    folder: Folder,
+    spec: AllocateSpec,
+    reporter: Reporter = SILENT,
+    recipe: Recipe | None = None,
+    reserved: int = 0,
+    contest: Contest | None = None,
 ) -> Allocation:
-    """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive],
-    [reparam], [predictors], [basis] and [feedback] follow, so that what they take is kept free; without one,
-    ``reserved`` bytes are, by default those of the folder's basis.
+    """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive]
+    and sections of transforms follow, so that what they take is kept free; without one, ``reserved`` bytes
+    are, by default those of the folder's basis. ``contest``: in which fixed widths are measured next to the
+    choice.
 
     Raises:
         InfeasibleBudget: nothing fits; the message states the smallest budget that would.
@@ -126,9 +132,7 @@ def allocate_folder(
         reserved = reserved_for(recipe, spec, profile.setup.geometry, profile.setup.cache)
     elif not reserved and folder.basis.exists():
         basis = basis_stage.load(folder.basis).subject.spec
-        reserved = allocation_budget.reserved_bytes(
-            profile.setup.geometry, profile.setup.cache, None, calibration=basis
-        )
+        reserved = reserved_bytes(profile.setup.geometry, profile.setup.cache, {basis.stage: basis})
     inputs = {
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.setup.cache, progressive=progressive),
@@ -136,6 +140,7 @@ def allocate_folder(
         "profile.sha256": sha256_file(folder.profile),
         "provenance": sha256_json(provenance),
         **baseline_inputs(spec),
+        **({} if contest is None else contest.inputs),
     }
 
     def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
@@ -144,6 +149,8 @@ def allocate_folder(
         allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:
             allocation = made_progressive(allocation, progressive, reserved)
+        if contest is not None:
+            allocation = contest.decided(allocation, profile, spec, reserved, reporter)
         allocation_record.save(allocation, inputs, path)
         reporter.say(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
@@ -158,7 +165,8 @@ def allocate_folder(
 
 def allocate_recipe(job: Job) -> Allocation:
     assert job.recipe.allocate is not None
-    return allocate_folder(job.folder, job.recipe.allocate, job.reporter, job.recipe)
+    contest = Contest.of(job) if job.recipe.allocate.fixed_widths else None
+    return allocate_folder(job.folder, job.recipe.allocate, job.reporter, job.recipe, contest=contest)
 
 
 def fix_folder(job: Job) -> Allocation:
@@ -186,7 +194,7 @@ def fix_folder(job: Job) -> Allocation:
                 recipe.formats, loaded.identity, loaded.geometry, workload, provenance
             )
         if recipe.progressive is not None:
-            reserved = allocation_budget.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
+            reserved = reserved_bytes(loaded.geometry, recipe.cache, recipe.sections)
             allocation = made_progressive(allocation, recipe.progressive, reserved)
         allocation_record.save(allocation, inputs, path)
         return allocation

@@ -1,5 +1,4 @@
-"""The pipeline: basis -> profile -> choice of formats -> reparam -> predictors -> feedback -> compile ->
-evaluate.
+"""The pipeline: basis -> profile -> choice of formats -> transforms -> compile -> evaluate.
 
 Each stage works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact
 was made from the same inputs is skipped; when they differ, the first differing field is named and the stage
@@ -41,9 +40,9 @@ from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.divergence import kl_texts
 from kvcal.stages.evaluate import stage as evaluate_stage
 from kvcal.stages.search import SearchRecord, choose_plan, not_for_decoding
-from kvcal.stages.transform import Transforms, basis_folder, centre_folder, fit_predictors_folder, reparam_folder
+from kvcal.stages.transform import Transforms, transform_stages
 from kvcal.strict import dump, flat_records
-from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.kvmix.importance import layer_format
 
 
@@ -93,7 +92,10 @@ def build_plan(
 
 
 def run_stages(job: Job) -> None:
-    for stage in STAGES:
+    for choice in STAGES:
+        if choice.is_of(job.recipe):
+            choice.make(job)
+    for stage in transform_stages():
         if stage.is_of(job.recipe):
             stage.make(job)
 
@@ -311,8 +313,8 @@ def _budgeted(job: Job, layers: tuple[LayerPlan, ...]) -> Allocation:
     return Allocation(loaded.identity, cache_dtype, layers, job.workload, {}, split)
 
 
-# The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the
-# allocation; a search takes every system through its own stages.
+# The stages that choose formats, in order; those of transforms follow. Exactly one of search, tune, allocate
+# and fix writes the allocation; a search takes every system through its own stages.
 STAGES = (
     Stage(
         "profile",
@@ -323,8 +325,4 @@ STAGES = (
     Stage("tune", lambda r: bool(r.tune), formats.tune_folder),
     Stage("allocate", lambda r: bool(r.allocate and not r.search), formats.allocate_recipe),
     Stage("fix", lambda r: not (r.allocate or r.tune), formats.fix_folder),
-    Stage("reparam", lambda r: bool(r.reparam), reparam_folder),
-    Stage("centre", lambda r: not (r.predictors or r.search), centre_folder),
-    Stage("predictors", lambda r: bool(r.predictors), fit_predictors_folder),
-    Stage("feedback", lambda r: bool(r.calibration) and not r.chooses_in_a_basis, basis_folder),
 )

@@ -1,56 +1,80 @@
-"""The stages after the choice of formats in a folder: λ (reparam), predictors, error feedback, bases.
+"""The stages after the choice of formats in a folder, which systems declare (``STAGES`` of their stage.py), and
+what they share.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their
-sha256: λ and predictors of another allocation are never mixed into a plan.
+sha256: what was fitted for another allocation is never mixed into a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import calibration, data_inputs
 from kvcal.data.sequences import TokenDataset
-from kvcal.folder import (
-    Folder,
-    Job,
-    calibration_spec,
-    compute_dtype,
-    current_or,
-    job_sequences,
-    model_inputs,
-    sequences,
-)
+from kvcal.folder import Folder, Job, compute_dtype, job_sequences, model_inputs
+from kvcal.geometry import CacheDtype, Geometry
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import SIDES
-from kvcal.plan.plan import LayerPlan
+from kvcal.plan.plan import LayerPlan, Workload
 from kvcal.plan.tensors import layout_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe
-from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas, transform_bytes
+from kvcal.recipe import CacheSpec, Recipe
+from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas, transform_bytes, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layers_in
 from kvcal.strict import dump, flat_records
-from kvcal.systems.aqua_kv import record as predictor_record
-from kvcal.systems.aqua_kv.record import PredictorRecord
-from kvcal.systems.aqua_kv.stage import run_fit_predictors
-from kvcal.systems.basis import centre as centre_stage
-from kvcal.systems.basis import stage as basis_stage
-from kvcal.systems.basis.centre import Centring, takes_mean
+from kvcal.systems import Section, parts
 from kvcal.systems.basis.recipe import FeedbackSpec
-from kvcal.systems.basis.stage import BasisRecord
-from kvcal.systems.pm_kvq import reparam as reparam_stage
 from kvcal.systems.pm_kvq.recipe import ReparamSpec
-from kvcal.systems.pm_kvq.reparam import Reparam
 
 Layers = tuple[LayerPlan, ...]
-Record = Reparam | Centring | PredictorRecord | BasisRecord
+
+
+class Record(Protocol):
+    """What a stage writes."""
+
+    def fitted_for(self, layers: Layers) -> Layers:
+        """The layers that it was fitted for, where a plan has ``layers``: mostly these."""
+        ...
+
+    def apply(self, layers: Layers) -> Layers:
+        """The layers with its transforms."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What these need, by their names in a plan."""
+        ...
+
+
+@dataclass(frozen=True)
+class TransformStage:
+    """A stage of a system. ``name``: of its file, and of its recipe's section; ``order`` among all such
+    stages; ``is_of``: whether it comes after the formats of a recipe are chosen. ``make``: its record, in the
+    job's folder, or the one that is there. ``every``: the layers with all transforms that a section may lead
+    to, whose bytes are kept free. ``show``: of its record, JSON, a title, a header and rows. ``is_optional``:
+    it has no section, and may find nothing to do."""
+
+    name: str
+    order: int
+    is_of: Callable[[Recipe], bool]
+    load: Callable[[Path], Any]
+    make: Callable[[Job], Any]
+    every: Callable[[Any, Layers, CacheDtype], Layers] | None = None
+    show: Callable[[Any], tuple[Any, str, Sequence[str], Any]] | None = None
+    is_optional: bool = False
+
+
+@functools.cache
+def transform_stages() -> tuple[TransformStage, ...]:
+    """Those of all systems, in order."""
+    found = (stage for module in parts("stage") for stage in module.STAGES)
+    return tuple(sorted(found, key=lambda stage: stage.order))
 
 
 @dataclass(frozen=True)
@@ -66,18 +90,11 @@ class Transforms:
         """Those of the recipe's stages, of the ones before a stage alone. ArtifactError where one is missing
         or corrupt."""
         found = cls()
-        has = {
-            "reparam": recipe.reparam is not None,
-            "centre": folder.centre.exists(),
-            "predictors": recipe.predictors is not None,
-            "feedback": recipe.feedback is not None,
-            "basis": recipe.basis is not None,
-        }
-        for stage, load in LOADS.items():
-            if stage == before:
+        for stage in transform_stages():
+            if stage.name == before:
                 break
-            if has[stage]:
-                found = found._with(stage, folder, load(getattr(folder, stage)))
+            if stage.name in recipe.sections or (stage.is_optional and folder.of_stage(stage.name).exists()):
+                found = found._with(stage.name, folder, stage.load(folder.of_stage(stage.name)))
         return found
 
     @classmethod
@@ -85,16 +102,13 @@ class Transforms:
         """Those that the folder holds for an allocation's ``layers``; those of other formats are named and
         left out."""
         found = cls()
-        for stage, load in LOADS.items():
-            path = getattr(folder, stage)
+        for stage in transform_stages():
+            path = folder.of_stage(stage.name)
             if not path.exists():
                 continue
-            record = load(path)
-            applied = found.apply(layers)[0]
-            if isinstance(record, BasisRecord):
-                applied = basis_stage.fitted_layers(applied, record.subject.spec)
-            if read_inputs(path).get("layers") == _layers_sha256(applied):
-                found = found._with(stage, folder, record)
+            record = stage.load(path)
+            if read_inputs(path).get("layers") == layers_sha256(record.fitted_for(found.apply(layers)[0])):
+                found = found._with(stage.name, folder, record)
             else:
                 reporter.say(f"compile: {path.name} is of other formats, left out")
         return found
@@ -107,94 +121,32 @@ class Transforms:
         return layers, {name: tensor for name, tensor in tensors.items() if name in needed}
 
     def _with(self, stage: str, folder: Folder, record: Record) -> Transforms:
-        data = calibration(stage, read_inputs(getattr(folder, stage)))
+        data = calibration(stage, read_inputs(folder.of_stage(stage)))
         return replace(self, records=(*self.records, record), calibration=self.calibration | data)
 
 
-# In order; the names are those of a folder's files.
-LOADS: dict[str, Callable[[Path], Record]] = {
-    "reparam": reparam_stage.load,
-    "centre": centre_stage.load,
-    "predictors": predictor_record.load,
-    "feedback": partial(basis_stage.load, kind="feedback"),
-    "basis": basis_stage.load,
-}
+def reserved_bytes(
+    geometry: Geometry,
+    cache: CacheSpec,
+    sections: Mapping[str, Section],
+    device_workload: Workload | None = None,
+) -> int:
+    """Upper bound of the bytes that the transforms of a recipe's ``sections`` take: the tensors of all that
+    their stages can lead to, and, with a ``device_workload``, the workspace of layers that read others."""
+    k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
+    layers, dtype, total = layers_in(geometry, k, v), geometry.cache_dtype, 0
+    for stage in transform_stages():
+        if stage.every is None or stage.name not in sections:
+            continue
+        every = stage.every(sections[stage.name], layers, dtype)
+        total += needed_nbytes(every, dtype)
+        if device_workload is not None and any(layer.sources(side) for layer in every for side in SIDES):
+            before, after = (workspace_bytes(some, dtype, device_workload) for some in (layers, every))
+            total += max(0, after - before)
+    return total
 
 
-def reparam_folder(job: Job) -> Reparam:
-    """The reparam stage: λ of every layer, for the folder's allocation."""
-    spec, loaded, folder, reporter = job.recipe.reparam, job.loaded, job.folder, job.reporter
-    assert spec is not None
-    data = short_data(job, spec)
-    allocation = allocation_record.load(folder.allocation)[0]
-    layers = allocation.layers
-    inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
-    make = partial(reparam_stage.run_reparam, loaded, layers, data, spec)
-    found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
-    _tell_beyond_budget("reparam", allocation, found.apply(layers), found.tensors(), reporter)
-    return found
-
-
-def centre_folder(job: Job) -> Centring | None:
-    """The centre stage, on the layers as the reparam stage left them; nothing where no keys are scaled by
-    token. Reads the recipe's text where another stage does."""
-    recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
-    allocation = allocation_record.load(folder.allocation)[0]
-    layers, _ = Transforms.of(folder, recipe, before="centre").apply(allocation.layers)
-    # Keys with λ keep their mean; a basis has a center.
-    is_moved = recipe.reparam is not None or recipe.basis is not None
-    wanted = tuple(replace(x, k_offset=True, k_pages="pre") if takes_mean(x) and not is_moved else x for x in layers)
-    left = bytes_left(allocation, wanted, needed_nbytes(wanted, allocation.cache_dtype))
-    if left is not None and left < 0 and wanted != layers:
-        reporter.say(f"centre: keys keep their mean, {-left} bytes beyond the budget; {reserve_hint(-left)}")
-    if wanted == layers or (left is not None and left < 0):
-        folder.centre.unlink(missing_ok=True)
-        return None
-    reads = recipe.allocate or recipe.predictors or recipe.calibration
-    data = job_sequences(job, recipe.data, "fit") if reads else sequences(centre_stage.DATA, loaded)
-    inputs = {**model_inputs(loaded), "layers": _layers_sha256(layers), **data_inputs(data), **compute_dtype(loaded)}
-    make = partial(centre_stage.run_centre, loaded, layers, data.sequences)
-    return current_or("centre", folder.centre, centre_stage.load, inputs, make, reporter)
-
-
-def fit_predictors_folder(job: Job) -> PredictorRecord:
-    """The predictor stage, on the layers as the reparam stage left them, centred."""
-    recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
-    spec = recipe.predictors
-    assert spec is not None
-    centre_folder(job)
-    allocation = allocation_record.load(folder.allocation)[0]
-    layers, tensors = Transforms.of(folder, recipe, before="predictors").apply(allocation.layers)
-    data = job_sequences(job, recipe.data, "fit")
-    inputs = _transform_inputs("predictors", spec, layers, tensors, data, loaded)
-    inputs |= flat_records(workload=allocation.workload)
-    make = partial(run_fit_predictors, loaded, layers, tensors, data, spec, allocation.workload)
-    found = current_or("predictors", folder.predictors, predictor_record.load, inputs, make, reporter, data.description)
-    _tell_beyond_budget("predictors", allocation, found.apply(layers), tensors | found.tensors(), reporter)
-    return found
-
-
-def basis_folder(job: Job) -> BasisRecord:
-    """The stage of [basis] or [feedback], on the layers as the stages before left them; a basis comes before
-    the profile, if there is one, for layers whose bits are not chosen yet."""
-    recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
-    spec = calibration_spec(recipe, loaded)
-    if recipe.chooses_in_a_basis:
-        k, v = (recipe.cache.format(side, 2, "token", recipe.profile.kl_group, "rotated") for side in SIDES)
-        layers = layers_in(loaded.geometry, k, v)
-        tensors = layout_tensors(layers)
-    else:
-        allocation = allocation_record.load(folder.allocation)[0]
-        layers, tensors = Transforms.of(folder, recipe, before=spec.stage).apply(allocation.layers)
-    layers = basis_stage.fitted_layers(layers, spec)
-    data = short_data(job, spec)
-    inputs = _transform_inputs(spec.stage, spec, layers, tensors, data, loaded)
-    make = partial(basis_stage.run_basis, loaded, layers, tensors, data, spec)
-    load = partial(basis_stage.load, kind=spec.stage)
-    return current_or(spec.stage, getattr(folder, spec.stage), load, inputs, make, reporter, data.description)
-
-
-def _tell_beyond_budget(
+def tell_beyond_budget(
     stage: str, allocation: Allocation, layers: Layers, tensors: dict[str, Tensor], reporter: Reporter
 ) -> None:
     """Say what to do where the layers, with their transforms and these tensors, are beyond the allocation's
@@ -213,18 +165,18 @@ def short_data(job: Job, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:
     return job_sequences(job, spec, "fit")
 
 
-def _transform_inputs(
+def transform_inputs(
     name: str, spec: Any, layers: Layers, tensors: dict[str, Tensor], data: TokenDataset, loaded: LoadedModel
 ) -> dict[str, Any]:
     return {
         **model_inputs(loaded),
         **flat_records(**{name: spec}),
-        "layers": _layers_sha256(layers),
+        "layers": layers_sha256(layers),
         "tensors": tensors_sha256(tensors),
         **data_inputs(data),
         **compute_dtype(loaded),
     }
 
 
-def _layers_sha256(layers: Layers) -> str:
+def layers_sha256(layers: Layers) -> str:
     return sha256_json([dump(layer) for layer in layers])

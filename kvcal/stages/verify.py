@@ -69,7 +69,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
         Check("file", f"digest, keys, values and predicted bytes ({plan.predicted_bytes}) are sound"),
         Check("model", f"{plan.model.id}: configuration, weights, tokenizer and layers match"),
     ]
-    longest = max((fmt.num_sink_tokens + fmt.ring_tokens for p in plan.layers for fmt in p.formats), default=0)
+    longest = max((fmt.num_sink_tokens + fmt.ring_tokens() for p in plan.layers for fmt in p.formats), default=0)
     counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
     most_rows = len(RAGGED)
     if plan.is_progressive:  # its bits change on a schedule for no more than the workload

@@ -1,10 +1,10 @@
 """Storage of a plan's cache, dynamic or static: one paged store under both, and the scratch of a decode step.
 
-layer_store.py        a full-attention layer: its parts, its steps by the kernels, a dense copy for evaluation
+layer_store.py        a full-attention layer: its parts, and its steps by the kernels
 sinks_ring_pages.py   a part: sinks, ring and pages of some KV heads
 pool.py               where pages lie, in slots
 step.py               a layer's step by the kernels: new tokens stored, queries answered
+growing_steps.py      what a step of a dynamic cache is given, which grows
 state.py, padding.py  what layers share: plan, tensors, lengths, table of slots; which columns hold tokens
-prediction.py         pages that hold residuals of a prediction from other layers
 workspace.py          scratch of a step, and its bytes
 """

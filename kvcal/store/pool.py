@@ -1,6 +1,6 @@
 """Pools of the pages of one part of a cache: records in slots, and the slot of every page.
 
-    GrowingPool   as many slots as there are pages: those of sequence 0, of sequence 1, ... A dynamic cache.
+    GrowingPool   as many slots as there are pages, in the order in which these come. A dynamic cache.
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
 
 A part is the keys or the values of a layer (kvcal.store.sinks_ring_pages).
@@ -30,12 +30,18 @@ def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
 
 
 class GrowingPool:
-    """See the module's docstring. ``counts``: pages of every sequence; ``records`` uint8 [slots, r,
-    record_bytes]: a record for each head, or one for all of them."""
+    """See the module's docstring. ``table``: the slot of every page of every sequence; ``records`` uint8
+    [slots, r, record_bytes]: a record for each head, or one for all of them; ``version``: another one whenever
+    the table changes."""
 
     def __init__(self, batch: int, record: tuple[int, int], device: torch.device) -> None:
-        self.records = torch.empty(0, *record, dtype=torch.uint8, device=device)
-        self.counts = [0] * batch
+        self.records, self.version = torch.empty(0, *record, dtype=torch.uint8, device=device), 0
+        self.table: list[list[int]] = [[] for _ in range(batch)]
+
+    @property
+    def counts(self) -> list[int]:
+        """Pages of every sequence."""
+        return [len(row) for row in self.table]
 
     @property
     def held(self) -> list[Tensor]:
@@ -44,26 +50,36 @@ class GrowingPool:
 
     def slots(self, spans: Sequence[Span]) -> Tensor:
         """int64 [M]: where these pages lie."""
-        first = [0, *itertools.accumulate(self.counts)]
-        found = [first[row] + ordinal for row, start, stop in spans for ordinal in range(start, stop)]
+        found = [slot for row, start, stop in spans for slot in self.table[row][start:stop]]
         return torch.tensor(found, dtype=torch.int64, device=self.records.device)
 
     def resize(self, counts: Sequence[int]) -> None:
         """Room for so many pages of every sequence; those that stay keep their contents."""
-        if list(counts) == self.counts:
-            return
-        old = self.records
-        self.records = old.new_empty(sum(counts), *old.shape[1:])
-        if len(old):
-            for before, after in zip(old.split(self.counts), self.records.split(list(counts)), strict=True):
-                after[: len(before)] = before[: len(after)]
-        self.counts = list(counts)
+        if any(count < len(row) for count, row in zip(counts, self.table, strict=True)):
+            self._keep([row[:count] for row, count in zip(self.table, counts, strict=True)])
+        stop = held = len(self.records)
+        for row, count in zip(self.table, counts, strict=True):
+            new = max(0, count - len(row))
+            row += range(stop, stop + new)
+            stop += new
+        if stop > held:
+            old = self.records
+            with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
+                self.records = old.new_empty(stop, *old.shape[1:])
+            self.records[:held] = old
+            self.version += 1
 
     def select(self, indices: list[int]) -> None:
         """Keep, repeat or reorder sequences."""
-        by_row = self.records.split(self.counts)
-        self.records = torch.cat([by_row[index] for index in indices])
-        self.counts = [self.counts[index] for index in indices]
+        self._keep([self.table[index] for index in indices])
+
+    def _keep(self, table: list[list[int]]) -> None:
+        """The pages in these slots alone, sequence after sequence."""
+        kept = torch.tensor([slot for row in table for slot in row], dtype=torch.int64, device=self.records.device)
+        with torch.inference_mode(False):
+            self.records = self.records[kept]
+        places = itertools.count()
+        self.table, self.version = [[next(places) for _ in row] for row in table], self.version + 1
 
 
 class TablePool:

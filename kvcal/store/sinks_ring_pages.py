@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.operands import QueryStatistic
+from kvcal.kernels.operands import Memory, QueryStatistic, ring_slot, ring_slots
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sinks
 from kvcal.plan.page_format import num_pages
@@ -41,9 +41,9 @@ LAUNCHED_PAGES = 2**15
 class PagedTensor:
     """See the module's docstring. ``codec`` says how its n KV heads are held.
 
-    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens + lookahead, D] in the cache's
+    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens, D] in the cache's
     dtype; for query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since
-    it had query_since (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor
+    it had query_since (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a prediction
     says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is decoded, before
     its transforms are undone. ``oldest``: of every row, the first token that the ring had after the last crop
     (tokens to come replace it in turn). ``group_heads``: query heads of a KV head, over which |q| is summed.
@@ -55,8 +55,7 @@ class PagedTensor:
         codec: PageCodec,
         group_heads: int,
         batch: int,
-        device: torch.device,
-        pool: Pool | None = None,
+        pool: Pool,
         predict: Predict | None = None,
         kernels: KernelCodec | None = None,
         lookahead: int = 0,
@@ -65,20 +64,24 @@ class PagedTensor:
         self.codec, self.format = codec, fmt
         self.group_heads, self.predict, self.kernels = group_heads, predict, kernels
         self.num_bits = fmt.bits_at(0)
-        shape = (batch, codec.num_heads)
+        shape, device = (batch, codec.num_heads), pool.records.device
         dtype = CACHE_DTYPES[codec.cache_dtype]
         channels = codec.head_dim if fmt.needs_queries else 0
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
             self.sinks = fixed(torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device))
-            ring_tokens = fmt.ring_tokens + lookahead
+            ring_tokens = fmt.ring_tokens(lookahead)
             self.ring = fixed(torch.zeros(*shape, ring_tokens, codec.head_dim, dtype=dtype, device=device))
             self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
             counted = shape if fmt.needs_queries else (0,)
             self.query_since = fixed(torch.zeros(*counted, dtype=torch.int32, device=device))
-        record = (codec.records_per_page, codec.record_bytes(self.num_bits))
-        self.pool: Pool = GrowingPool(batch, record, device) if pool is None else pool
+        self.pool = pool
         self.keep: Keep | None = None
         self.oldest = [0] * batch
+
+    @property
+    def memory(self) -> Memory:
+        """As operators are given it."""
+        return Memory(self.sinks, self.ring, self.pool.records)
 
     @property
     def overwritten(self) -> list[Tensor]:
@@ -93,7 +96,7 @@ class PagedTensor:
 
     def decode(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which
-        bounds the scratch, where no predictor wants them whole."""
+        bounds the scratch, where no prediction wants them whole."""
         codec, device = self.codec, self.ring.device
         ordinals = ordinals_of(spans, device)
         if self.keep is not None or self.predict is not None:
@@ -143,7 +146,7 @@ class PagedTensor:
                 self.query_sum[rows] = 0
                 self.query_since[rows] = total
         last = x[:, :, -self.ring.shape[2] :]
-        self.ring[rows].index_copy_(2, self.places(total - last.shape[2], total), self._entered(last))
+        self.ring[rows].index_copy_(2, ring_slots(total - last.shape[2], total, self.ring), self._entered(last))
         return spans
 
     def write_step(self, num_tokens: list[int], x: Tensor) -> bool:
@@ -154,7 +157,7 @@ class PagedTensor:
         if any(is_special):
             return False
         every_row, x = torch.arange(len(num_tokens), device=x.device), self._entered(x)
-        places = torch.tensor([n % self.ring.shape[2] for n in num_tokens], device=x.device)
+        places = ring_slot(torch.tensor(num_tokens, device=x.device), self.ring)
         self.ring[every_row, :, places] = x[:, :, 0]
         return True
 
@@ -169,11 +172,11 @@ class PagedTensor:
         if paged:
             of_rows = decoded.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
             out[:, :, :paged].unflatten(2, (-1, PAGE_TOKENS)).copy_(of_rows)
-        out[:, :, paged:] = self.ring[rows].index_select(2, self.places(paged, num_tokens))
+        out[:, :, paged:] = self.ring[rows].index_select(2, ring_slots(paged, num_tokens, self.ring))
         sinks = min(self.format.num_sink_tokens, num_tokens)
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
         if self.codec.basis is not None:
-            _by_parts(self.codec.basis.leave, out, out, VALUES_AT_ONCE)
+            _by_parts(partial(self._leave, self.codec.basis), out, out, VALUES_AT_ONCE)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x [b, n, T, D] in the cache's dtype, as tokens that stay at 16 bits are read back, in ``dtype``."""
@@ -181,7 +184,7 @@ class PagedTensor:
         if basis is None or not x.numel():
             return x.to(dtype)
         return _by_parts(
-            lambda part: basis.leave(self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
+            lambda part: self._leave(basis, self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
         )
 
     def _entered(self, x: Tensor) -> Tensor:
@@ -199,6 +202,10 @@ class PagedTensor:
     def _enter(self, basis: Basis, x: Tensor) -> Tensor:
         """Tokens x [b, T, n, D] in the basis."""
         return basis.enter(x) if self.kernels is None else self.kernels.enter(basis, x)
+
+    def _leave(self, basis: Basis, y: Tensor) -> Tensor:
+        """The reverse."""
+        return basis.leave(y) if self.kernels is None else self.kernels.leave(basis, y)
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What
@@ -219,7 +226,7 @@ class PagedTensor:
         spans = [(row, pages.start, pages.stop) for row in range(rows.start, rows.stop)]
         decoded = self.decode(spans, self.ring.dtype).unflatten(0, (len(spans), -1)).transpose(1, 2).flatten(2, 3)
         tokens = decoded[:, :, first - PAGE_TOKENS * pages.start : stop - PAGE_TOKENS * pages.start]
-        self.ring[rows].index_copy_(2, self.places(first, stop), tokens)
+        self.ring[rows].index_copy_(2, ring_slots(first, stop, self.ring), tokens)
 
     def select(self, indices: list[int]) -> None:
         """Keep, repeat or reorder rows; in place where their number stays."""
@@ -245,17 +252,13 @@ class PagedTensor:
         self.query_sum.zero_()
         self.query_since.zero_()
 
-    def places(self, first: int, stop: int) -> Tensor:
-        """int64: where the tokens ``first`` ... ``stop`` - 1 of a row lie in the ring."""
-        return torch.arange(first, stop, device=self.ring.device) % self.ring.shape[2]
-
     def _pack(self, spans: list[Span], num_tokens: int, new: Tensor) -> None:
         """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] after
         them; one span a row, a part at a time, which bounds the scratch."""
         rows = slice(spans[0][0], spans[-1][0] + 1)
         _, first, stop = spans[0]
         begin = PAGE_TOKENS * first
-        held = self.ring[rows].index_select(2, self.places(begin, num_tokens))
+        held = self.ring[rows].index_select(2, ring_slots(begin, num_tokens, self.ring))
         prediction = None if self.predict is None else self.predict(spans)
         query_mean = None
         if self.format.needs_queries:

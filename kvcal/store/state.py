@@ -25,13 +25,14 @@ from kvcal.kernels.operands import Place
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
+from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.pool import Span, fixed
+from kvcal.store.pool import Span, TablePool, fixed
 from kvcal.store.step import StepScratch, require_no_error
 
 
 class Source(Protocol):
-    """A layer as others see it that are predicted from it (kvcal.systems.aqua_kv.prediction)."""
+    """A layer as others see it that are predicted from it (kvcal.store.prediction)."""
 
     plan: LayerPlan
 
@@ -45,7 +46,9 @@ class Source(Protocol):
 class PlanState:
     """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers
     that a later one is predicted from; ``predictions``: every layer's, by its index; ``lookahead``: draft
-    tokens that rings have room for."""
+    tokens that rings have room for; ``shares_layers``: a layer of the model reads another one's keys and
+    values. Of a dynamic cache ``steps``, by device, and ``is_stepping``: whether the forward pass that runs may
+    take steps by the kernels."""
 
     def __init__(self, plan: Plan, attention_mask: Tensor | None, lookahead: int = 0) -> None:
         self.plan, self.lookahead = plan, lookahead
@@ -55,16 +58,25 @@ class PlanState:
         self.later_sources: set[int] = set()
         for layer, side in itertools.product(plan.layers, SIDES):
             sources = layer.sources(side)
-            self.sources |= sources
+            self.sources |= {*sources}
             self.later_sources |= {index for index, _ in sources} - {layer.geometry.index}
         self.predictions: dict[int, Source] = {}
         self.is_scheduled = plan.is_progressive
+        self.shares_layers = self.is_stepping = False
+        self.steps: dict[torch.device, GrowingSteps] = {}
 
     def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:
         """The plan's tensors on ``device``, moved there once."""
         if any(tensor.device != device for tensor in self.tensors.values()):
             self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return self.tensors
+
+    def steps_on(self, batch: int, device: torch.device) -> GrowingSteps:
+        """Those of a dynamic cache's layers on ``device``, for so many rows."""
+        found = self.steps.get(device)
+        if found is None or found.batch != batch:
+            found = self.steps[device] = GrowingSteps(batch, device)
+        return found
 
     def require_scheduled(self, batch: int, columns: int) -> None:
         """UsageError beyond the workload of a plan whose pages shrink: nothing is known to fit there."""
@@ -88,6 +100,8 @@ class StepState:
     """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed,
     padding included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps. ``shared`` is
     the plan's state; ``in_prompt``: a prompt with padding is to come, or has not ended."""
+
+    is_awaited = False  # a step's errors: ``check`` tells
 
     def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
         self.shared = shared
@@ -116,6 +130,10 @@ class StepState:
     @property
     def is_allocated(self) -> bool:
         return self.batch > 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.scratch.device
 
     @property
     def error(self) -> Tensor:
@@ -156,6 +174,9 @@ class StepState:
         """As the operators are given it, for pages of these formats."""
         scratch = self.scratch
         return Place(self.lengths, self.table, scratch.read_at(k), scratch.read_at(v), scratch.none)
+
+    def pool(self, record: tuple[int, int]) -> TablePool:
+        return TablePool(self.table, record)
 
     def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
         """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops).

@@ -57,6 +57,12 @@ class StepScratch:
             self._read_at[fmt] = fixed(starts)
         return self._read_at[fmt]
 
+    def reach(self, tokens: int) -> None:
+        """Sequences may have so many tokens from now on."""
+        if tokens > self.max_tokens:
+            self.max_tokens = 2 * tokens
+            self._read_at.clear()
+
     @property
     def tensors(self) -> list[Tensor]:
         return [self.error, *self._workspaces.values(), *self._read_at.values()]
@@ -90,6 +96,10 @@ class KernelCodec:
         hold a number."""
         nothing, unread = x.new_empty(0), torch.zeros_like(self.error)
         return ops.enter(x, nothing, nothing, basis.operands, [], unread)[0]
+
+    def leave(self, basis: Basis, y: Tensor) -> Tensor:
+        """The reverse, in the dtype of y."""
+        return ops.leave(y, basis.operands, y.dtype)
 
     def pack(self, x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None) -> None:
         """Tokens x [b, n, 128 P, D] to pages[slots], int32 [b, P]; ``query_mean`` [b, n, D] fp32."""
@@ -179,7 +189,7 @@ class LayerStep:
     def leave(self, attended: Tensor, dtype: torch.dtype) -> Tensor:
         """Attention of values as the layer holds them -> of values, in ``dtype``."""
         v_basis = self.bases[1]
-        return attended.to(dtype) if v_basis is None else ops.leave(attended.float(), v_basis.operands, dtype)
+        return attended.to(dtype) if v_basis is None else ops.leave(attended, v_basis.operands, dtype)
 
     def _calls(self, place: Place, *new: Tensor) -> list[tuple[Place, int, tuple[Tensor, ...]]]:
         """Calls of an operator for new tokens [B, n, D], or [B, S, n, D]: one, or where no variant takes so

@@ -73,7 +73,7 @@ def transient_bytes(
     old = [part.page_bytes(counts[0], columns[0]) for part in parts]
     new = [part.page_bytes(counts[1], columns[1]) for part in parts]
     mixed = sum(map(max, zip(old, new, strict=True))) - max(sum(old), sum(new))
-    indices = INDEX_BYTES * len(after) + PLACE_BYTES * max((part.format.ring_tokens for part in parts), default=0)
+    indices = INDEX_BYTES * len(after) + PLACE_BYTES * max((part.format.ring_tokens() for part in parts), default=0)
     return mixed + indices + max((part.own_bytes(*counts, columns) for part in parts), default=0)
 
 
@@ -134,7 +134,7 @@ class _Part:
         it."""
         values, itemsize = self.num_heads * self.layer.head_dim(self.side), ITEM_BYTES[self.cache_dtype]
         at_once = min(batch * tokens, max(ENCODE_PAGES, batch) * PAGE_TOKENS)
-        return values * (SCRATCH_BYTES * at_once + itemsize * batch * min(tokens, self.format.ring_tokens))
+        return values * (SCRATCH_BYTES * at_once + itemsize * batch * min(tokens, self.format.ring_tokens()))
 
     def _bytes_of_page(self, columns: int) -> int:
         layout = self._layout(columns)

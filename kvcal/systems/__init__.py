@@ -6,6 +6,7 @@
     pm_kvq    pages that shrink on a schedule, and λ, which evens out key channels             (PM-KVQ)
     aqua_kv   pages that hold what a prediction from an earlier layer leaves; HIGGS's lattices (AQUA-KV)
     kvmix     bits and windows by importance of layers                                         (KVmix)
+    fp8       pages of e4m3 values                                                             (a baseline)
 
 What several systems share, and what kernels read, stands in ``kvcal.pages`` and ``kvcal.plan``. A folder here
 is found by its files, each of which may be left out:
@@ -19,16 +20,26 @@ is found by its files, each of which may be left out:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from kvcal.strict import STRICT
 
 Record = TypeVar("Record")
+
+
+class Section:
+    """A section of recipes that works on chosen formats, such as [predictors]. ``excludes``: other sections
+    that it does not go with, each with the reason; ``reads_text``: calibration data; ``in_engines``: whether
+    engines serve what it makes."""
+
+    excludes: ClassVar[Mapping[str, str]] = {}
+    reads_text: ClassVar[bool] = True
+    in_engines: ClassVar[bool] = True
 
 
 def parts(name: str) -> list[ModuleType]:
@@ -42,7 +53,8 @@ def extended(part: str) -> Callable[[type[Record]], type[Record]]:
     its name in their modules ``part``; their methods come before its own."""
 
     def extend(record: type[Record]) -> type[Record]:
-        added = tuple(getattr(module, record.__name__) for module in parts(part))
+        found = (vars(module).get(record.__name__) for module in parts(part))
+        added = tuple(kind for kind in found if kind is not None)
         body = {"__doc__": record.__doc__, "__module__": record.__module__}
         whole: type[Record] = type(record.__name__, (*added, record), body)
         return dataclass(frozen=True, config=STRICT)(whole)  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from static_cases import with_transforms
 from torch import Tensor
 
 from kvcal import PlanCache
+from kvcal.cache import paged_layer
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier
 from kvcal.plan.plan import Plan
 
@@ -62,7 +63,7 @@ class AnyOrder(RuleBasedStateMachine):
     """One layer of a cache of two rows. ``rows``: the token of every column, None at padding; ``new``:
     columns after the last crop."""
 
-    name, max_tokens, lookahead = "", None, 0
+    name, max_tokens, lookahead, has_steps = "", None, 0, False
 
     @initialize(padding=some.sampled_from(PADDINGS), prompt=some.integers(50, 420))
     def begin(self, padding: tuple[int, ...], prompt: int) -> None:
@@ -70,6 +71,7 @@ class AnyOrder(RuleBasedStateMachine):
         mask = self.mask if any(padding) else None
         config = tiny_llama(HEADS, 1).config
         self.cache = PlanCache(plan_of(self.name), config, mask, self.max_tokens, lookahead=self.lookahead)
+        self.cache.state.is_stepping = self.has_steps
         self.used, self.prompt = 0, prompt
         self.start()
 
@@ -165,7 +167,17 @@ CASES = [
 ]
 
 
+def run(**given: object) -> None:
+    run_state_machine_as_test(type("Machine", (AnyOrder,), given), settings=SETTINGS)
+
+
 @pytest.mark.parametrize(("name", "max_tokens", "lookahead"), CASES)
 def test_every_token_is_itself_in_any_order(name: str, max_tokens: int | None, lookahead: int) -> None:
-    machine = type("Machine", (AnyOrder,), {"name": name, "max_tokens": max_tokens, "lookahead": lookahead})
-    run_state_machine_as_test(machine, settings=SETTINGS)
+    run(name=name, max_tokens=max_tokens, lookahead=lookahead)
+
+
+@pytest.mark.parametrize("lookahead", [0, 5])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "lattice"])
+def test_steps_of_a_dynamic_cache_by_the_operators(name: str, lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_layer, "STEPPED", {"cpu"})
+    run(name=name, lookahead=lookahead, has_steps=True)

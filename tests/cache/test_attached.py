@@ -118,9 +118,9 @@ def test_families(name: str) -> None:
     refused."""
     model, inputs = built(name), batch()
     plan = model_plan(model, Format(4, "channel", 32), Format(4, "token", 32))
-    reasons = {"llama4": "it attends in chunks", "falcon_h1": "it keeps a state besides its keys and values"}
+    reasons = {"llama4": "it attends in chunks", "falcon_h1": "a state besides keys and values"}
     reasons["gemma3n"] = "it reads another layer's keys and values"
-    reason = "it caches latents" if plan.geometry.has_latents else reasons.get(name)
+    reason = "latents" if plan.geometry.has_latents else reasons.get(name)
     if reason is not None:
         with pytest.raises(UnsupportedModel, match=rf"static cache cannot hold layer \d: {reason}"):
             PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=40)

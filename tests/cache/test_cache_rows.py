@@ -24,6 +24,7 @@ from tier_formats import BASE_4, KITTY, THREE_TIERS, V
 from kvcal import Plan, PlanCache
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.plan.plan import SIDES, Format
+from kvcal.stages.measuring.cache import DecodedCache
 
 HEADS = 4
 PLAN = llama_plan(KINDS["windows"][0], KINDS["sinks"][1], num_kv_heads=HEADS, num_layers=1)
@@ -224,7 +225,7 @@ def test_a_decoded_copy_follows(formats, side, change):
     give."""
     plan, config = llama_plan(*formats, num_layers=1), tiny_llama(2, 1).config
     states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (300, 170, 1)], 300, side)
-    caches = [PlanCache(plan, config, mask, keep_decoded=keeps) for keeps in (False, True)]
+    caches = [of_kind(plan, config, mask) for of_kind in (PlanCache, DecodedCache)]
 
     def feed_both(states: torch.Tensor, size: int) -> None:
         for part in states.split(size, dim=2):

@@ -37,7 +37,7 @@ def rounds(start: int, stop: int, seed: int) -> list[tuple[int, int]]:
 def held(part: PagedTensor, row: int, length: int) -> list[Tensor]:
     """All that a part holds of a row: pages, sinks, and the tokens of a ring without room for drafts."""
     pages = part.pool.records[part.pool.slots([(row, 0, num_pages(length))])]
-    recent = torch.arange(max(0, length - part.format.ring_tokens), length) % part.ring.shape[2]
+    recent = torch.arange(max(0, length - part.format.ring_tokens()), length) % part.ring.shape[2]
     return [pages, part.sinks[row, :, :length], part.ring[row][:, recent]]
 
 
@@ -129,7 +129,7 @@ def test_a_lookahead_that_is_none(wrong: object) -> None:
 
 def test_layers_that_cannot_take_drafts_back() -> None:
     for max_tokens in (None, 100):
-        with pytest.raises(UnsupportedModel, match="queries choose: those of rejected drafts stay counted"):
+        with pytest.raises(UnsupportedModel, match="queries choose: queries of rejected drafts stay counted"):
             cache_of("queries", max_tokens)
 
 

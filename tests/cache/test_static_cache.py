@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.cache.paged_layer import DYNAMIC_HINT
+from kvcal.cache.plan_layer import DYNAMIC_HINT
 from kvcal.errors import ArtifactError, NonFiniteActivations, SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels.choice import refusals
@@ -68,7 +68,7 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
 def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
     cache = static_cache(plan_for(name), 700)
     cache.allocate(2, "cpu")
-    place, layer = cache.paged_layers[0].store.place, cache.plan.layers[0]
+    place, layer = cache.paged_layers[0].place, cache.plan.layers[0]
     for side, table in zip(SIDES, (place.k_read_at, place.v_read_at), strict=True):
         fmt = layer.format(side)
         assert [int((table <= n).sum()) for n in range(701)] == [fmt.pages_read(n) for n in range(701)]
@@ -350,17 +350,17 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)
     served(cache, random_ids(2, 140))
-    store, scratch = cache.layers[0].store, cache.static.scratch
-    step, error = store.step, scratch.error
+    layer, scratch = cache.layers[0], cache.static.scratch
+    step, error = layer.store.step, scratch.error
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
     queries = q if step.needs_queries else scratch.nothing
     place, transform, variant, held = (
-        list(store.place),
+        list(layer.place),
         list(step.transform),
         step.variants[0],
         (list(step.k), list(step.v)),
     )
-    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), store.place.table
+    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), layer.place.table
     packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
     bases = [torch.randn(2, HEAD_DIM, HEAD_DIM)] * 2
     calls = {
@@ -380,7 +380,7 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     """Tensors on CUDA without memory, of which a CPU build cannot make views: layers stay empty. Properties
     of an H200."""
-    monkeypatch.setattr("kvcal.cache.paged_layer.LayerStore", lambda *given: None)
+    monkeypatch.setattr("kvcal.cache.static_layer.LayerStore", lambda *given: SimpleNamespace(step=None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return FakeTensorMode()

@@ -1,4 +1,4 @@
-"""A budget through the commands: allocate, reparam, fit-predictors and compile keep within it, or exit with
+"""A budget through the commands: allocate, transform and compile keep within it, or exit with
 3."""
 
 import re
@@ -33,7 +33,7 @@ class Commands:
         self.model, self.recipe, self.folder = model, recipe, folder
 
     def __call__(self, command: str, *options: object) -> Outcome:
-        if command in ("transform", "fit-predictors"):
+        if command == "transform":
             options = ("--model", self.model, "--recipe", self.recipe, *options)
         return run_kvcal(command, self.folder, *options)
 
@@ -83,16 +83,16 @@ def test_predictors_within_the_budget(commands: Commands) -> None:
     budget = commands.exact_budget()
     options = ("--kv-budget", f"{budget}B", *WORKLOAD)
     assert commands("allocate", *options).code == 0
-    told = commands("fit-predictors", "--set", "predictors.drop=false")
+    told = commands("transform", "--set", "predictors.drop=false")
     assert told.code == 0 and "bytes beyond the budget; repeat" in " ".join(told.err.split())
     refused = commands("compile")
     assert refused.code == 3 and f"--reserve {reserve_of(refused)}" in " ".join(told.err.split())
 
     again = commands("allocate", *options, "--reserve", reserve_of(refused))
     assert again.code == 0 and "reserved for transforms" in again.out
-    fitted = commands("fit-predictors", "--set", "predictors.drop=false", "--json")
+    fitted = commands("transform", "--set", "predictors.drop=false", "--json")
     assert fitted.code == 0, fitted.err
-    kept = [finding for finding in fitted.json["findings"] if finding["reason"] is None]
+    kept = [finding for finding in fitted.json["predictors"]["findings"] if finding["reason"] is None]
     assert len(kept) == 2
     done = commands("compile", "--json")
     assert done.code == 0, done.err

@@ -82,7 +82,7 @@ OTHERS = {
     "run": "run {recipe} --model {other} --out {run}",
     "profile": "profile {other} --recipe {recipe} --out {run}",
     "allocate": "allocate {run} --bits 5",
-    "fit-predictors": "fit-predictors {run} --model {other} --samples 2 --seq-len 256",
+    "transform": "transform {run} --model {other} --recipe aqua-kv --samples 2 --seq-len 256",
     "search": "search best --model {other} --data {text} --samples 2 --seq-len 64 --set data.min_len=64 --out {run}",
 }
 

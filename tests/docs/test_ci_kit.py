@@ -108,6 +108,7 @@ STUB = """#!/bin/sh
 for word in "$@"; do printf '%s|' "$word"; done >> calls; echo >> calls
 if [ "$1" = plan ] && [ -n "$ANSWER" ]; then echo "$ANSWER"; else echo "output of $1"; fi
 if [ "$1" = eval ]; then exit "${CODE:-0}"; fi
+if [ "$1" = card ]; then mkdir -p "$2"; echo a card > "$2/README.md"; exit "${WORSE:-0}"; fi
 """
 
 
@@ -119,20 +120,24 @@ def run_script(folder: Path, **variables: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_the_script_makes_a_plan_and_ends_as_its_gates_do(code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", ["CODE", "WORSE"])
+def test_the_script_makes_a_plan_and_ends_as_its_gates_do(failing: str, code: int, tmp_path: Path) -> None:
     variables = {"MODEL": "a/model", "BUDGET": "--bits 4 --batch 8", "OUT": "out", "PLAN_OPTIONS": "--recipe default",
-                 "EVAL_OPTIONS": "--samples 2", "GATES": "--max-kl 1 --max-bytes 60MB", "CODE": str(code)}  # fmt: skip
+                 "EVAL_OPTIONS": "--samples 2", "GATES": "--max-kl 1 --max-bytes 60MB", failing: str(code)}  # fmt: skip
     done = run_script(tmp_path, **variables)
     assert done.returncode == code, done.stderr
     calls = [line.split("|")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [words[0] for words in calls] == ["doctor", "size", "plan", "eval", "inspect", "eval"]
+    assert [words[0] for words in calls] == ["doctor", "size", "plan", "eval", "card", "inspect", "eval"]
     for words in calls:
         require_parses(words)
     assert {"--bits", "default", "out/plan.safetensors"} <= set(calls[2]) and {"--max-kl", "--json"} <= set(calls[3])
-    files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert "--max-kl" in calls[4] and "--against" not in calls[4]
+    last = tmp_path / "out" / "made" / "last.md"
+    assert last.is_file() == (code == 0)  # the next plan is held against one that passed
+    files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert files == {
         "size.json": "output of size\n", "plan.json": "output of plan\n", "evaluation.json": "output of eval\n",
-        "report.txt": "output of inspect\noutput of eval\n",
+        "report.txt": "output of inspect\noutput of eval\n", "card.json": "output of card\n", "README.md": "a card\n",
     }  # fmt: skip
 
 
@@ -169,6 +174,8 @@ def test_the_example_of_the_page_makes_a_plan_within_its_gates(tmp_path: Path) -
     assert json.loads((out / "plan.json").read_text())["verdict"] == "made"
     gates = json.loads((out / "evaluation.json").read_text())["gates"]
     assert len(gates) == 2 and all(gate["passed"] for gate in gates)
+    card = json.loads((out / "card.json").read_text())
+    assert card["verdict"] == "accept" and (out / "README.md").read_text() == (out / "made" / "last.md").read_text()
     assert load_plan(out / "plan.safetensors").bits_per_value() <= 3.5
 
 

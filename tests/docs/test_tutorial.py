@@ -57,7 +57,7 @@ def test_the_first_users_way_is_whole() -> None:
     page = (DOCS / "first-user.md").read_text()
     [block] = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
     pairs = re.findall(r"^\$ kvcal (.+)\n((?:(?!\$ ).*\n)*)", block, re.M)
-    assert [line.split()[0] for line, _ in pairs] == ["size", "plan", "inspect", "inspect", "report", "eval"]
+    assert [line.split()[0] for line, _ in pairs] == ["size", "plan", "inspect", "inspect", "card", "eval"]
     for line, output in pairs:
         require_parses(shlex.split(line))
         assert output.strip() and ("[exit 7]" in output) == line.startswith("eval") and "Traceback" not in output

@@ -19,10 +19,11 @@ from kvcal.engines.states import state_bytes
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.config import read_sizes
+from kvcal.pages.ways import Engine
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
-from kvcal.recipe import AllocateSpec, CacheSpec, Engine, ProfileSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.stages.allocate.record import BudgetSplit
 from kvcal.stages.allocate.stage import allocate

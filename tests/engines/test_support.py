@@ -92,7 +92,7 @@ def test_drafts_are_served_but_for_channels_by_queries(name: str) -> None:
     for is_cuda, dtype in ((False, "float32"), (True, "bfloat16")):
         plan = plan_for(name, cache_dtype=dtype)
         if plan.needs_queries:
-            with pytest.raises(UnsupportedModel, match="with 7 drafts: .* those of rejected drafts stay counted"):
+            with pytest.raises(UnsupportedModel, match="with 7 drafts: .* queries of rejected drafts stay counted"):
                 require_served(plan, is_cuda, lookahead=7)
         else:
             require_served(plan, is_cuda, lookahead=7)
@@ -109,11 +109,11 @@ def test_layers_without_pages_are_refused() -> None:
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
     require_served(replace(plan, layers=layers), is_cuda=False)
-    with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state, which is served in vLLM alone"):
+    with pytest.raises(UnsupportedModel, match="layers 2: a state: vLLM alone serves it"):
         require_served(replace(plan, layers=layers), False, "sglang")
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
-    with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window, which is served in vLLM alone"):
+    with pytest.raises(UnsupportedModel, match="layers 1: a sliding window: vLLM alone serves it"):
         require_served(mixed, False, "sglang")
     with pytest.raises(UnsupportedModel, match="no layer has full attention"):
         require_served(replace(plan, layers=(window,)), is_cuda=False)

@@ -413,7 +413,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(hf_overrides={"is_mm_prefix_lm": True}), "tokens of an image attend to each other both ways"),
         (
             served.arguments(speculative_config=DRAFTS),
-            "with 5 drafts: layers 2: k pages with tiers that queries choose: those of rejected drafts",
+            "with 5 drafts: layers 2: k pages with tiers that queries choose: queries of rejected drafts",
         ),
         (
             served.arguments(

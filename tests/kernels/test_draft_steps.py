@@ -38,7 +38,7 @@ class DraftCase(Case):
         generator = torch.Generator(self.device).manual_seed(seed)
         self.q = torch.randn(shape, device=self.device, generator=generator).bfloat16().float()
         for side, memory in self.stores.items():
-            size = variant.format(side).ring_tokens + variant.lookahead
+            size = variant.format(side).ring_tokens(variant.lookahead)
             x = self.dense[side]
             ring = x.new_full((*memory.ring.shape[:2], size, variant.head_dim), math.nan)
             for row, length in enumerate(held):

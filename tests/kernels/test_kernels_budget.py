@@ -20,7 +20,7 @@ from kvcal.errors import UsageError
 from kvcal.kernels.choice import is_plain
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import block_shape, decode_defines, row_defines, shared_room
-from kvcal.kernels.packing import append_defines, pack_defines, pack_shape
+from kvcal.kernels.packing import append_defines, pack_defines
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
@@ -80,12 +80,13 @@ def assert_decode(
 
 
 def assert_append(of: Variant, instructions: int, capability: tuple[int, int] = HOPPER, has_rows: bool = False) -> None:
-    found = resources(cubin("pack", append_defines(of, has_rows), arch_of(capability)))["append"]
-    shape = pack_shape(of)
-    assert found.local_bytes == 0 and found.registers <= (96 if shape.parts == 1 else 168)
+    defines = append_defines(of, has_rows, shared_room(capability))
+    found = resources(cubin("pack", defines, arch_of(capability)))["append"]
+    has_parts = "PART_TOKENS" in defines
+    # Parts may save a few registers around the slow path of a square root.
+    assert found.local_bytes <= (16 if has_parts else 0) and found.registers <= (168 if has_parts else 96)
     assert found.instructions <= instructions
     assert found.static_shared_bytes <= 48 * 1024  # of every chip, without asking for more
-    assert shape.shared_bytes <= 1024 * CHIPS[capability].shared_kib
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -102,7 +103,9 @@ def test_the_main_variants_fit_every_chip(capability: tuple[int, int]) -> None:
         k, v, instructions, local_bytes, of_append = VARIANTS[name]
         assert_decode(variant(k, v), instructions, local_bytes, capability)
     assert_append(variant(k, v), of_append, capability)
-    for found in resources(cubin("pack", pack_defines(variant(k, v), "k"), arch_of(capability))).values():
+    for found in resources(
+        cubin("pack", pack_defines(variant(k, v), "k", shared_room(capability)), arch_of(capability))
+    ).values():
         assert found.local_bytes == 0 and found.registers <= 128 and found.static_shared_bytes <= 48 * 1024
 
 

@@ -12,12 +12,12 @@ from test_kernels_pack import N, assert_same, poisoned_pages, variant_of
 from kvcal.geometry import CacheDtype
 from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.packing import PackShape, append_defines, pack_defines, pack_shape
+from kvcal.kernels.packing import PackShape, append_defines, append_shape, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import SIDES, Format, Side, Tier
 
-NUM_BLOCKS = 5  # of ``append``, which pack several parts each
+NUM_BLOCKS, ROOM = 13, 227 * 1024  # SMs and shared memory: one page is dealt in parts of 32 tokens, all are not
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,13 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def append_kernel(variant: Variant, has_rows: bool, _: int) -> tuple[EmulatedKernel, PackShape, int]:
         if variant not in compiled:
-            compiled[variant] = EmulatedKernel("pack", "append", append_defines(variant, has_rows), tmp_path)
-        return compiled[variant], pack_shape(variant), NUM_BLOCKS
+            compiled[variant] = EmulatedKernel("pack", "append", append_defines(variant, has_rows, ROOM), tmp_path)
+        return compiled[variant], append_shape(variant, ROOM), NUM_BLOCKS
 
     def side_kernel(entry: str, side: Side, variant: Variant, _: int) -> tuple[EmulatedKernel, PackShape]:
-        return EmulatedKernel("pack", entry, pack_defines(variant, side), tmp_path), pack_shape(variant, (side,))
+        return EmulatedKernel("pack", entry, pack_defines(variant, side, ROOM), tmp_path), pack_shape(
+            variant, side, ROOM
+        )
 
     monkeypatch.setattr(ops, "_append_kernel", append_kernel)
     monkeypatch.setattr(ops, "_side_kernel", side_kernel)

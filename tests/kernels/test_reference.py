@@ -108,8 +108,8 @@ class History:
                 for page in range(length // 128):
                     assert torch.equal(records[page], self.record(side, row, page)), (row, page)
                 assert bool((records[length // 128 :] == POISON).all())
-                for token in range(max(0, length - fmt.ring_tokens), length):
-                    assert torch.equal(memory.ring[row, :, token % fmt.ring_tokens].cpu(), self.x[side][row, token])
+                for token in range(max(0, length - fmt.ring_tokens()), length):
+                    assert torch.equal(memory.ring[row, :, token % fmt.ring_tokens()].cpu(), self.x[side][row, token])
                 held = min(length, fmt.num_sink_tokens)
                 assert torch.equal(memory.sinks[row, :, :held].cpu(), self.x[side][row, :held].transpose(0, 1))
                 assert bool((memory.sinks[row, :, held:] == POISON).all())

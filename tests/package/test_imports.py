@@ -32,10 +32,10 @@ LEVELS = (
     {"pages.codec"},
     {"recipe", "recipe_files", "folder", *OF_SYSTEMS["recipe"]},  # a recipe may fix a plan's formats
     {"kernels"},
-    {"store", "systems.aqua_kv.prediction"},
+    {"store"},
     {"cache"},
     {"stages", "systems", "bench", "engines"},
-    {"commands", "console", "tables", "lm_eval", "__main__", "report", "pictures", "measured_rows"},
+    {"commands", "console", "tables", "lm_eval", "__main__", "report", "card", "pictures", "measured_rows"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages",

@@ -42,7 +42,7 @@ def test_the_wheel_carries_the_package_the_model_and_the_recipes(wheel: zipfile.
     }
     recipes = {f"kvcal/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*.toml")}
     assert "kvcal/recipes/default.toml" in recipes
-    assert package | model | recipes | {"kvcal/py.typed", "kvcal/report.html"} <= set(wheel.namelist())
+    assert package | model | recipes | {"kvcal/py.typed", "kvcal/report.html", "kvcal/card.md"} <= set(wheel.namelist())
 
 
 def test_the_wheel_carries_nothing_else_and_names_the_command(wheel: zipfile.ZipFile) -> None:

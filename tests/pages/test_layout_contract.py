@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout
 from kvcal.pages.uniform import UniformLayout
-from kvcal.plan.page_format import Boost, Format, Side, Tier
+from kvcal.plan.page_format import SIDES, Boost, Format, Side, Tier
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layouts.json").read_text())
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
@@ -101,6 +101,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(Format(2, quantizer="rotated"), "v", 96, 0.4, num_heads=3, feedback=True),
     ],
+    "fp8": [Case(Format(8, quantizer="fp8"), side, dim, 1e-3, 3) for side in SIDES for dim in (20, 64)],
     "lattice": [
         Case(Format(bits, lattice_dim=dim, param_dtype=param), side, width // heads, error, heads)
         for (bits, dim, error), (side, width, heads, param) in itertools.product(

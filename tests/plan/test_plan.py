@@ -21,7 +21,6 @@ from kvcal.models.load import identity_of
 from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import RAW, SCHEMA, Boost, Format, LayerPlan, Plan, Tier, Workload, plan_bytes
 from kvcal.strict import parse
-from kvcal.systems.aqua_kv.transform import Predictor
 from kvcal.systems.kvmix.window_rule import WindowRule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
@@ -46,18 +45,14 @@ def test_a_window_holds_one_token_less_beside_the_one_that_reads_it() -> None:
 
 
 def test_transforms_that_do_not_go_together_are_refused() -> None:
-    before, predictor = {"k_pages": "pre"}, Predictor("linear", 0)
+    before = {"k_pages": "pre"}
     k, v = Format(2, "channel", 32), Format(2)
     layer = LayerPlan(AttentionGeometry(1, 4, 2, 16, 16), k, v)
     with pytest.raises(ValueError, match="query score: queries are known after RoPE"):
         replace(layer, k=replace(k, boost=Boost("query_range", (Tier(4, 0.2),))), **before)
-    with pytest.raises(ValueError, match="has a k_predictor, whose bias holds the mean"):
-        replace(layer, k_predictor=predictor, k_offset=True, **before)
     rotated = replace(layer, v=Format(2, quantizer="rotated"), v_basis=True)
     with pytest.raises(ValueError, match="has a v_gain, which is for values in a basis"):
         replace(rotated, v_gain=True)
-    with pytest.raises(ValueError, match="has v_basis, which takes the place of other transforms"):
-        replace(rotated, v_predictor=predictor)
     for basis in ({"k_basis": True}, {"v_basis": True}):
         with pytest.raises(ValueError, match="is bounded and takes no transforms"):
             LayerPlan(AttentionGeometry(0, 4, 2, 16, 16, window=8), **basis)
@@ -144,7 +139,7 @@ def test_pages_of_a_format(fmt):
     assert seen.index(1) == first and seen[first + 128 - 1] == 1 and seen[first + 128] == 2
     assert all(pages <= num_pages(tokens) for tokens, pages in enumerate(seen))  # only what is packed is read
     held = [tokens - 128 * pages for tokens, pages in enumerate(seen)]
-    assert max(held) == fmt.ring_tokens - 1
+    assert max(held) == fmt.ring_tokens() - 1
     assert all(count >= fmt.recent_window for count, pages in zip(held, seen, strict=True) if pages)
 
 

@@ -297,3 +297,14 @@ def test_a_basis_and_an_inverse_that_is_not_its_own(path: Path, side: Side) -> N
     good[0, 2, 3] = torch.nan
     with pytest.raises(ValueError, match="holds NaN or infinity"):
         replace(plan, tensors={**plan.tensors, f"{name}_inverse": good})
+
+
+def test_a_small_error_counts_by_its_own_row_and_column(path: Path) -> None:
+    """[[1, a], [0, 1]] [[0, -a], [1 / a, 1]] is 1 / a off at (1, 0), where a row of norm 1 meets a column of
+    norm 1 / a. Their norms the other way round, about a each, would allow it."""
+    plan, name, a = static_plan_for("basis"), "layers.0.k_basis", 2.0**14
+    matrix, inverse = torch.eye(8).repeat(2, 1, 1), torch.eye(8).repeat(2, 1, 1)
+    matrix[1, :2, :2] = torch.tensor([[1.0, a], [0.0, 1.0]])
+    inverse[1, :2, :2] = torch.tensor([[0.0, -a], [1 / a, 1.0]])
+    save_plan(replace(plan, tensors={**plan.tensors, name: matrix, f"{name}_inverse": inverse}), path)
+    assert refusal(path).message.endswith(f"but {1 / a:.3g} off for head 1")

@@ -24,10 +24,10 @@ from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.stages import formats, pipeline
-from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.profile import record as profile_record
+from kvcal.stages.transform import reserved_bytes
 from kvcal.stages.verify import verify_plan
 from kvcal.systems.pm_kvq.recipe import ProgressiveSpec
 
@@ -66,7 +66,7 @@ def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, l
     assert smallest is not None
     recipe = recipe_of(tmp_path, f'"{smallest}B"')
     plan = pipeline.build_plan(loaded, folder, recipe)
-    unused = reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) - tensors_nbytes(plan.tensors)
+    unused = reserved_bytes(loaded.geometry, recipe.cache, recipe.sections) - tensors_nbytes(plan.tensors)
     assert plan.predicted_bytes + unused == smallest
 
 
@@ -75,7 +75,7 @@ def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: Loade
     folder, recipe = Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2")
     recipe = replace(recipe, progressive=ProgressiveSpec(bits=9.0))
     allocation = formats.fix_folder(Job(recipe, loaded, folder, Silent(), Workload(2, 4000)))
-    assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) > 0
+    assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.sections) > 0
 
 
 def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: Path, loaded: LoadedModel) -> None:

@@ -18,7 +18,6 @@ from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages.allocate.budget import (
     compile_plan,
     require_budget,
-    reserved_bytes,
     spared_lambdas,
     transform_bytes,
     workload_of,
@@ -26,6 +25,7 @@ from kvcal.stages.allocate.budget import (
 )
 from kvcal.stages.allocate.record import Allocation, fixed_allocation
 from kvcal.stages.allocate.stage import allocate
+from kvcal.stages.transform import reserved_bytes
 from kvcal.store.workspace import step_workspace
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.transform import Predictor
@@ -152,19 +152,20 @@ def test_a_refused_budget_says_what_takes_the_smallest(kind: str) -> None:
 
 def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
     model, cache = geometry(), CacheSpec()
-    assert reserved_bytes(model, cache, None) == 0
-    assert reserved_bytes(model, cache, ReparamSpec()) == LAMBDAS
+    assert reserved_bytes(model, cache, {}) == 0
+    assert reserved_bytes(model, cache, {"reparam": ReparamSpec()}) == LAMBDAS
     alike = allocated(bits=16)
     found = predicted(replace(alike, layers=quantized(alike)))
-    assert reserved_bytes(model, cache, None, LINEAR) == tensors_nbytes(found[1])
-    device = reserved_bytes(model, cache, None, LINEAR, Workload(BATCH, CONTEXT))
+    assert reserved_bytes(model, cache, {"predictors": LINEAR}) == tensors_nbytes(found[1])
+    device = reserved_bytes(model, cache, {"predictors": LINEAR}, Workload(BATCH, CONTEXT))
     grown = [workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)) for layers in (quantized(alike), found[0])]
     assert device == tensors_nbytes(found[1]) + grown[1] - grown[0] > tensors_nbytes(found[1])
     for sides in (("k",), ("k", "v")):
         fed = [replace(layer, k_feedback=True, v_feedback="v" in sides) for layer in quantized(alike)]
         factors = needed_nbytes(fed, "bfloat16")
-        assert reserved_bytes(model, cache, None, calibration=FeedbackSpec(sides)) == factors > 0
-        assert reserved_bytes(model, cache, ReparamSpec(), calibration=FeedbackSpec(sides)) == factors + LAMBDAS
+        feedback = {"feedback": FeedbackSpec(sides)}
+        assert reserved_bytes(model, cache, feedback) == factors > 0
+        assert reserved_bytes(model, cache, {"reparam": ReparamSpec(), **feedback}) == factors + LAMBDAS
 
 
 def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:
@@ -178,11 +179,11 @@ def test_bases_are_reserved_with_all_that_they_bring() -> None:
     model, cache, fmt = geometry(), CacheSpec(), Format(2, quantizer="rotated")
     both = {"k_feedback": True, "v_feedback": True, "k_basis": True, "v_basis": True, "v_gain": True}
     layers = tuple(LayerPlan(layer, fmt, fmt, **both) for layer in model.layers)
-    assert reserved_bytes(model, cache, None, calibration=BasisSpec()) == needed_nbytes(layers, model.cache_dtype)
+    assert reserved_bytes(model, cache, {"basis": BasisSpec()}) == needed_nbytes(layers, model.cache_dtype)
     latent = replace(model.layers[0], num_kv_heads=1, expanded=ExpandedHeads(32, 32))
     latents = replace(model, layers=(latent, *model.layers[1:]))
     rest = needed_nbytes(layers[1:], model.cache_dtype)
-    assert reserved_bytes(latents, cache, None, calibration=BasisSpec()) == rest
+    assert reserved_bytes(latents, cache, {"basis": BasisSpec()}) == rest
 
 
 def test_lambdas_that_other_formats_may_want_are_named_where_some_layer_has_one() -> None:
@@ -202,9 +203,9 @@ def test_an_engine_holds_whole_pages() -> None:
 @pytest.mark.parametrize("transform", [rescaled, predicted])
 def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
     """Recipes reserve for the most that may follow; what follows fits, its scratch included."""
-    reparam, predictors = (ReparamSpec(), None) if transform is rescaled else (None, LINEAR)
+    sections = {"reparam": ReparamSpec()} if transform is rescaled else {"predictors": LINEAR}
     workload = Workload(BATCH, CONTEXT)
-    reserved = reserved_bytes(geometry(), profile().setup.cache, reparam, predictors, workload)
+    reserved = reserved_bytes(geometry(), profile().setup.cache, sections, workload)
     total = 700_000 + reserved + WEIGHTS + allocated(budget="10MB").split.workspace
     allocation = allocated(reserved, budget=f"{total}B")
     assert allocation.split.logits == 2 * 4 * BATCH * VOCABULARY and allocation.split.weights == WEIGHTS

@@ -25,18 +25,18 @@ from kvcal.plan.layer import LayerPlan, bare_layers, in_formats
 from kvcal.plan.plan import RAW, Boost, Format, Plan, Tier, Workload
 from kvcal.plan.tensors import layout_tensors
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
-from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.stage import load_evaluation
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile import stage as profile_stage
 from kvcal.stages.profile.observers import GradientPass
+from kvcal.stages.transform import reserved_bytes
 from kvcal.store.workspace import step_workspace
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.record import find_targets
 from kvcal.systems.aqua_kv.transform import Predictor
-from kvcal.systems.basis import stage as basis
+from kvcal.systems.basis import fit as basis
 from kvcal.systems.basis.recipe import FeedbackSpec
 from kvcal.systems.pm_kvq import reparam as reparam_stage
 from kvcal.systems.pm_kvq.recipe import ReparamSpec
@@ -150,15 +150,15 @@ def test_stages_of_transforms_say_that_latents_have_none(tmp_path: Path) -> None
     targets = find_targets(layers, PredictorSpec(), "float32")
     assert all(target.shape is None for target in targets)
     assert {"caches latents" in str(target.reason) for target in targets[2::2]} == {True}
-    assert reserved_bytes(loaded.geometry, CACHE, ReparamSpec(), None, None, FeedbackSpec()) == 0
+    assert reserved_bytes(loaded.geometry, CACHE, {"reparam": ReparamSpec(), "feedback": FeedbackSpec()}) == 0
 
 
 def test_what_has_kernels_for_heads_refuses_latents() -> None:
     model, plan = built("deepseek_v3"), model_plan(built("deepseek_v3"), TWO_BITS)
     for is_cuda in (False, True):
-        with pytest.raises(UnsupportedModel, match="cannot serve this plan: layers 0, 1, 2: it caches latents"):
+        with pytest.raises(UnsupportedModel, match="cannot serve this plan: layers 0, 1, 2: latents"):
             require_served(plan, is_cuda)
-    with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: it caches latents") as caught:
+    with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: latents") as caught:
         PlanCache(plan, model.config, max_tokens=64)
     assert "without max_tokens" in str(caught.value.hint)
 

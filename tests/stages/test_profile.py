@@ -108,6 +108,34 @@ def test_kl_of_the_lowest_bits_is_scaled_by_the_squared_error(finished, tmp_path
     assert profile_record.load(tmp_path / "profile.safetensors").setup == lowest.setup
 
 
+def test_a_layer_has_its_share_of_what_all_layers_lose_together(finished, tmp_path: Path) -> None:
+    """At the two lowest bits, of which layers alone are measured at the lowest; more bits are scaled."""
+    every, _ = finished
+    spec = replace(SPEC, num_bits=(2, 4, 8), kl_num_bits=(2, 4, 8), kl_measured="sides")
+    sides = run(tmp_path, spec=spec, inputs={"data.fingerprint": "f"})
+    loaded, texts = loaded_model(), [(DATA.sequences[i][None, :175], DATA.loss_masks[i][None, :175]) for i in (0, 2)]
+    for side in SIDES:
+        two, four, eight = sides.setup.kl_candidates(side)
+        assert sides.setup.measured(side) == (two,) and sides.setup.together(side) == (two, four)
+        plans = [unquantized_plan(loaded.identity, loaded.geometry)] * 2
+        for number, candidate in enumerate((two, four)):
+            for index in range(2):
+                plans[number] = one_side_plan(plans[number], index, side, CACHE.format(side, *candidate))
+        reference = unquantized_plan(loaded.identity, loaded.geometry)
+        kl_Pn = torch.cat([deviations(loaded.model, reference, plans, *text).kl_Pn for text in texts], 1)
+        found = torch.stack([sides.kl(index, side) for index in range(2)])
+        torch.testing.assert_close(found[:, :2].sum(0), kl_Pn.mean(1), rtol=1e-4, atol=0)
+        alone = torch.stack([every.kl(index, side)[0] for index in range(2)])
+        torch.testing.assert_close(found[:, 0] / found[:, 0].sum(), alone / alone.sum(), rtol=1e-4, atol=0)
+        for index in range(2):
+            errors = sides.relative_error(index, side).square()
+            at_4, at_8 = (sides.setup.candidates(side).index(one) for one in (four, eight))
+            assert float(found[index, 2]) == pytest.approx(
+                float(found[index, 1] * errors[at_8] / errors[at_4]), rel=1e-9
+            )
+    assert profile_record.load(tmp_path / "profile.safetensors").setup == sides.setup
+
+
 def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, monkeypatch) -> None:
     """To the rounding of forwards of other shapes; the size is in the artifact, which counts no padding."""
     expected, _ = finished

@@ -12,7 +12,6 @@ from static_cases import drifting_ids, plan_for
 from test_profile import CACHE, loaded_model
 from tiny_models import TINY_MODELS, as_loaded, measured
 
-from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models import forwards
@@ -33,6 +32,8 @@ from kvcal.stages.divergence import (
     one_side_plan,
     unquantized_plan,
 )
+from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
 
 
 def plans_of(loaded) -> tuple[Plan, Plan]:
@@ -142,7 +143,7 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
         with monkeypatch.context() as patch:
             if not is_shared:
                 patch.setattr(forwards, "decoder_layers", lambda _: None)
-                patch.setattr(PlanCache, "for_measurement", lambda plan, config, _: PlanCache(plan, config))  # of pages
+                patch.setattr(DenseLayer, "can_stand_for", lambda layer: False)  # of pages
             found.append(deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0)))
         assert list(decoder_layers(model)) == own
     for part, expected in zip(*found, strict=True):
@@ -175,10 +176,11 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
     plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
     plans = [plan, plan, plan_for("kivi" if name == "rotated" else "rotated", 2, 3, cache_dtype)]
     model, unread = tiny_llama(2, 3), UnreadPages()
-    dense = [PlanCache.for_measurement(one, model.config, unread) for one in plans]
+    dense = [DenseCache(one, model.config, unread) for one in plans]
     assert all(isinstance(layer, DenseLayer) for cache in dense for layer in cache.layers)
     found, num_pages, encode = [], [], PageCodec.encode
-    for caches in ([PlanCache(one, model.config) for one in plans], dense):
+    monkeypatch.setattr(DenseLayer, "can_stand_for", lambda layer: False)
+    for caches in ([DenseCache(one, model.config) for one in plans], dense):
         logits: list[list[torch.Tensor]] = [[] for _ in plans]
         for number, _, logits_BTV in lockstep(model, caches, drifting_ids(2, 600)):
             logits[number].append(logits_BTV)

@@ -35,7 +35,7 @@ from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns,
 from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.profile import record as profile_record
 from kvcal.systems.aqua_kv import record as predictor_record
-from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.recipe import FeedbackSpec
 from kvcal.systems.kvmix.window_rule import WindowRule
 from kvcal.systems.pm_kvq import reparam as reparam_stage

@@ -159,7 +159,7 @@ def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[i
         ends = [start + cache.tokens_to_next_page()] if cuts is None else [cut for cut in cuts if cut > start]
         new = slice(start, min([*ends, q.shape[2]]))
         keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
-        if layer.static is not None and layer.static.is_step(new.stop - start):
+        if layer.awaits_step(new.stop - start):
             outputs.append(layer.attend(q[:, :, new], keys, values, None, 1.0, 0.0).transpose(1, 2))
         else:
             sees = torch.ones(new.stop - start, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - new.stop + start)
@@ -175,7 +175,7 @@ def after_crop(plan: Plan, side: Side, read: Tensor, raw: Tensor, kept: int) -> 
     ``read`` and ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no
     more, tokens are raw, if the ring still has them."""
     expected, fmt = read[:, :, :kept].clone(), plan.layers[0].format(side)
-    first = max(read.shape[2] - fmt.ring_tokens, 128 * fmt.pages_read(kept), 0)
+    first = max(read.shape[2] - fmt.ring_tokens(), 128 * fmt.pages_read(kept), 0)
     expected[:, :, first:] = raw[:, :, first:kept]
     return expected
 

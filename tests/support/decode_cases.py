@@ -165,7 +165,7 @@ class Case:
         own = slice(self.spare // 2, self.spare // 2 + heads)
         table = self.place.table.long()
         sinks = x.new_full((batch, all_heads, fmt.num_sink_tokens, dim), math.nan)[:, own]
-        ring = x.new_full((batch, all_heads, fmt.ring_tokens, dim), math.nan)[:, own]
+        ring = x.new_full((batch, all_heads, fmt.ring_tokens(), dim), math.nan)[:, own]
         shape = (table.numel(), all_heads, layout.record_bytes)
         pages = torch.full(shape, 255, dtype=torch.uint8, device=self.device)[:, own]
         for row, length in enumerate(lengths):
@@ -176,8 +176,8 @@ class Case:
                     self.seen[side][row, :, first : (page + 1) * PAGE_TOKENS] = decoded[:, first % PAGE_TOKENS :]
             stored = min(fmt.num_sink_tokens, length + 1)
             sinks[row, :, :stored] = x[row, :, :stored]
-            recent = torch.arange(max(0, length + 1 - fmt.ring_tokens), length + 1, device=self.device)
-            ring[row, :, recent % fmt.ring_tokens] = x[row, :, recent]
+            recent = torch.arange(max(0, length + 1 - fmt.ring_tokens()), length + 1, device=self.device)
+            ring[row, :, recent % fmt.ring_tokens()] = x[row, :, recent]
         return Memory(sinks, ring, pages)
 
     def _packed(self, side: Side, row: int, page: int, record: Tensor) -> Tensor:

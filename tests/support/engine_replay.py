@@ -26,7 +26,8 @@ from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
-from kvcal.store.layer_store import DecodedCopy
+from kvcal.stages.measuring.cache import DecodedCache
+from kvcal.stages.measuring.decoded_layer import DecodedLayer
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last
 # bits, so that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to
@@ -125,7 +126,7 @@ class Replay:
             self._blocks[name] = blocks
             return own
         self.restarts += own is not None
-        found = PlanCache(self.plan, self.model.config, keep_decoded=True)
+        found = DecodedCache(self.plan, self.model.config)
         for number, layer in enumerate(found.layers):
             if isinstance(layer, BoundedLayer):  # all tokens, as an engine has them: another may begin at earlier ones
                 every = dataclasses.replace(layer.geometry, window=2**20)
@@ -153,8 +154,8 @@ class Replay:
                 for part, other in zip(parts_of(layer), parts_of(theirs), strict=True):
                     part.pool.records[page] = other.pool.records[page]
         for layer in cache.layers:
-            if isinstance(layer, PagedLayer):
-                layer.decoded = DecodedCopy()
+            if isinstance(layer, DecodedLayer):
+                layer.forget()
 
 
 class AttentionReplay(Replay):

@@ -19,9 +19,9 @@ from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Silent
+from kvcal.systems.aqua_kv.fit import run_fit_predictors
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.record import PredictorRecord
-from kvcal.systems.aqua_kv.stage import run_fit_predictors
 from kvcal.systems.aqua_kv.transform import Predictor
 
 FIRST = Format(4, "token", 64, num_sink_tokens=4)

@@ -29,7 +29,6 @@ from progressive_cases import K_2, V_2, scheduled
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.cache.build import held_tensors
 from kvcal.errors import SlowPath
 from kvcal.models.supported_layers import geometry_of
 
@@ -73,8 +72,8 @@ def poisoned() -> Iterator[None]:
 
 def poison(cache: PlanCache) -> None:
     """Of a static cache without tokens: everything."""
-    for layer in cache.layers:
-        for tensor in held_tensors(layer):
+    for layer in cache.plan_layers.values():
+        for tensor in layer.tensors:
             tensor.view(torch.uint8).fill_(255)
 
 

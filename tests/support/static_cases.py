@@ -11,11 +11,11 @@ from transformers import CompileConfig, PreTrainedModel
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
-from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.plan_layer import AttentionLayer
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.store.sinks_ring_pages import PagedTensor
-from kvcal.systems.basis.basis import Basis
+from kvcal.systems.basis.basis import Basis, rounded
 from kvcal.systems.kvmix.window_rule import WindowRule
 
 RECIPES = recipe_formats()
@@ -88,9 +88,9 @@ def random_bases(prefix: str, heads: int, dim: int, generator: torch.Generator) 
     """The tensors of bases of a layer's keys and values."""
     tensors: dict[str, Tensor] = {}
     for side in SIDES:
-        matrix = torch.randn(heads, dim, dim, generator=generator).double() * 0.25 / dim**0.5 + torch.eye(dim).double()
+        matrix = rounded(torch.randn(heads, dim, dim, generator=generator) * 0.25 / dim**0.5 + torch.eye(dim))
         center = torch.randn(heads, dim, generator=generator) if side == "k" else None
-        tensors |= Basis(matrix.float(), torch.linalg.inv(matrix).float(), center).tensors(f"{prefix}.{side}")
+        tensors |= Basis(matrix, torch.linalg.inv(matrix.double()).float(), center).tensors(f"{prefix}.{side}")
     return tensors
 
 
@@ -112,7 +112,7 @@ def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | N
     lengths = dynamic.lengths
     assert static.lengths == lengths
     for ours, theirs in list(zip(static.layers, dynamic.layers, strict=True))[:num_layers]:
-        assert isinstance(ours, PagedLayer) and isinstance(theirs, PagedLayer)
+        assert isinstance(ours, AttentionLayer) and isinstance(theirs, AttentionLayer)
         for our, their in zip(ours.parts, theirs.parts, strict=True):
             assert_same_queries(our, their, lengths)
             for row, length in enumerate(lengths):

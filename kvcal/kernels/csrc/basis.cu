@@ -1,5 +1,5 @@
-// New tokens enter the basis of their KV head, and the queries that read them turn: `enter`. Attention's outputs leave the
-// basis of values: `leave`. Both are a product with a matrix [DIM, DIM] a head (kvcal/systems/basis/basis.py).
+// New tokens enter the basis of their KV head, and the queries that read them turn: `enter`. Attention's outputs, and tokens that are
+// read back, leave it: `leave`. Both are a product with a matrix [DIM, DIM] a head (kvcal/systems/basis/basis.py).
 //
 // Entering decides bytes: the integers of basis.py, T in 16 bits a row and x - c in 24 bits a token, are cut into bytes,
 // which tensor cores multiply and add up exactly. Sums of products of equal weight share an int32: at most 2 DIM 255^2.
@@ -13,7 +13,8 @@
 // The order of channels within a sum is free, so that eight neighbours are one or two loads. Rows g and g + 8 of an operand are
 // channels 2 g and 2 g + 1 of the result, which are stored together.
 //
-// Macros: DIM, a multiple of 8; GROUP, query heads of a KV head; DTYPE of the cache, Q_DTYPE of the model (as variants.py numbers them).
+// Macros: DIM, a multiple of 8; GROUP, query heads of a KV head; DTYPE of the cache and Q_DTYPE of queries for `enter`, IN_DTYPE and
+// OUT_DTYPE for `leave` (as variants.py numbers them).
 
 #include "common.cuh"
 
@@ -63,7 +64,31 @@ KV_INLINE void load_eight(float (&x)[8], const void* first, i64 at, bool is_ther
     }
 }
 
+// ---- the largest numbers of rows
+
+// The largest of the four lanes of a row.
+KV_INLINE u32 largest_of_quads(u32 x) {
+    x = max(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// The biased exponent of the largest number of a row; all four lanes get it.
+template <u32 LEAST = LEAST_OF_ROWS>
+KV_INLINE u32 exponent_of(const float (&x)[STEPS][8]) {
+    u32 top = 0;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            top = max(top, __float_as_uint(x[s][i]) & 0x7fffffffu);
+        }
+    }
+    return max(largest_of_quads(top) >> 23, LEAST);
+}
+
 // ---- tokens enter
+
+#ifdef DTYPE
 
 // d += a b of bytes: 16 rows, 8 columns, 32 products each.
 template <bool IS_A_SIGNED, bool IS_B_SIGNED>
@@ -91,34 +116,24 @@ KV_INLINE u32 bytes_of(const u32* word) {
     return __byte_perm(__byte_perm(word[0], word[1], SELECTOR), __byte_perm(word[2], word[3], SELECTOR), 0x5410);
 }
 
-// The largest of the four lanes of a row.
-KV_INLINE u32 largest_of_quads(u32 x) {
-    x = max(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-KV_INLINE u32 size_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-
 // 16 rows of T: their bytes as operands, and the units of rows g and g + 8.
 struct Matrix {
     u32 low[STEPS][4], high[STEPS][4];
     float unit[2];
 
     KV_INLINE void load(const float* matrix, int channel, Lane lane) {
+        float x[2][STEPS][8];  // asked for all at once
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float x[STEPS][8];
-            u32 top = 0;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 const int from = lane.channel(s);
-                load_eight<KV_FLOAT32>(x[s], matrix, (i64)(channel + half) * DIM + from, channel < DIM && from < DIM);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    top = max(top, size_bits(x[s][i]));
-                }
+                load_eight<KV_FLOAT32>(x[half][s], matrix, (channel + half) * DIM + from, channel < DIM && from < DIM);
             }
-            const u32 exponent = max(largest_of_quads(top) >> 23, LEAST_OF_ROWS);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 exponent = exponent_of(x[half]);
             const float up = power_of_two(127 + 15 + 126 - exponent);
             unit[half] = power_of_two(exponent - 126 - 15 + 127);
 #pragma unroll
@@ -126,7 +141,7 @@ struct Matrix {
                 u32 word[8];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {  // 1.5 2^23 is 0 in its last 16 bits
-                    word[i] = __float_as_uint(__fadd_rn(fminf(__fmul_rn(x[s][i], up), 32767.f), 12582912.f));
+                    word[i] = __float_as_uint(__fadd_rn(fminf(__fmul_rn(x[half][s][i], up), 32767.f), 12582912.f));
                 }
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
@@ -143,13 +158,13 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
     const int head = blockIdx.x / BLOCKS_OF_HEAD, warp = threadIdx.x / 32;
     const Lane lane{(int)threadIdx.x % 32 / 4, (int)threadIdx.x % 4};
     const int channel = (blockIdx.x % BLOCKS_OF_HEAD * WARPS + warp) * TILE + 2 * lane.g;
-    Matrix matrix;
-    matrix.load(matrices + (i64)head * DIM * DIM, channel, lane);
     float center[STEPS][8];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         load_eight<KV_FLOAT32>(center[s], centers, head * DIM + lane.channel(s), centers && lane.channel(s) < DIM);
     }
+    Matrix matrix;
+    matrix.load(matrices + (i64)head * DIM * DIM, channel, lane);
     kv_wait_for_previous();
     kv_let_next_start();
     bool is_beyond = false;
@@ -157,7 +172,6 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
         const int row = kv_min(first + lane.g, rows - 1);
         const i64 at = x.at(row, head);
         float token[STEPS][8];
-        u32 top = 0;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             load_eight<DTYPE>(token[s], x.first, at + lane.channel(s), lane.channel(s) < DIM);
@@ -167,10 +181,9 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 token[s][i] = __fsub_rn(token[s][i], center[s][i]);
-                top = max(top, size_bits(token[s][i]));
             }
         }
-        const u32 exponent = max(largest_of_quads(top) >> 23, LEAST_OF_TOKENS);
+        const u32 exponent = exponent_of<LEAST_OF_TOKENS>(token);
         const float up = power_of_two(127 + 23 + 126 - exponent);
         int sum[4][4] = {};  // of products that count 2^0, 2^8, 2^16, 2^24
 #pragma unroll
@@ -219,6 +232,8 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
     }
 }
 
+#endif
+
 // ---- queries turn, outputs leave
 
 KV_INLINE void multiply_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -235,30 +250,23 @@ KV_INLINE void split(u32& high, u32& low, float even, float odd) {
     low = kv_bits_of<KV_FLOAT16>(even_rest) | (u32)kv_bits_of<KV_FLOAT16>(odd_rest) << 16;
 }
 
-// The exponent by which the largest number of a row comes to lie below 2^15: x up_to_halves(e) and back by from_halves(e).
-KV_INLINE u32 exponent_of_halves(const float (&x)[STEPS][8]) {
-    u32 top = 0;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            top = max(top, size_bits(x[s][i]));
-        }
-    }
-    return max(largest_of_quads(top) >> 23, LEAST_OF_ROWS);
-}
+// A row whose largest number has this exponent comes to lie below 2^15, and back.
 KV_INLINE float up_to_halves(u32 exponent) { return power_of_two(127 + 15 + 126 - exponent); }
 KV_INLINE float from_halves(u32 exponent) { return power_of_two(exponent - 126 - 15 + 127); }
 
 // x [rows, heads GROUP, DIM] of dtype IN -> out [rows, heads GROUP, DIM] of dtype OUT, contiguous: the matrix of each KV head, or if
-// IS_TURNED its transpose, times each of them.
+// IS_TURNED its transpose, times each of them. Added to it: fp32 [heads, DIM], or 0.
 template <bool IS_TURNED, int IN, int OUT>
-KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int rows, int heads) {
+KV_INLINE void multiply(const Rows& x, const float* matrices, const float* added, void* out, int rows, int heads) {
     const int head = blockIdx.x / BLOCKS_OF_HEAD, warp = threadIdx.x / 32;
     const Lane lane{(int)threadIdx.x % 32 / 4, (int)threadIdx.x % 4};
     const int channel = (blockIdx.x % BLOCKS_OF_HEAD * WARPS + warp) * TILE + 2 * lane.g;
     const float* matrix = matrices + (i64)head * DIM * DIM;
-    float entry[2][STEPS][8], unit[2];
+    float entry[2][STEPS][8], unit[2], more[2] = {};
+    if (!IS_TURNED && added && channel < DIM) {
+        more[0] = added[head * DIM + channel];
+        more[1] = added[head * DIM + channel + 1];
+    }
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int from = lane.channel(s);
@@ -278,7 +286,7 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
     u32 high[STEPS][2][4], low[STEPS][2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const u32 exponent = exponent_of_halves(entry[half]);
+        const u32 exponent = exponent_of(entry[half]);
         const float up = up_to_halves(exponent);
         unit[half] = from_halves(exponent);
 #pragma unroll
@@ -301,7 +309,7 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
         for (int s = 0; s < STEPS; ++s) {
             load_eight<IN>(number[s], x.first, at + lane.channel(s), lane.channel(s) < DIM);
         }
-        const u32 exponent = exponent_of_halves(number);
+        const u32 exponent = exponent_of(number);
         const float up = up_to_halves(exponent);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
@@ -325,8 +333,8 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
                 continue;
             }
             const i64 to = ((i64)(to_row / GROUP * heads + head) * GROUP + to_row % GROUP) * DIM + channel;
-            const float even = (sum[column] + rest[column]) * unit[0] * down;
-            const float odd = (sum[2 + column] + rest[2 + column]) * unit[1] * down;
+            const float even = (sum[column] + rest[column]) * unit[0] * down + more[0];
+            const float odd = (sum[2 + column] + rest[2 + column]) * unit[1] * down + more[1];
             if constexpr (OUT == KV_FLOAT32) {
                 *(uint2*)((float*)out + to) = make_uint2(__float_as_uint(even), __float_as_uint(odd));
             } else {
@@ -337,6 +345,8 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, void* out, int row
 }
 
 // ---- the kernels
+
+#ifdef DTYPE
 
 // Grid (heads BLOCKS_OF_HEAD, any number, parts), 64 threads. Parts are the first `sides` of two, and queries, if q is not 0.
 //   x, y          [rows / per_outer, per_outer, heads, DIM] in DTYPE, by strides in elements; into x_out and y_out in order
@@ -350,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) enter(
     i64 sides, i64 rows, i64 per_outer, i64 heads, int* error) {
     const int part = blockIdx.z;
     if (part >= sides) {
-        multiply<true, Q_DTYPE, KV_FLOAT32>(Rows{q, q_outer, q_inner, q_head, (int)per_outer}, q_matrix, q_out, (int)rows, (int)heads);
+        multiply<true, Q_DTYPE, KV_FLOAT32>(Rows{q, q_outer, q_inner, q_head, (int)per_outer}, q_matrix, nullptr, q_out, (int)rows, (int)heads);
         return;
     }
     const bool is_first = part == 0;
@@ -359,10 +369,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) enter(
         tokens, is_first ? x_matrix : y_matrix, is_first ? x_center : y_center, is_first ? x_out : y_out, (int)rows, (int)heads, error);
 }
 
-// Grid (heads BLOCKS_OF_HEAD, any number), 64 threads: attention [rows, heads GROUP, DIM], fp32 and contiguous -> out, alike in
-// Q_DTYPE: matrix fp32 [heads, DIM, DIM] times each of them.
+#else
+
+// Grid (heads BLOCKS_OF_HEAD, any number), 64 threads: y [rows / per_outer, per_outer, heads GROUP, DIM] in IN_DTYPE, by strides
+// -> out, alike in OUT_DTYPE and contiguous. matrix fp32 [heads, DIM, DIM]; center fp32 [heads, DIM], or 0.
 extern "C" __global__ void __launch_bounds__(THREADS) leave(
-    const float* attention, const float* matrix, void* out, i64 rows, i64 heads) {
-    const i64 row = heads * GROUP * DIM;
-    multiply<false, KV_FLOAT32, Q_DTYPE>(Rows{attention, row, 0, DIM, 1}, matrix, out, (int)rows, (int)heads);
+    const void* y, i64 y_outer, i64 y_inner, i64 y_head, const float* matrix, const float* center, void* out, i64 rows,
+    i64 per_outer, i64 heads) {
+    multiply<false, IN_DTYPE, OUT_DTYPE>(
+        Rows{y, y_outer, y_inner, y_head, (int)per_outer}, matrix, center, out, (int)rows, (int)heads);
 }
+
+#endif

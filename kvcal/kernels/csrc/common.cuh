@@ -56,6 +56,19 @@ KV_INLINE unsigned short kv_bits_of(float x) {
     return y;
 }
 
+// Two of them in a word, which takes one quick instruction.
+template <int TYPE>
+KV_INLINE unsigned kv_bits_of(float lo, float hi) {
+    static_assert(TYPE == KV_FLOAT16 || TYPE == KV_BFLOAT16, "a dtype of 16 bits");
+    unsigned d;
+    if constexpr (TYPE == KV_FLOAT16) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    }
+    return d;
+}
+
 KV_INLINE constexpr int kv_param_bytes(int type) { return type == KV_FLOAT32 ? 4 : type == KV_E5M2 ? 1 : 2; }
 
 // A number of 8 bits, the upper half of a float16.

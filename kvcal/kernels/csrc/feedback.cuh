@@ -11,7 +11,7 @@
 
 enum { BLOCK = 16, BLOCKS_KEPT = 4 };
 
-// Sizes of a part: PART_TOKENS tokens of a page, and a thread for each of their chains.
+// Sizes of a part: up to PART_TOKENS tokens of a page, and a thread for each of their chains. Three warps share 32 tokens.
 template <class S>
 struct Part {
     static constexpr int tokens = PART_TOKENS, stride = Page<S>::stride, groups = Page<S>::groups;
@@ -36,6 +36,11 @@ struct PartScratch {
         unsigned short stored[S::has_feedback ? FACTOR<S> : 4];             // the factor as the plan has it
     };
 };
+
+// The chain of a token with a candidate.
+KV_INLINE constexpr int chain_of(int token, int number) {
+    return (token / 32 * CANDIDATES + number) * 32 + token % 32;
+}
 
 KV_INLINE constexpr int kv_factor_row(int block, int row) { return (8 * block * (block + 1) + row) * BLOCK; }
 
@@ -138,16 +143,17 @@ KV_INLINE void take_in(float (&target)[4][4], const float4& factor, const float4
     }
 }
 
-// This lane's place in outer products: its chains are 4 neighbours, its channels 4 of every block.
+// This lane's place in outer products: its chains are 4 neighbours, its channels 4 of every block. Lanes 2 i and 2 i + 1 have
+// the same chains, and lanes i and i ^ 2 the same channels: so a load of 16 bytes takes the fewest cycles.
 template <class S>
 struct Corner {
     int chain, channel, token;
 
     KV_INLINE Corner() {
         const int lane = threadIdx.x % 32;
-        chain = (threadIdx.x & ~31) + 4 * (lane / 4);
-        channel = 4 * (lane % 4);
-        token = chain % Part<S>::tokens;
+        chain = (threadIdx.x & ~31) + 4 * (lane >> 1 & 1 | lane >> 2 & 6);
+        channel = 4 * (lane & 1 | lane >> 1 & 2);
+        token = threadIdx.x / (32 * CANDIDATES) * 32 + chain % 32;
     }
 
     // Its targets in a block, before any error is taken in: the values.
@@ -202,12 +208,21 @@ KV_INLINE void make_room(PartScratch<S>& scratch, const Corner<S>& corner) {
     for (int i = 0; i < LATER; ++i) {
         corner.start(target[i], scratch, BLOCKS_KEPT + i);
     }
+    // What a row takes is loaded while the one before it is in work.
+    float4 next = corner.errors(scratch, 0), next_factor[LATER];
+#pragma unroll
+    for (int i = 0; i < LATER; ++i) {
+        next_factor[i] = corner.factor(scratch, BLOCKS_KEPT + i, 0);
+    }
 #pragma unroll 2
     for (int row = 0; row < Part<S>::kept; ++row) {
-        const float4 errors = corner.errors(scratch, row);
+        const float4 errors = next;
+        next = corner.errors(scratch, kv_min(row + 1, Part<S>::kept - 1));
 #pragma unroll
         for (int i = 0; i < LATER; ++i) {
-            take_in(target[i], corner.factor(scratch, BLOCKS_KEPT + i, row), errors);
+            const float4 factor = next_factor[i];
+            next_factor[i] = corner.factor(scratch, BLOCKS_KEPT + i, row + 1);
+            take_in(target[i], factor, errors);
         }
     }
     __syncwarp();
@@ -217,12 +232,16 @@ KV_INLINE void make_room(PartScratch<S>& scratch, const Corner<S>& corner) {
     }
 }
 
-// Codes and costs of all chains of a part. Those beyond the candidates are there for whole warps, and never chosen.
+// Codes and costs of all chains of `count` tokens. Warps of no token return at once.
 template <class S>
-KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
+KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
     constexpr int TOKENS = Part<S>::tokens, CHAINS = Part<S>::chains, LANES = 8;
     constexpr unsigned LEVELS = (1u << S::bits) - 1;
-    const int chain = threadIdx.x, token = chain % TOKENS, number = chain / TOKENS;
+    const int chain = threadIdx.x, number = chain / 32 % CANDIDATES;
+    const int token = chain / (32 * CANDIDATES) * 32 + chain % 32;
+    if (token >= count) {
+        return;
+    }
     const Corner<S> corner;
     Grid grid(0.0f, 0.0f);
     float squares[LANES] = {};
@@ -240,10 +259,15 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
         } else {
             corner.load(target, scratch, row);
         }
+        if (row > 0) {
+            float4 next = corner.errors(scratch, 0), next_factor = corner.factor(scratch, block, first * BLOCK);
 #pragma unroll 4
-        for (int before = 0; before < row; ++before) {
-            take_in(
-                target, corner.factor(scratch, block, first * BLOCK + before), corner.errors(scratch, before));
+            for (int before = 0; before < row; ++before) {
+                const float4 errors = next, factor = next_factor;
+                next = corner.errors(scratch, kv_min(before + 1, row - 1));
+                next_factor = corner.factor(scratch, block, first * BLOCK + before + 1);
+                take_in(target, factor, errors);
+            }
         }
         corner.store(target, scratch, row);
         __syncwarp();
@@ -306,5 +330,4 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch) {
         }
     }
     scratch.cost[chain] = squares[0];
-    __syncthreads();
 }

@@ -153,37 +153,47 @@ KV_INLINE void append_page(
 
 #if PART_TOKENS
 
-// Number n of the sequences that complete a page, or -1. All lanes of a warp ask.
-KV_INLINE int nth_complete(const Step& step, int n) {
-    constexpr int AT_ONCE = 4;
-    for (int first = 0; first < step.sequences; first += 32 * AT_ONCE) {
-        bool is_complete[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int sequence = first + 32 * i + threadIdx.x % 32;
-            is_complete[i] = sequence < step.sequences && step.completes_page(sequence);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            unsigned found = __ballot_sync(0xffffffffu, is_complete[i]);
-            if (n < __popc(found)) {
-                for (; n > 0; --n) {
-                    found &= found - 1;
-                }
-                return first + 32 * i + __ffs(found) - 1;
-            }
-            n -= __popc(found);
-        }
+// Finds the sequences that complete a page. All lanes of a warp ask.
+struct Completed {
+    const Step& step;
+
+    // Which of 32 sequences from the first on.
+    KV_INLINE unsigned of(int first) const {
+        const int sequence = first + threadIdx.x % 32;
+        return __ballot_sync(0xffffffffu, sequence < step.sequences && step.completes_page(sequence));
     }
-    return -1;
-}
+
+    KV_INLINE int count() const {
+        int count = 0;
+#pragma unroll 4
+        for (int first = 0; first < step.sequences; first += 32) {
+            count += __popc(of(first));
+        }
+        return count;
+    }
+
+    // Number n of them, below the count.
+    KV_INLINE int number(int n) const {
+        int first = 0;
+        unsigned found = of(first);
+        while (n >= __popc(found)) {
+            n -= __popc(found);
+            found = of(first += 32);
+        }
+        for (; n > 0; --n) {
+            found &= found - 1;
+        }
+        return first + __ffs(found) - 1;
+    }
+};
 
 template <class S>
-KV_INLINE void append_part(const Store& store, const Step& step, void* memory, int sequence, int head, int part) {
+KV_INLINE void append_part(
+    const Store& store, const Step& step, void* memory, int sequence, int head, int first, int count) {
     if constexpr (S::is_rotated) {
         if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
             const Source source = source_of<S>(store, step, sequence, head);
-            pack_part<S>(source, *(PartScratch<S>*)memory, record, part * PART_TOKENS, step.error);
+            pack_part<S>(source, *(PartScratch<S>*)memory, record, first, count, step.error);
             __syncthreads();
         }
     }
@@ -255,14 +265,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
         }
     }
 #if PART_TOKENS
-    constexpr int PARTS = KV_PAGE_TOKENS / PART_TOKENS;
-    const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads * PARTS;
-    for (int unit = blockIdx.x, sequence; (sequence = nth_complete(step, unit / of_sequence)) >= 0; unit += gridDim.x) {
-        const int part = unit % PARTS, item = unit % of_sequence / PARTS, head = item % step.heads;
+    const Completed completed{step};
+    const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
+    const int pages = completed.count() * of_sequence;
+    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does.
+    int parts = KV_PAGE_TOKENS / PART_TOKENS;
+    while (parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
+        parts *= 2;
+    }
+    const int count = KV_PAGE_TOKENS / parts;
+    for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
+        const int page = unit / parts, first = unit % parts * count;
+        const int sequence = completed.number(page / of_sequence), item = page % of_sequence, head = item % step.heads;
         if (Keys::is_rotated && item < step.heads) {
-            append_part<Keys>(k, step, memory, sequence, head, part);
+            append_part<Keys>(k, step, memory, sequence, head, first, count);
         } else {
-            append_part<Values>(v, step, memory, sequence, head, part);
+            append_part<Values>(v, step, memory, sequence, head, first, count);
         }
     }
 #endif
@@ -301,7 +319,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(
         (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>, SIDE == 0 ? k_signs : v_signs};
     unsigned char* record = pages + slot * page_stride + head * Packed::record;
 #if PART_TOKENS
-    pack_part<Packed>(source, *(PartScratch<Packed>*)memory, record, blockIdx.x % PARTS * PART_TOKENS, error);
+    pack_part<Packed>(
+        source, *(PartScratch<Packed>*)memory, record, blockIdx.x % PARTS * PART_TOKENS, PART_TOKENS, error);
 #else
     const float* query = query_mean + ((long long)row * heads + head) * Packed::dim;
     pack_page<Packed>(source, *(Scratch<Packed>*)memory, record, query, 1.0f, error);

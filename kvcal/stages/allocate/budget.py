@@ -15,26 +15,19 @@ from importlib.metadata import version
 from torch import Tensor
 
 from kvcal.errors import InfeasibleBudget, UsageError
-from kvcal.geometry import CacheDtype, Geometry
-from kvcal.pages.error_feedback import factor_spec
+from kvcal.geometry import CacheDtype
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, describe_parts, fixed_layers, parts_of
-from kvcal.plan.page_format import SIDES, num_pages
+from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
+from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec
+from kvcal.recipe import AllocateSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.records import refusing
-from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, layers_in, num_values
+from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, num_values
 from kvcal.stages.memory_needs import budget_bits
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
-from kvcal.systems.aqua_kv.recipe import PredictorSpec
-from kvcal.systems.aqua_kv.record import every_finding, with_predictors
-from kvcal.systems.basis.basis import basis_specs
-from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
-from kvcal.systems.basis.rotated import gain_spec
-from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
 # The libraries that can change what a plan does or how it was measured.
 LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers")
@@ -87,37 +80,6 @@ def resolve_budget(
         )
     total = sum(layer_bytes(fixed_layers(other.formats, layers), cache_dtype, workload))
     return BudgetSplit(total, None, None, **unspent, kind="same_bytes_as")
-
-
-def reserved_bytes(
-    geometry: Geometry,
-    cache: CacheSpec,
-    reparam: ReparamSpec | None,
-    predictors: PredictorSpec | None = None,
-    device_workload: Workload | None = None,
-    calibration: FeedbackSpec | None = None,
-) -> int:
-    """Upper bound of the bytes that the transforms of a recipe take: λ of every layer, all predictors that
-    can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback
-    with their bases."""
-    k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
-    layers = layers_in(geometry, k, v)
-    lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.takes_transforms)
-    total = 0 if reparam is None else FLOAT_BYTES * lambdas
-    for layer in layers:
-        for side in () if calibration is None or not layer.takes_transforms else calibration.sides:
-            shape = layer.attention.num_kv_heads, layer.head_dim(side)
-            total += factor_spec(*shape).nbytes
-            if isinstance(calibration, BasisSpec):
-                total += sum(spec.nbytes for spec in basis_specs(side, *shape).values()) + layer.head_dim(side)  # signs
-                total += gain_spec(*shape).nbytes if side == "v" else 0
-    if predictors is None:
-        return total
-    every = with_predictors(layers, every_finding(layers, predictors, geometry.cache_dtype), predictors)
-    if device_workload is not None:
-        before, after = (workspace_bytes(some, geometry.cache_dtype, device_workload) for some in (layers, every))
-        total += max(0, after - before)
-    return total + needed_nbytes(every, geometry.cache_dtype)
 
 
 def transform_bytes(allocation: Allocation, layers: Sequence[LayerPlan], tensor_bytes: int) -> int:
@@ -187,7 +149,7 @@ def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
 
 def reserve_hint(nbytes: int) -> str:
     return (
-        f"repeat `kvcal allocate`, with its options and --reserve {nbytes}, then reparam and fit-predictors, which are "
+        f"repeat `kvcal allocate`, with its options and --reserve {nbytes}, then `kvcal transform`, whose results are "
         "made for the chosen formats"
     )
 

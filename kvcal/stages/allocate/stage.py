@@ -13,7 +13,8 @@ from. After a search, it is of the system that ships. Nothing is measured anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,13 @@ from kvcal.strict import parse
 def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], reserved: int = 0) -> Allocation:
     """Solve one budget, of which ``reserved`` bytes are kept for what transforms take
     (``budget.transform_bytes``)."""
-    problem = Problem(profile, spec)
+    return solved(Problem(profile, spec), profile, spec, provenance, reserved)
+
+
+def solved(
+    problem: Problem, profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], reserved: int = 0
+) -> Allocation:
+    """The allocation of a problem, all of whose options are the profile's. Raises as ``allocate``."""
     split = _split(problem, profile, spec, reserved)
     smallest = problem.nbytes(problem.smallest)
     setup, cache_dtype, workload = profile.setup, profile.setup.geometry.cache_dtype, problem.workload
@@ -142,6 +149,20 @@ class Problem:
                 formats.append({place: part[0] for place, part in parts.items()})
         self.units.append(Unit(f"layer {index} {', '.join(sides)}", tuple(options)))
         self.formats.append(formats)
+
+    def only(self, is_allowed: Callable[[Side, Format], bool]) -> Problem:
+        """The same problem with those options alone whose formats are allowed on their sides; a unit without one
+        keeps all."""
+        found = copy.copy(self)
+        found.units, found.formats = [], []
+        for unit, formats in zip(self.units, self.formats, strict=True):
+            kept = [
+                n for n, parts in enumerate(formats) if all(is_allowed(side, fmt) for (_, side), fmt in parts.items())
+            ]
+            kept = kept or list(range(len(formats)))
+            found.units.append(replace(unit, options=tuple(unit.options[n] for n in kept)))
+            found.formats.append([formats[n] for n in kept])
+        return found
 
     @property
     def smallest(self) -> list[int]:

@@ -30,6 +30,7 @@ from kvcal.plan.plan import Plan, load_plan
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.tasks import generate_packed
 from kvcal.stages.generate import PLAIN_DECODING
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 
@@ -78,7 +79,7 @@ class PackedCacheLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         """Tokens [B, T] of prompts and completions; ``settings`` hold the attention mask."""
         mask = settings["attention_mask"]
-        cache = PlanCache(self.plan, self.model.config, mask, keep_decoded=True)
+        cache = DecodedCache(self.plan, self.model.config, mask)
         generate, settings = super()._model_generate, PLAIN_DECODING | settings
         output = generate_packed(cache, self.model, generate, context, max_length, stop, **settings)
         new_B = (output[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum(1)

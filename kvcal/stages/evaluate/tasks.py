@@ -5,7 +5,7 @@ all tasks share ragged, left-padded batches, sorted by length. ``model.generate`
 two of them the finished sequences (end-of-sequence token, or a complete answer line) leave the cache. The
 tokens are those of one long ``generate``. After every segment the cache's bytes are compared with the plan's
 prediction, and everything the model attended to with a fresh read of the packed pages
-(PlanCache.verify_decoded).
+(DecodedCache.verify_decoded).
 
 Long contexts are read (``kvcal.data.reading``: rows, pairs, late facts and others): texts are fed
 decode-faithfully and next to 16 bits (``divergence.lockstep``), so that every token of an answer reads packed
@@ -34,7 +34,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from kvcal.cache.attached import attached_for
-from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.pools import Purpose
 from kvcal.data.reading import EvaluateSpec, Reading, readings
 from kvcal.data.sequences import encode_problem
@@ -48,6 +47,7 @@ from kvcal.progress import Reporter
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
 from kvcal.stages.evaluate.text import TAILS, ratio_and_error
 from kvcal.stages.generate import PLAIN_DECODING
+from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
@@ -154,7 +154,7 @@ def _read(loaded: LoadedModel, plan: Plan, texts: Sequence[Reading]) -> tuple[Te
         for start, stop in text.answers:
             asked_BT[row, start:stop] = True
     raw = unquantized_plan(loaded.identity, loaded.geometry)
-    caches = [PlanCache.for_measurement(one, loaded.model.config) for one in (raw, plan)]
+    caches = [DenseCache(one, loaded.model.config) for one in (raw, plan)]
     reference: list[tuple[Tensor, Tensor]] = []  # logits and negative log-likelihoods of chunks not yet compared
     for number, start, logits_BTV in lockstep(loaded.model, caches, tokens_BT):
         if torch.isnan(logits_BTV).any():
@@ -252,7 +252,7 @@ def _complete(
     width, hint = input_ids.shape[1], "lower max_steps, max_size, max_hops or max_digits, or evaluate without tasks"
     room = _require_room(loaded, plan, width + 1, "a problem's prompt and a token", hint)
     left = int(min(max_new_tokens, room - width))
-    cache = PlanCache(plan, model.config, attention_mask=mask, keep_decoded=True)
+    cache = DecodedCache(plan, model.config, mask)
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
         width = input_ids.shape[1]
@@ -270,7 +270,7 @@ def _complete(
 
 
 def generate_packed(
-    cache: PlanCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
+    cache: DecodedCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through
     ``cache``; then the cache's bytes and its decoded copy are checked."""

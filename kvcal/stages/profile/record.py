@@ -7,7 +7,11 @@ that break a prediction alone, and nothing of what several break together), or t
 
 - sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``profile.sensitivity``);
 - KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache:
-  direct, but for few candidates, and per layer only (``stages.divergence``);
+  direct, but for few candidates, and per layer only (``stages.divergence``). With "sides", the KL of all layers'
+  keys, and of all values, at the two lowest bits is measured, too, and a layer has its share of that. For a
+  uniform quantizer of a Gaussian the squared error falls by 3.2 a bit; how fast KL does differs by side: errors
+  of keys move softmax's weights, errors of values average out over tokens (RateQuant, arXiv 2605.06675: a wrong
+  base is worse than equal bits);
 - KVmix's score s, the norm of the projection weight's gradient, per layer;
 - the relative error ε = ‖X − Q(X)‖ / ‖X‖ of a layer's keys or values X, per candidate.
 
@@ -46,6 +50,7 @@ from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
 from kvcal.systems.basis.rotated import DISTORTION
 
 KIND = "profile"
+TOGETHER = "all"  # in place of a layer's index
 TINY = 1e-300  # keeps a share defined where nothing was lost at all
 SCHEMA = 2
 
@@ -91,8 +96,16 @@ class ProfileSetup:
 
     def measured(self, side: Side) -> tuple[Candidate, ...]:
         """Those of ``kl_candidates`` whose KL is measured; that of the others is scaled."""
-        lowest = min(self.spec.kl_bits) if self.spec.kl_measured == "lowest" else None
-        return tuple(one for one in self.kl_candidates(side) if lowest in (None, one.num_bits))
+        if self.spec.kl_measured not in ("lowest", "sides"):
+            return self.kl_candidates(side)
+        return tuple(one for one in self.kl_candidates(side) if one.num_bits == min(self.spec.kl_bits))
+
+    def together(self, side: Side) -> tuple[Candidate, ...]:
+        """Those whose KL is measured in all layers at once, by rising bits: with "sides" of the two lowest bits."""
+        if self.spec.kl_measured != "sides" or len(self.layers) < 2:
+            return ()
+        lowest = sorted(set(self.spec.kl_bits))[:2]
+        return tuple(one for bits in lowest for one in self.kl_candidates(side) if one.num_bits == bits)
 
     def totals(self) -> dict[str, tuple[int, ...]]:
         """The shape of every statistic by name."""
@@ -103,6 +116,9 @@ class ProfileSetup:
                 totals[f"{name}.{side}.{layer.index}"] = shape
             if self.measured(side):
                 totals[f"kl.{side}.{layer.index}"] = (len(self.measured(side)),)
+        for side in SIDES if self.layers else ():
+            if self.together(side):
+                totals[f"kl.{side}.{TOGETHER}"] = (len(self.together(side)),)
         return totals
 
 
@@ -134,9 +150,9 @@ class Profile:
         return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()
 
     def kl(self, index: int, side: Side) -> Tensor:
-        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``: measured, or
-        scaled from the measured one of the fewest bits by the squared error (KL is quadratic in a small
-        error). UsageError for a profile that was made with kl_samples = 0."""
+        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``: measured; or the
+        layer's share, at the fewest bits, of what all layers lose together; or scaled from either by the squared
+        error (KL is quadratic in a small error). UsageError for a profile that was made with kl_samples = 0."""
         if not self.setup.kl_candidates(side):
             raise UsageError(
                 "the profile holds no KL: it was made with kl_samples = 0",
@@ -144,12 +160,24 @@ class Profile:
             )
         error_of = self._squared_errors(index, side)
         measured = self.setup.measured(side)
-        kl_of = dict(zip(measured, self.means[f"kl.{side}.{index}"].result().tolist(), strict=True))
+        kl_of = self._measured_kl(index, side)
+        if together := self.setup.together(side):
+            alone = {one: sum(self._measured_kl(i, side)[one] for i in self._profiled) for one in measured}
+            of_all = dict(zip(together, self.means[f"kl.{side}.{TOGETHER}"].result().tolist(), strict=True))
+            share_of = {one[1:]: kl_of[one] / max(alone[one], TINY) for one in measured}
+            kl_of = {one: share_of[one[1:]] * kl for one, kl in of_all.items()}
         for one in self.setup.kl_candidates(side):
             if one not in kl_of:
-                lowest = next(other for other in measured if other[1:] == one[1:])
-                kl_of[one] = kl_of[lowest] * error_of[one] / error_of[lowest]
+                nearest = max(other for other in kl_of if other[1:] == one[1:] and other in (together or measured))
+                kl_of[one] = kl_of[nearest] * error_of[one] / error_of[nearest]
         return torch.tensor([kl_of[one] for one in self.setup.kl_candidates(side)], dtype=torch.float64)
+
+    @property
+    def _profiled(self) -> list[int]:
+        return [layer.index for layer in self.setup.layers]
+
+    def _measured_kl(self, index: int, side: Side) -> dict[Candidate, float]:
+        return dict(zip(self.setup.measured(side), self.means[f"kl.{side}.{index}"].result().tolist(), strict=True))
 
     def _squared_errors(self, index: int, side: Side) -> dict[Candidate, float]:
         """Of each candidate; without gradients that of a Gaussian in rotated pages, as a share of its

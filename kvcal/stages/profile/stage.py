@@ -39,8 +39,9 @@ from kvcal.stages.checkpoint import (
     summed,
 )
 from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
-from kvcal.stages.profile.record import KIND, Profile, ProfileSetup, save
-from kvcal.systems.basis.stage import BasisRecord
+from kvcal.stages.profile.record import KIND, TOGETHER, Profile, ProfileSetup, save
+from kvcal.stages.profile.sensitivity import Candidate
+from kvcal.systems.basis.fit import BasisRecord
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 # Tokens of a batch of gradients, padding included.
@@ -50,8 +51,10 @@ MEMORY_SHARE = 0.85
 # Of the host's, for the inputs of streamed layers until the backward.
 INPUTS_SHARE = 0.25
 
-# Layers' sides to measure, and the texts to measure them on.
-Step = tuple[Sequence[tuple[int, Side]], Sequence[divergence.Text]]
+# Of layers by cache index: the keys or the values that are quantized at once.
+Place = tuple[Sequence[int], Side]
+# Places to measure, and the texts to measure them on.
+Step = tuple[Sequence[Place], Sequence[divergence.Text]]
 
 
 def run_profile(
@@ -153,27 +156,42 @@ def divergence_means(
     reference = divergence.unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
     plans = plans if basis is None else [basis.changed(plan) for plan in plans]
-    names = ", ".join(f"{side} of layer {index}" for index, side in places)
+    names = ", ".join(f"{side} of layer {_name(setup, indices)}" for indices, side in places)
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
         kl_Pn = divergence.deviations(loaded.model, reference, plans, *divergence.padded_texts(texts), room).kl_Pn
-    rows = kl_Pn.split([len(setup.measured(side)) for _, side in places])
-    return {f"kl.{side}.{index}": Mean.of(row.T) for (index, side), row in zip(places, rows, strict=True)}
+    rows = kl_Pn.split([len(_candidates(setup, place)) for place in places])
+    names_of = [f"kl.{side}.{_name(setup, indices)}" for indices, side in places]
+    return {name: Mean.of(row.T) for name, row in zip(names_of, rows, strict=True)}
 
 
-def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> list[Plan]:
-    """A layer's side alone in each of the candidates whose KL is measured."""
-    return [
-        divergence.one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.measured(place[1])
-    ]
+def _plans_of(setup: ProfileSetup, reference: Plan, place: Place) -> list[Plan]:
+    """A place alone in each of the candidates whose KL is measured there."""
+    plans = []
+    for candidate in _candidates(setup, place):
+        plan = reference
+        for index in place[0]:
+            plan = divergence.one_side_plan(plan, index, place[1], setup.cache.format(place[1], *candidate))
+        plans.append(plan)
+    return plans
+
+
+def _candidates(setup: ProfileSetup, place: Place) -> tuple[Candidate, ...]:
+    return setup.measured(place[1]) if len(place[0]) == 1 else setup.together(place[1])
+
+
+def _name(setup: ProfileSetup, indices: Sequence[int]) -> str:
+    return TOGETHER if len(indices) > 1 else str(indices[0])
 
 
 def _divergence_steps(setup: ProfileSetup, texts: Sequence[divergence.Text], batch: int) -> list[Step]:
     """Layers' sides, so many that their plans fill a lockstep, or one, with each batch of texts."""
     reference = divergence.unquantized_plan(setup.identity, setup.geometry)
-    groups: list[list[tuple[int, Side]]] = []
+    groups: list[list[Place]] = []
     free = 0.0
-    for layer, side in product(setup.layers, SIDES):
-        place = (layer.index, side)
+    every = tuple(layer.index for layer in setup.layers)
+    together = [every] if len(every) > 1 else []
+    for indices, side in product([*((index,) for index in every), *together], SIDES):
+        place: Place = (indices, side)
         needed = sum(divergence.cache_share(reference, plan) for plan in _plans_of(setup, reference, place))
         if needed > free:
             groups.append([])

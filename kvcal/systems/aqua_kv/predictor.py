@@ -19,7 +19,7 @@ quantization (docs/systems.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,6 +123,12 @@ class LinearPredictor:
         factors = [factor.to("cpu", torch.float64) for factor in self.factors()]
         weight = factors[0] @ factors[1] if len(factors) == 2 else factors[0]
         return weight, self.stored["bias"].to("cpu", torch.float64)
+
+    def of_pages(self, num_heads: int, inputs: Sequence[Tensor]) -> Tensor:
+        """[M, N, 128, D] fp32: what it says about M pages of ``num_heads`` KV heads, from pages [M, .., 128, ..]
+        fp32: the source's; for values, this layer's keys after them."""
+        x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
+        return self.apply(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., F] fp32 on the predictor's device -> [..., O] fp32."""

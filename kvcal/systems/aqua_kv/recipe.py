@@ -8,13 +8,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.strict import STRICT, Size, knob
+from kvcal.systems import Section
 from kvcal.systems.aqua_kv.predictor import Kind, require_sizes
 
 
 @dataclass(frozen=True, config=STRICT)
-class PredictorSpec:
+class PredictorSpec(Section):
     """[predictors], AQUA-KV: of which kind, and when one is left out."""
 
+    excludes = {"progressive": "predictions would change with pages, too"}
+    in_engines = False
     kind: Kind = knob("linear", "How weights are stored.")
     rank: Size | None = knob(None, "Rank of low_rank, and of it alone.")
     group_size: Size | None = knob(None, "Weights that share a scale in int4, and in it alone.")
@@ -25,3 +28,10 @@ class PredictorSpec:
 
     def __post_init__(self) -> None:
         require_sizes(self.kind, self.rank, self.group_size)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Recipe:
+    """The section of AQUA-KV."""
+
+    predictors: PredictorSpec | None = None

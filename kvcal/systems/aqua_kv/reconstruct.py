@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcal.cache.dense_layer import values_at_once
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
@@ -37,6 +36,7 @@ from kvcal.pages.rescale_and_rope import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.stages.checkpoint import Batch, host_bytes
+from kvcal.stages.measuring.dense_layer import values_at_once
 from kvcal.systems.aqua_kv.predictor import LinearPredictor
 from kvcal.systems.aqua_kv.transform import predictor_of, predictor_shape
 

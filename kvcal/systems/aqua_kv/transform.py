@@ -1,21 +1,28 @@
-"""``k_predictor``, ``v_predictor``: pages hold what a prediction leaves (kvcal.systems.aqua_kv.prediction)."""
+"""``k_predictor``, ``v_predictor``: pages hold what a prediction leaves,
+
+    K = f_key(K of the source layer) + residual,   V = f_value([V of the source layer; K of this layer]) + residual
+
+all of them as read back from pages, keys before RoPE, KV heads in a row (AQUA-KV, Alg. 2-4, faithful mode).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
+from kvcal.lazy_torch import Tensor
 from kvcal.pages.rescale_and_rope import rotary_spec
 from kvcal.pages.ways import NO_KERNELS, Way
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.plain_layer import PlainLayer
+from kvcal.plan.plain_layer import PlainLayer, PredictPages
 from kvcal.records import TensorSpec
 from kvcal.strict import STRICT
-from kvcal.systems.aqua_kv.predictor import Kind, PredictorShape, require_sizes
+from kvcal.systems.aqua_kv.predictor import Kind, LinearPredictor, PredictorShape, require_sizes
 
 PREDICTED = Way("residuals of a prediction", needs=("text", "RoPE", "neighbours"), refused={"static": NO_KERNELS})
 WAYS = (PREDICTED,)
@@ -54,13 +61,22 @@ class LayerPlan(PlainLayer):
             found.append("has a k_predictor, which predicts keys before RoPE: expected k_pages 'pre'")
         return found
 
-    def sources(self, side: Side) -> set[tuple[int, Side]]:
+    def sources(self, side: Side) -> tuple[tuple[int, Side], ...]:
         """Of values, their own layer's keys, too."""
         predictor = predictor_of(self, side)
         if predictor is None:
-            return set()
-        found: set[tuple[int, Side]] = {(predictor.source, side)}
-        return found | {(self.geometry.index, "k")} if side == "v" else found
+            return super().sources(side)
+        return ((predictor.source, "k"),) if side == "k" else ((predictor.source, "v"), (self.geometry.index, "k"))
+
+    def prediction(
+        self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype, tensors: Mapping[str, Tensor]
+    ) -> PredictPages:
+        predictor = predictor_of(self, side)
+        if predictor is None:
+            return super().prediction(side, others, dtype, tensors)
+        shape = predictor_shape(self, others[predictor.source], side, dtype)
+        fitted = LinearPredictor.from_tensors(shape, tensors, f"layers.{self.geometry.index}.{side}_predictor")
+        return partial(fitted.of_pages, self.attention.num_kv_heads)
 
     def own_tensors(self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype) -> dict[str, TensorSpec]:
         predictor = predictor_of(self, side)

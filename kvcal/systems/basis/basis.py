@@ -21,8 +21,8 @@ T for all heads, which share no query; T within the projections' weights, which 
 forbid; and a center of values, which on SmolLM2-135M made the KL worse (24.2 instead of 15.0 thousandths).
 
 What enters decides bytes, so the sums of T (k - c) are sums of integers: T in 16 bits for each row and k - c
-in 24 bits for each token and head, in units of a power of two. A product has less than 2^38 and a sum of up
-to 2^14 of them less than 2^52, so fp64 on a CPU and int32 of bytes on a tensor core (csrc/basis.cu) are both
+in 24 bits for each token and head, in units of a power of two. A product is at most 2^38 and a sum of up to
+2^14 of them at most 2^52, so fp64 on a CPU and int32 of bytes on a tensor core (csrc/basis.cu) are both
 exact in any order. One rounding to fp32 and one to the cache's dtype follow. Queries and outputs decide no
 bytes and are fp32.
 """
@@ -54,7 +54,7 @@ def basis_specs(side: str, num_heads: int, head_dim: int) -> dict[str, TensorSpe
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """T and T^-1, fp32 [N, D, D], and of keys the center c, fp32 [N, D], of N KV heads.
+    """T, ``rounded``, and T^-1, fp32 [N, D, D], and of keys the center c, fp32 [N, D], of N KV heads.
 
     Tokens are [..., N, D], and keep their float dtype; queries and outputs of query heads are [..., N G,
     D]."""
@@ -65,9 +65,9 @@ class Basis:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], prefix: str) -> Basis | None:
-        """That of a plan's tensors, whose names begin with ``prefix``; None without one."""
+        """That of a plan's tensors, whose names begin with ``prefix``, with T rounded; None without one."""
         matrix, inverse, center = (tensors.get(f"{prefix}_{part}") for part in (*MATRICES, CENTER))
-        return None if matrix is None or inverse is None else cls(matrix, inverse, center)
+        return None if matrix is None or inverse is None else cls(rounded(matrix), inverse, center)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         found = zip((*MATRICES, CENTER), (self.matrix, self.inverse, self.center), strict=True)
@@ -82,26 +82,28 @@ class Basis:
         """T (x - c) by exact sums of integers: the same bytes for any number of tokens at once and on any
         device. NaN in all channels of a token and head with a number that is not finite."""
         token_unit, tokens = _in_units(x.float() if self.center is None else x.float() - self.center, TOKEN_BITS)
-        row_unit, rows = _in_units(self.matrix, MATRIX_BITS)
-        sums = torch.einsum("...nd,ned->...ne", tokens, rows)
+        sums = torch.einsum("...nd,ned->...ne", tokens, self.matrix.double())  # of integers times T's powers of two
         del tokens  # of 8 bytes a value, as the sums
-        return sums.float().mul_(row_unit.squeeze(-1)).mul_(token_unit).to(x.dtype)
+        return sums.float().mul_(token_unit).to(x.dtype)
 
     def leave(self, y: Tensor) -> Tensor:
-        """T^-1 y + c."""
-        found = torch.einsum("...nd,ned->...ne", y.float(), self.inverse)
-        return (found if self.center is None else found + self.center).to(y.dtype)
+        """T^-1 y + c in fp32; of attention's outputs [..., N G, D], too."""
+        found = torch.einsum("...ngd,ned->...nge", self._by_head(y), self.inverse)
+        return (found if self.center is None else found.add_(self.center.unsqueeze(-2))).flatten(-3, -2)
 
     def turned_queries(self, q: Tensor) -> Tensor:
         """T^-T q in fp32, for a basis of keys: 16 bits would lose what large components of q and y cancel."""
         return torch.einsum("...ngd,nde->...nge", self._by_head(q), self.inverse).flatten(-3, -2)
 
-    def outputs(self, y: Tensor) -> Tensor:
-        """T^-1 y in fp32 of attention's outputs, for a basis of values."""
-        return torch.einsum("...ngd,ned->...nge", self._by_head(y), self.inverse).flatten(-3, -2)
-
     def _by_head(self, x: Tensor) -> Tensor:
         return x.float().unflatten(-2, (len(self.matrix), -1))
+
+
+def rounded(matrix: Tensor) -> Tensor:
+    """T fp32 [N, D, D] as the integers of its rows hold it: itself, where they do."""
+    unit, rows = _in_units(matrix, MATRIX_BITS)
+    found = rows.mul_(unit).float()
+    return matrix if torch.equal(found, matrix) else found
 
 
 def _in_units(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
@@ -131,12 +133,12 @@ def fitted_basis(
     matrix = scale_ND.unsqueeze(2) * (vectors.mT @ lower.mT)
     variance_N = torch.einsum("nij,njk,nik->n", matrix, covariance, matrix)
     matrix = matrix * (matrix.shape[1] / variance_N).sqrt()[:, None, None]
-    # Of values that are all but 0, or beyond any range, T is as large, or as small, as a plan takes it.
+    # Of values that are all but 0, or beyond any range, T is as large, or nearly as small, as a plan takes it:
+    # rounding moves the inverse.
     matrix = matrix * (LARGEST_ENTRY / _largest(matrix)).clamp_max(1.0)
-    matrix = matrix * (_largest(torch.linalg.inv(matrix)) / LARGEST_ENTRY).clamp_min(1.0)
-    unit, rows = _in_units(matrix.float(), MATRIX_BITS)
-    matrix, center = rows * unit, None if center_ND is None else center_ND.float()
-    return Basis(matrix.float(), torch.linalg.inv(matrix).float(), center)
+    matrix = matrix * (_largest(torch.linalg.inv(matrix)) / (LARGEST_ENTRY / 2)).clamp_min(1.0)
+    found, center = rounded(matrix.float()), None if center_ND is None else center_ND.float()
+    return Basis(found, torch.linalg.inv(found.double()).float(), center)
 
 
 def _largest(matrix_NDD: Tensor) -> Tensor:

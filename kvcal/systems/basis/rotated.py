@@ -103,7 +103,8 @@ class RotatedLayout(UniformLayout):
         bits = lowest + torch.arange(CANDIDATES, device=lowest.device).view(-1, *[1] * lowest.ndim)
         step, start = self._grid(bits)
         levels = rotated.new_full((), self.levels)
-        codes, targets = round_with_feedback(rotated.expand_as(step), step, start, levels, factor)
+        every = rotated.expand(CANDIDATES, *rotated.shape)
+        codes, targets = round_with_feedback(every, step, start, levels, factor)
         errors = targets - (codes.float() * step + start)
         squares = errors.square_().mul_(factor_weights(factor, self.head_dim).unsqueeze(1))
         lanes = torch.nn.functional.pad(squares, (0, -self.head_dim % LANES)).unflatten(-1, (-1, LANES)).unbind(-2)
@@ -112,9 +113,11 @@ class RotatedLayout(UniformLayout):
         return codes.take_along_dim(chosen, 0).squeeze(0), bits.take_along_dim(chosen, 0).squeeze(0)
 
     def _grid(self, scale_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps and first levels of every channel, fp32, of bits of scales [..., 128, num_groups]."""
+        """Steps and first levels of every channel, or of all alike, fp32, of bits of scales [..., 128,
+        num_groups]."""
         scale = (scale_bits << 8).to(torch.int16).view(torch.float16)
-        step = expand_groups(scale, self.group_size, -1, self.head_dim)
+        is_alike = scale.shape[-1] == 1
+        step = scale.float() if is_alike else expand_groups(scale, self.group_size, -1, self.head_dim)
         return step, self._zero(step)
 
     def _scale_bits(self, rotated: Tensor, has_feedback: bool) -> Tensor:

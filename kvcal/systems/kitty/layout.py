@@ -16,7 +16,7 @@ TIERS = Way("pages with tiers")
 TIERS_BY_QUERIES = Way(
     "pages with tiers that queries choose",
     needs=("queries",),
-    refused={"drafts": "those of rejected drafts stay counted"},
+    refused={"drafts": "queries of rejected drafts stay counted"},
 )
 WAYS = (TIERS, TIERS_BY_QUERIES)
 

@@ -39,11 +39,12 @@ from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.checkpoint import host_bytes
 from kvcal.stages.pipeline import build_plan
-from kvcal.systems.aqua_kv import reconstruct, stage
+from kvcal.systems.aqua_kv import fit as fitting
+from kvcal.systems.aqua_kv import reconstruct
+from kvcal.systems.aqua_kv.fit import run_fit_predictors
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.reconstruct import FIT, HELD_OUT, split_sequences
 from kvcal.systems.aqua_kv.record import PredictorRecord, load
-from kvcal.systems.aqua_kv.stage import run_fit_predictors
 
 SINKS = 4
 
@@ -105,7 +106,7 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     ]
     memory = host_bytes()
     hidden_bytes = 4 * 260 * loaded.model.config.hidden_size
-    monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", 1)
+    monkeypatch.setitem(fitting.BATCH_TOKENS, "cpu", 1)
     for room in (0, 5 * hidden_bytes, 10**9):
         monkeypatch.setattr(reconstruct, "STARTS_SHARE", room / memory)
         path = tmp_path / f"{room}.safetensors"
@@ -135,7 +136,7 @@ def test_sequences_of_a_batch_run_together(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reconstruct, "_raw_pages", counted)
     for most_tokens in (1, 1200):
         widths.append([])
-        monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", most_tokens)
+        monkeypatch.setitem(fitting.BATCH_TOKENS, "cpu", most_tokens)
         records.append(fit(loaded, aqua_layers(loaded), data))
     alone, together = records
     assert {*widths[0]} == {1} and {*widths[1]} == {2, 3, 1} and alone.subject == together.subject
@@ -158,7 +159,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch:
             return raw_pages(*given)
 
         path = tmp_path / "predictors.safetensors"
-        monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", most_tokens)
+        monkeypatch.setitem(fitting.BATCH_TOKENS, "cpu", most_tokens)
         monkeypatch.setattr(reconstruct, "_raw_pages", limited)
         run_fit_predictors(loaded, layers, {}, data, spec, WORKLOAD, {}, path, listener)
         return path.read_bytes()
@@ -294,7 +295,7 @@ def run(path: Path, reporter: Silent, lengths: list[int]) -> PredictorRecord:
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", 1)
+    monkeypatch.setitem(fitting.BATCH_TOKENS, "cpu", 1)
     whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
     run(whole, Silent(), [140] * 4)
     with pytest.raises(KeyboardInterrupt):
@@ -357,7 +358,7 @@ def test_a_recipe_and_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizer
     assert plan.layers[1].k_predictor is not None and plan.layers[1].v_predictor is not None
     assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
     assert len(plan.provenance["calibration"]["predictors"]["sequences"]) == 4
-    command = ("fit-predictors", folder, "--model", model, "--recipe", recipe, "--device", "cpu")
+    command = ("transform", folder, "--model", model, "--recipe", recipe, "--device", "cpu")
     shown = run_kvcal(*command)
     assert "is current, skipped" in shown.err and "2 of 4 kept" in shown.out
     command += ("--json", "--quiet", "--set", "predictors.drop=false", "--set", "predictors.rank=3")

@@ -8,6 +8,7 @@ import torch
 from predictor_runs import REST, WORKLOAD, aqua_layers, fit, fitted_llama, loaded_llama, plan_with, sequences
 
 from kvcal.errors import InfeasibleBudget, UsageError
+from kvcal.geometry import AttentionGeometry
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Workload
@@ -15,6 +16,7 @@ from kvcal.plan.tensors import needed_nbytes
 from kvcal.progress import Silent
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes
+from kvcal.systems.aqua_kv.fit import run_fit_predictors
 from kvcal.systems.aqua_kv.recipe import PredictorSpec
 from kvcal.systems.aqua_kv.record import (
     PredictorRecord,
@@ -25,7 +27,7 @@ from kvcal.systems.aqua_kv.record import (
     table_rows,
     with_predictors,
 )
-from kvcal.systems.aqua_kv.stage import run_fit_predictors
+from kvcal.systems.aqua_kv.transform import Predictor
 
 
 def test_saved_bits() -> None:
@@ -144,3 +146,15 @@ def test_a_plan_beyond_its_budget_is_refused_at_compilation(tmp_path: Path) -> N
         with pytest.raises(InfeasibleBudget) as caught:
             compile_plan(allocation, *applied)
         assert f"--reserve {taken}" in (caught.value.hint or "")
+
+
+def test_transforms_that_do_not_go_with_a_predictor_are_refused() -> None:
+    predictor = Predictor("linear", 0)
+    layer = LayerPlan(AttentionGeometry(1, 4, 2, 16, 16), Format(2, "channel", 32), Format(2))
+    with pytest.raises(ValueError, match="has a k_predictor, whose bias holds the mean"):
+        replace(layer, k_predictor=predictor, k_offset=True, k_pages="pre")
+    with pytest.raises(ValueError, match="has a k_predictor, which predicts keys before RoPE"):
+        replace(layer, k_predictor=predictor)
+    rotated = replace(layer, v=Format(2, quantizer="rotated"), v_basis=True)
+    with pytest.raises(ValueError, match="has v_basis, which takes the place of other transforms"):
+        replace(rotated, v_predictor=predictor)

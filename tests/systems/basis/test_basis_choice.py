@@ -9,7 +9,7 @@ from cli_cases import ran_well, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, calibration_spec, profile_spec
+from kvcal.folder import Folder, calibration_spec, profile_data, profile_spec
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
@@ -37,10 +37,11 @@ def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp
     plan = build_plan(model, Folder.create(tmp_path), short(3.0))
     assert plan.bits_per_value() <= 3.0
     profile = profile_record.load(tmp_path / "profile.safetensors")
-    assert set(profile.means) == {f"kl.{side}.{index}" for side in SIDES for index in range(3)}
+    assert set(profile.means) == {f"kl.{side}.{index}" for side in SIDES for index in (0, 1, 2, "all")}
     for side in SIDES:
-        kl = profile.kl(1, side)
-        assert kl[0] > 0 and kl[1] / kl[0] == pytest.approx(DISTORTION[3] / DISTORTION[2])
+        kl, together = profile.kl(1, side), profile.means[f"kl.{side}.all"].result()
+        assert kl[0] > kl[1] > 0 and kl[1] / kl[0] == pytest.approx(float(together[1] / together[0]))
+        assert kl[2] / kl[1] == pytest.approx(DISTORTION[4] / DISTORTION[3])
     with pytest.raises(UsageError, match="without gradients"):
         profile.losses("sensitivity", 0, "k")
     for layer in plan.layers:
@@ -78,7 +79,8 @@ def test_recipes_that_contradict_themselves_are_refused() -> None:
 
 def test_a_cpu_reads_less_text_unless_asked(model: LoadedModel) -> None:
     recipe = load_recipe("default")
-    assert profile_spec(recipe.profile, model).kl_samples == 2 < recipe.profile.kl_samples
+    assert profile_spec(recipe.profile, model).kl_samples == 3 < recipe.profile.kl_samples
+    assert profile_data(recipe, model).seq_len == 512 < recipe.data.seq_len
     assert calibration_spec(recipe, model).num_samples == 6
     thorough = replace(recipe, profile=replace(recipe.profile, kl_measured="all"))
     assert profile_spec(thorough.profile, model) == thorough.profile
@@ -94,6 +96,10 @@ def test_a_plan_in_one_command_and_another_budget_by_hand(model: LoadedModel, tm
     ran_well("plan", model.source, *sizes, "--out", out, "--name", "three", "--data", "tasks", *short_texts)
     why = ran_well("inspect", out / "three" / "plan.safetensors", "--why", 0, "--json").json
     assert "rotated" in (out / "three" / "report.html").read_text() and why
+    widths = why["fixed_widths"]
+    assert widths["shipped"] in {one["name"] for one in widths["plans"]} and len(widths["plans"]) > 1
+    shown = ran_well("inspect", out / "three" / "plan.safetensors", "--why", 0).out
+    assert f"{widths['shipped']} (ships)" in shown
     ran_well("allocate", out, "--bits", "4", "--name", "four", "--batch", "8", "--context", "8192")
     ran_well("compile", out / "four", "-o", out / "four" / "plan.safetensors")
     plan = load_plan(out / "four" / "plan.safetensors")

@@ -37,7 +37,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import pipeline
 from kvcal.stages.formats import fix_folder
-from kvcal.systems.basis import stage as basis_stage
+from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.basis import fitted_basis, moved_hessian
 from kvcal.systems.basis.hessians import (
     key_costs,

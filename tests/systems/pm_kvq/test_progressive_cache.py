@@ -16,6 +16,7 @@ from kvcal import PlanCache
 from kvcal.errors import UsageError
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.systems.pm_kvq.shrink import RECORDS_AT_ONCE, convert
 
 V_4 = Format(4, "token", 32, 5, 33)
@@ -200,7 +201,7 @@ def test_rows_can_be_selected_at_any_width():
 def test_attention_is_the_same_by_chunks_by_steps_and_from_decoded_pages():
     plan, budget = scheduled(K_2, V_2, 1, num_layers=1, context=520)
     config, given = tiny_llama(2, 1).config, random_qkv(1, 2, 520)
-    caches = [PlanCache(plan, config, keep_decoded=kept) for kept in (False, False, True)]
+    caches = [of_kind(plan, config) for of_kind in (PlanCache, PlanCache, DecodedCache)]
     by_chunk = attended(caches[0], *given, None)
     by_step, decoded_once = (attended(cache, *given, range(1, 520)) for cache in caches[1:])
     exact = attended(PlanCache(llama_plan(RAW, RAW, num_layers=1), config), *given)

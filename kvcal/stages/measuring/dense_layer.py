@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from kvcal.cache.paged_layer import PagedLayer, require_shapes, tokens_to_next_event
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.plan_layer import PlanLayer, require_shapes, tokens_to_next_event
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
@@ -116,15 +117,14 @@ class _Part:
             self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
-class DenseLayer(DynamicLayer):
-    """Keys and values as attention reads them, in the dtype of the new ones. ``unread``: of the cache."""
-
-    static = None
+class DenseLayer(DynamicLayer, PlanLayer):
+    """Keys and values as attention reads them, in the dtype of the new ones. ``unread``: of the cache;
+    ``columns``: fed."""
 
     def __init__(self, layer: PagedLayer, unread: UnreadPages) -> None:
         super().__init__()
         self.plan, self.padding, self._state = layer.plan, layer.padding, layer.state
-        self._unread, self._skipped, self._is_observed = unread, 0, True
+        self._unread, self.columns, self._is_observed = unread, 0, True
         self._parts: list[_Part] = []
         self._needs_queries = layer.plan.needs_queries
 
@@ -137,6 +137,11 @@ class DenseLayer(DynamicLayer):
         reads_others = any(plan.sources(side) for side in SIDES)
         is_own = is_read or reads_others or plan.k_basis or plan.v_basis
         return not (is_own or state.is_scheduled or plan.geometry.state_bytes)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """None of the plan's bytes."""
+        return []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -162,6 +167,7 @@ class DenseLayer(DynamicLayer):
         if any(part.is_behind(num_tokens) for part in self._parts):
             self._unread.read_back(num_tokens)
         self._is_observed = not self._needs_queries
+        self.columns += key_states.shape[2]
         # In the model's dtype, which holds what the cache's dtype has left of its numbers.
         return super().update(*(x.to(cache_dtype).to(x.dtype) for x in (key_states, value_states)))
 
@@ -179,9 +185,5 @@ class DenseLayer(DynamicLayer):
     def tokens_to_next_page(self) -> int:
         return tokens_to_next_event(self.plan, self.padding.rows, self.get_seq_length())
 
-    def skip(self, tokens: int) -> None:
-        """Count columns that are never stored nor read, in a layer that is fed none."""
-        self._skipped += tokens
-
     def get_seq_length(self) -> int:
-        return self._skipped or super().get_seq_length()
+        return self.columns

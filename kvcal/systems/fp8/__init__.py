@@ -1,0 +1,1 @@
+"""fp8, next to which plans are measured."""

@@ -1,0 +1,156 @@
+"""Fixed widths next to the choice by layer: which are measured, and which plan ships."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from cli_cases import save_llama
+from listener import Listener
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import Folder, build_plan, load_plan, load_recipe, with_knobs
+from kvcal.data.pools import require_unseen
+from kvcal.data.sequences import DataSpec
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.folder import sequences
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.plan import Plan
+from kvcal.recipe import Recipe
+from kvcal.stages.allocate import fixed_widths
+from kvcal.stages.allocate import record as allocation_record
+from kvcal.stages.allocate.fixed_widths import PROGRAM, compared, fixed_allocations, report_of, width_pairs
+from kvcal.stages.divergence import Text
+from kvcal.stages.profile import record as profile_record
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    folder = save_llama(tmp_path_factory.mktemp("widths") / "tiny", tokenizer, num_layers=3, head_dim=64)
+    return load(str(folder), dtype="float32", device="cpu")
+
+
+def short(bits: float, **knobs: object) -> Recipe:
+    texts = {"data.source": "tasks", "data.num_samples": 4, "data.seq_len": 400, "data.min_len": 0}
+    texts |= {"profile.kl_samples": 2, "profile.kl_tokens": 400}
+    texts |= {"basis.num_samples": 2, "basis.seq_len": 400, "allocate.bits": bits}
+    return with_knobs(load_recipe("default"), texts | knobs)
+
+
+@pytest.fixture(scope="module")
+def made(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, Plan]:
+    folder = Folder.create(tmp_path_factory.mktemp("made"))
+    return folder, build_plan(model, folder, short(3.5))
+
+
+def test_one_side_has_one_width_and_the_other_two_neighbours() -> None:
+    pairs = [(one["k"], one["v"]) for one in width_pairs((2, 3, 4, 8, 16))]
+    assert ((2, 3), (2,)) in pairs and ((3,), (2, 3)) in pairs and ((3, 4), (2,)) in pairs and ((4,), (2, 3)) in pairs
+    assert len(set(pairs)) == len(pairs)
+    for k, v in pairs:
+        assert {len(k), len(v)} == {1, 2} and max(v) <= min(k) and max(k) - min(v) <= 2
+
+
+def widths(layers: tuple, side: str) -> set[int]:
+    return {layer.format(side).num_bits for layer in layers}
+
+
+def test_plans_of_fixed_widths_take_the_bytes_of_the_budget(model: LoadedModel, made: tuple[Folder, Plan]) -> None:
+    folder, _ = made
+    program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
+    spec = short(3.5).allocate
+    assert spec is not None
+    found = fixed_allocations(program, profile, spec, program.split.reserved)
+    assert found and PROGRAM not in found
+    allowed = {f"keys {' or '.join(map(str, one['k']))}, values {' or '.join(map(str, one['v']))}": one
+               for one in width_pairs((2, 3, 4, 8))}  # fmt: skip
+    for name, allocation in found.items():
+        assert widths(allocation.layers, "k") <= set(allowed[name]["k"])
+        assert widths(allocation.layers, "v") <= set(allowed[name]["v"])
+        assert allocation.split.cache <= allocation.split.for_cache - allocation.split.reserved
+        wider = max(allocation.split.paged, program.split.paged)
+        assert allocation.split.paged > 0.8 * wider  # three layers: a step is a sixth of a bit
+
+
+def texts(count: int, num_tokens: int) -> list[Text]:
+    return [
+        Text(i, torch.ones(num_tokens, dtype=torch.int64), torch.ones(num_tokens, dtype=torch.bool))
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_fixed", "ships"),
+    [
+        ([[2.0, 2.2, 1.8], [2.0, 2.1, 1.9]], PROGRAM),  # half the KL, far beyond the error
+        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], "fixed"),  # no difference
+        ([[0.5, 0.6, 0.4], [2.0, 2.1, 1.8]], "fixed"),  # what text gains, look-ups lose
+        ([[1.2, 0.5, 2.5], [1.3, 0.4, 2.6]], "fixed"),  # less, but within the error
+    ],
+)
+def test_the_choice_by_layer_ships_where_it_loses_less_by_more_than_the_error(
+    made: tuple[Folder, Plan], of_fixed: list[list[float]], ships: str
+) -> None:
+    plans = {PROGRAM: made[1], "fixed": made[1]}
+    kls = [{PROGRAM: torch.ones(3).double(), "fixed": torch.tensor(kl, dtype=torch.float64)} for kl in of_fixed]
+    report = compared(kls, plans, [texts(3, 400), texts(3, 300)])
+    assert (report.shipped, report.num_texts, report.num_tokens) == (ships, 6, 400)
+    program, fixed = report.plans
+    logs = [[-math.log(kl) for kl in part] for part in of_fixed]
+    means = [sum(part) / 3 for part in logs]
+    errors = [math.sqrt(sum((x - m) ** 2 for x in part) / 2 / 3) for part, m in zip(logs, means, strict=True)]
+    assert fixed.ratio == pytest.approx(math.exp(sum(means) / 2))
+    assert fixed.log_error == pytest.approx(math.hypot(*errors) / 2, abs=1e-12)
+    assert (program.ratio, program.kl, fixed.look_ups) == (None, 1.0, pytest.approx(sum(of_fixed[1]) / 3))
+
+
+def test_of_two_that_the_choice_by_layer_does_not_beat_the_better_one_ships(made: tuple[Folder, Plan]) -> None:
+    plans = dict.fromkeys((PROGRAM, "a", "b"), made[1])
+    kls = [{PROGRAM: torch.ones(2).double(), "a": torch.full((2,), 0.9).double(), "b": torch.full((2,), 0.8).double()}]
+    assert compared(kls, plans, [texts(2, 300)]).shipped == "b"
+
+
+def test_the_plan_says_what_was_measured_on_texts_that_nothing_was_fitted_on(
+    model: LoadedModel, made: tuple[Folder, Plan]
+) -> None:
+    folder, plan = made
+    report = report_of(plan)
+    assert report is not None and [one.name for one in report.plans][0] == PROGRAM and len(report.plans) > 1
+    assert all(one.look_ups is not None and one.look_ups > 0 for one in report.plans)
+    assert report_of(load_plan(folder.plan)) == report
+    stages = plan.provenance["calibration"]
+    assert {"profile", "basis", "allocate.select_0", "allocate.select_1"} <= stages.keys()
+    assert stages["allocate.select_1"]["source"] == "lookups" and stages["allocate.select_0"]["purpose"] == "select"
+    require_unseen(plan.provenance, sequences(DataSpec("lookups", 2, 400), model, "report"))
+    with pytest.raises(UsageError, match="are among those that allocate.select_1 used"):
+        selected = sequences(DataSpec("lookups", 4, 400, min_len=400), model, "select")
+        require_unseen(plan.provenance, type(selected)(**{**vars(selected), "purpose": "report"}))
+
+
+def test_fixed_widths_that_win_are_the_plan(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_favour(loaded, plans, texts, reporter, label):
+        return {name: torch.full((len(texts),), 1.0 + (name == PROGRAM)).double() for name in plans}
+
+    monkeypatch.setattr(fixed_widths, "measured", in_favour)
+    listener = Listener()
+    plan = build_plan(model, Folder.create(tmp_path), short(3.5), reporter=listener)
+    report = report_of(plan)
+    assert report is not None and report.shipped != PROGRAM
+    assert any(f"{report.shipped} ships" in said for said in listener.said)
+    assert plan.bits_per_value() <= 3.5 and len(widths(plan.layers, "k")) + len(widths(plan.layers, "v")) <= 3
+    again = build_plan(model, Folder.create(tmp_path), short(3.5), reporter=listener)
+    assert again.sha256 == plan.sha256 and "allocate: allocation.safetensors is current, skipped" in listener.said
+
+
+def test_without_the_knob_nothing_is_measured(model: LoadedModel, tmp_path: Path) -> None:
+    plan = build_plan(model, Folder.create(tmp_path), short(3.5, **{"allocate.fixed_widths": False}))
+    assert report_of(plan) is None
+    with pytest.raises(UsageError, match="expected .basis., and no .search."):
+        with_knobs(load_recipe("sensitivity"), {"allocate.fixed_widths": True})
+    broken = Plan(plan.model, plan.cache_dtype, plan.layers, plan.workload, {fixed_widths.KEY: {}}, plan.tensors)
+    with pytest.raises(ArtifactError, match="fixed_widths"):
+        report_of(broken)

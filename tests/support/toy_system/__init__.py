@@ -1,0 +1,1 @@
+"""A system for tests: pages that hold the mirror image of keys or values."""
