@@ -17,7 +17,10 @@ from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import SIDES, Format, Side, Tier
 
-NUM_BLOCKS, ROOM = 13, 227 * 1024  # SMs and shared memory: one page is dealt in parts of 32 tokens, all are not
+NUM_BLOCKS, ROOM = (
+    25,
+    227 * 1024,
+)  # SMs and shared memory: pages of one sequence are dealt in parts of 32 tokens, of two in 64
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,7 @@ INLINE = {
     r'int before;\n    asm volatile\("atom.*?return before;': "return (*counter)++;",
     r'asm volatile\("cp\.async\.commit_group.*?\);': "cpu::commit();",
     r'asm volatile\("cp\.async\.wait_group.*?\);': "cpu::wait_all_but(N);",
+    r'asm volatile\("bar\.sync.*?\);': "cpu::barrier(id, count);",
     r'asm volatile\("griddepcontrol.*?\);': "",
     r"extern __shared__ unsigned char memory\[\];": "unsigned char* memory = cpu::shared;",
     r"#pragma unroll[^\n]*": "",
