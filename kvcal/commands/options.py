@@ -313,7 +313,7 @@ class BudgetOptions(WorkloadOptions):
         Literal["vllm", "sglang"] | None,
         typer.Option(
             "--for-engine",
-            help="For this serving engine with prefix caching: bytes as it counts them; with --drafts without sinks.",
+            help="For this serving engine with prefix caching: bytes as it counts them.",
         ),
     ] = None
     drafts: Annotated[
@@ -332,10 +332,6 @@ class BudgetOptions(WorkloadOptions):
         """The knobs of [allocate] that were given, by dotted name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
-
-    def whole_plan(self) -> dict[str, Any]:
-        """The same for a plan from the start: with drafts an engine has no sinks after a cached prefix."""
-        return self.knobs() | ({"cache.num_sink_tokens": 0} if self.drafts else {})
 
 
 def command_line(*words: object) -> str:

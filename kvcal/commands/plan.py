@@ -73,14 +73,14 @@ def plan(
     base = _base_of_plan(recipe, model, search, budgets)
     if search and closest:
         raise UsageError("--closest with --search: a search leaves out what does not fit", "leave out one of them")
-    chosen = given.change(base, budgets.whole_plan())
+    chosen = given.change(base, budgets.knobs())
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
     if out is not None:
         artifacts.Folder.create(out)
     besides = " makes the smallest plan, and so does --closest"
     nowhere = artifacts.Folder(Path())
-    with options.naming_what_works(budgets, besides), given.job(model, chosen, nowhere, budgets.whole_plan()) as job:
+    with options.naming_what_works(budgets, besides), given.job(model, chosen, nowhere, budgets.knobs()) as job:
         loaded, reporter = job.loaded, job.reporter
         is_stated = budgets.context or "allocate.context" in recipe_files.read_settings(given.sets or ())
         if not is_stated and recipe in (None, *recipe_files.recipe_names()):
