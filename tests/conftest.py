@@ -1,14 +1,17 @@
-"""Shared by all tests: the embedded tokenizer, and a folder of caches."""
+"""Shared by all tests: the embedded tokenizer, a folder of caches, and scripts of lab/."""
 
 import os
 
 # Before the libraries read it: a test that would need the hub fails at once instead of waiting for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import runpy  # noqa: E402
+import sys  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -48,3 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def lab_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The names of a script of lab/, by its own name; with words, after it has run as a command of them."""
+    lab = Path(__file__).parents[1] / "lab"
+
+    def run(name: str, *words: object) -> dict[str, Any]:
+        monkeypatch.syspath_prepend(lab)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        return runpy.run_path(str(lab / f"{name}.py"), run_name="__main__" if words else None)
+
+    return run

@@ -32,9 +32,10 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.geometry import Geometry, ModelIdentity
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.attention import with_cache
 from kvcal.models.forwards import Forward, LayerInputs, kept_inputs, side_by_side
+from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import is_streamed
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
@@ -42,7 +43,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
-from kvcal.stages.checkpoint import require_smaller
+from kvcal.stages.checkpoint import parameter_bytes, require_smaller
 from kvcal.stages.measuring.cache import DenseCache
 from kvcal.stages.measuring.dense_layer import UnreadPages
 
@@ -53,10 +54,28 @@ MAX_CHUNK_TOKENS = 256
 LOCKSTEP = 12
 # Texts fed at once: 1.5 times faster than one by one on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
+# At 16 bits, of the reference and a plan and what attention makes of one; and the share of a device's memory that
+# these and the weights take.
+LEAST_CACHES, MEMORY_SHARE = 4, 0.85
 # Logits compared at once: 1 MiB a tensor on a CPU, 32 MiB on a GPU.
 MAX_COMPARED = {"cpu": 1 << 18, "cuda": 1 << 23}
 # Of exp in fp32, with room for the sum over a vocabulary.
 LARGEST_EXPONENT = 60.0
+
+
+def texts_at_once(loaded: LoadedModel, num_tokens: int) -> int:
+    """Texts of at most ``num_tokens`` that are fed at once: ``KL_BATCH``, and on a GPU no more than leave room for
+    ``LEAST_CACHES`` at 16 bits next to the weights. Never by what is free: bytes of a profile depend on it."""
+    device = loaded.model.device
+    most = KL_BATCH.get(device.type, 4)
+    if device.type != "cuda":
+        return most
+    room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory - parameter_bytes(loaded.model)
+    if loaded.residence is not None:
+        room = MEMORY_SHARE * loaded.residence.working
+    attention = (layer for layer in loaded.geometry.layers if isinstance(layer, AttentionGeometry))
+    cache = num_tokens * loaded.model.dtype.itemsize * sum(layer.values_per_token for layer in attention)
+    return max(1, min(most, int(room / (LEAST_CACHES * cache))))
 
 
 def unquantized_plan(model: ModelIdentity, geometry: Geometry) -> Plan:

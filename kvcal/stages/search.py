@@ -29,7 +29,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.records import record_of
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.divergence import KL_BATCH, LOCKSTEP, Room, Text, deviations, padded_texts, unquantized_plan
+from kvcal.stages.divergence import LOCKSTEP, Room, Text, deviations, padded_texts, texts_at_once, unquantized_plan
 from kvcal.strict import STRICT, Amount, Number, Positive, dump
 
 KIND = "search"
@@ -119,7 +119,7 @@ def measured(
     """KL(16 bits || plan) of every plan, fp64 [N]: the mean over a text's loss tokens, in nats, for each of N
     texts."""
     reference, room = unquantized_plan(loaded.identity, loaded.geometry), Room(LOCKSTEP, reporter)
-    batch = KL_BATCH.get(loaded.model.device.type, 4)
+    batch = texts_at_once(loaded, max(len(text.tokens_T) for text in texts))
     starts = range(0, len(texts), batch)
 
     def step(start: int) -> Tensor:

@@ -15,8 +15,6 @@ from cli_cases import RECIPE, ran_well, run_kvcal, save_family, save_llama
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.plan.plan import load_plan
-
 Run = tuple[Path, Path, Path]  # the model's folder, the recipe, the artifacts' folder of a finished run
 
 
@@ -136,14 +134,6 @@ def test_an_infeasible_budget_is_refused_before_anything_is_measured(finished: R
             assert late.err.splitlines()[-2] == early.err.splitlines()[-2]
             assert sha256(copy / "allocation.safetensors") == sha256(out / "allocation.safetensors")
             assert "weights" in late.err or options[1] != "10KB"
-
-
-def test_inspect(finished: Run) -> None:
-    path = finished[2] / "plan.safetensors"
-    text = ran_well("inspect", path, "--batch", 4, "--context", 300)
-    assert "batch 4 x 300" in text.out
-    shown = run_kvcal("inspect", path, "--batch", 4, "--context", 300, "--json").json
-    assert shown["bytes"] == load_plan(path).nbytes([300] * 4) == sum(shown["layer_bytes"])
 
 
 def test_generate(finished: Run) -> None:

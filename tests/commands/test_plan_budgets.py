@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
-from transformers import PreTrainedTokenizerBase
+from cli_cases import ran_well, run_kvcal
 
 from kvcal.folder import Folder, Job
 from kvcal.models.load import load
@@ -18,15 +17,6 @@ from kvcal.stages.fit_budget import closest_recipe
 from kvcal.stages.profile import stage as profile_stage
 
 SIZES = ("--batch", 2, "--context", 1024)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A folder with a model of 1,024 positions and a small recipe."""
-    folder = tmp_path_factory.mktemp("budgets")
-    save_llama(folder / "model", tokenizer)
-    (folder / "small.toml").write_text(RECIPE)
-    return folder
 
 
 @pytest.mark.parametrize("budget", [("--bits=1.5",), ("--kv-budget", "1KB")])

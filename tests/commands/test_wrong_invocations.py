@@ -134,7 +134,6 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     ("kl_tokens = 256", "kl_tokens = 129", "profile.kl_tokens = 129: the sinks and windows of [cache]"),
     ("num_sink_tokens = 2", "num_sink_tokens = 512", "cache.num_sink_tokens = 512 leaves nothing to quantize"),
     (BUDGET, 'same_bytes_as = "default"', "allocate.same_bytes_as: recipe 'default' has no [formats]"),
-    (BUDGET, "bits = nan", "allocate.bits = nan: Input should be a finite number"),
     (BUDGET, 'budget = "zap"', "allocate: budget = 'zap': cannot read 'zap' as a number of bytes"),
     (BUDGET, 'budget = "24GB"\nworkspace = "zap"', "allocate: workspace = 'zap'"),
     ('tasks = ["chain"]', 'tasks = ["chain", "chain"]', "tasks = ['chain', 'chain'], expected each one once"),

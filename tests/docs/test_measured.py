@@ -4,7 +4,7 @@ beside them."""
 import json
 import math
 import re
-import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +200,9 @@ def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
 
 @pytest.mark.parametrize("model", NAMES)
 def test_the_page_of_plans_has_the_rows_that_the_script_prints(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, lab_script: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lab = DOCS.parent / "lab"
-    monkeypatch.syspath_prepend(lab)
-    runpy.run_path(str(lab / "real.py"))["print_results"](plans_of(model))
+    lab_script("real")["print_results"](plans_of(model))
     section = (DOCS / "measured/2026-11-28-plans.md").read_text().split(NAMES[model])[1].split("\n## ")[0]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert printed == [line for line in section.splitlines() if line.startswith("|")]

@@ -1,14 +1,14 @@
 """The plan that benchmarks make without a calibration: what the default recipe would store."""
 
-import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvcal import Workload, load_plan, load_recipe, save_plan
 from kvcal.geometry import AttentionGeometry, Geometry, StateGeometry
 
-LAB = Path(__file__).parents[2] / "lab"
 ATTENTION = tuple(AttentionGeometry(index, 4, 2, 64, 64) for index in range(6))
 WINDOWED = AttentionGeometry(6, 4, 2, 64, 64, window=128)
 MODEL = Geometry("llama", "bfloat16", (*ATTENTION, WINDOWED, StateGeometry(7, 4096)))
@@ -16,10 +16,9 @@ MODEL = Geometry("llama", "bfloat16", (*ATTENTION, WINDOWED, StateGeometry(7, 40
 
 @pytest.mark.parametrize("bits", [2.5, 3.0])
 def test_it_has_the_formats_and_the_bytes_of_the_recipe(
-    bits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: float, tmp_path: Path, lab_script: Callable[..., dict[str, Any]]
 ) -> None:
-    monkeypatch.syspath_prepend(LAB)
-    shared = runpy.run_path(str(LAB / "shared.py"))
+    shared = lab_script("shared")
     plan, recipe = shared["default_plan"](MODEL, bits), load_recipe(shared["RECIPE"])
     assert bits - 0.1 < plan.bits_per_value() <= bits and plan.workload == Workload(8, 32768)
     found = {(side, layer.format(side)) for layer in plan.layers if layer.is_paged for side in ("k", "v")}

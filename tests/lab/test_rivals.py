@@ -1,8 +1,7 @@
 """lab/rivals.py: a small model through every rival's format, and what each of them reads at 16 bits."""
 
 import json
-import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from kvcal import load_model
 from kvcal.models.attention import replaced_attention
 
-LAB = Path(__file__).parents[2] / "lab"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(LAB)
-    return runpy.run_path(str(LAB / "rivals.py"))
-
 
 @pytest.fixture
 def folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> str:
@@ -29,16 +20,15 @@ def folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> str:
 
 
 def test_every_rival_is_measured_next_to_plans(
-    script: dict[str, Any],
+    lab_script: Callable[..., dict[str, Any]],
     folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("KVCAL_DATA", raising=False)
-    given = ["--quick", "--model", folder, "--out", str(tmp_path), "--tokens", "512", "--problems", "2"]
-    monkeypatch.setattr(sys, "argv", ["rivals", *given, "--plans", "kivi-2", "--device", "cpu", "--texts", "1"])
-    script["main"]()
+    given = ["--quick", "--model", folder, "--out", tmp_path, "--tokens", 512, "--problems", 2]
+    lab_script("rivals", *given, "--plans", "kivi-2", "--device", "cpu", "--texts", 1)
     found, printed = json.loads((tmp_path / "rivals.json").read_text()), capsys.readouterr().out
     kl = {name: sum(text.get("kl", 0) for text in of["512:0"]) for name, of in found["measured"].items()}
     bits = {name: plan["bits"] for name, plan in found["plans"].items()}
@@ -51,14 +41,14 @@ def test_every_rival_is_measured_next_to_plans(
     assert bits["tq-3-all"] == 3 + 48 / 128 and bits["oscar"] == pytest.approx(2.5 + 13.5 * 320 / 32768)
 
 
-def test_windows_keep_what_they_say(script: dict[str, Any], folder: str) -> None:
+def test_windows_keep_what_they_say(lab_script: Callable[..., dict[str, Any]], folder: str) -> None:
     """A format that loses nothing changes nothing; one that loses all, nothing before a token leaves the
     window."""
     loaded = load_model(folder, device="cpu")
     ids = torch.randint(0, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     exact = loaded.model(input_ids=ids, use_cache=False).logits
     for codec, first in ((lambda x, layer, side: x, 200), (lambda x, layer, side: 0 * x, 60)):
-        rival = script["Rival"](codec, 2, 2, sinks=4, window=49, flush=8)
+        rival = lab_script("rivals")["Rival"](codec, 2, 2, sinks=4, window=49, flush=8)
         with replaced_attention(loaded.model, "rival_", rival.attention(2)):
             read = loaded.model(input_ids=ids, use_cache=False).logits
         distance = (read - exact).abs().amax(-1)[0]

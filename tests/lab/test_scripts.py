@@ -5,7 +5,7 @@ import json
 import os
 import runpy
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvcal.stages.check_damage import measure_damage
 from kvcal.stages.generate import complete
 
 LAB = Path(__file__).parents[2] / "lab"
+Script = Callable[..., dict[str, Any]]  # of the fixture lab_script
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +31,11 @@ def small_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
 
 
 def test_changes_of_recipes_are_measured_next_to_the_recipes(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_model: Path, tmp_path: Path, lab_script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(LAB)
     out, sizes = tmp_path / "ablations.json", "--quick --texts 2 --tokens 300 --device cpu"
     changes = ["kitty:formats.k.boost=", "kivi-2:formats.k.num_bits=4;formats.v.num_bits=4"]
-    given = ["ablations", *changes, *sizes.split(), "--model", str(small_model), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", given)
-    script = runpy.run_path(str(LAB / "ablations.py"), run_name="__main__")
+    script = lab_script("ablations", *changes, *sizes.split(), "--model", small_model, "--out", out)
     less, more = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert less["changed_bits"] < less["bits"] and more["changed_bits"] == pytest.approx(more["bits"] + 2, abs=0.01)
     assert 0 < more["changed_kl"][0] < more["kl"][0] and more["difference"][0] < 0 < more["difference"][1]
@@ -47,10 +45,9 @@ def test_changes_of_recipes_are_measured_next_to_the_recipes(
         assert script["recipe_of"](name).sha256 != script["recipe_of"](name.partition(":")[0]).sha256
 
 
-def test_the_words_of_kvmix_hold_eleven_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_of_kvmix_hold_eleven_codes(lab_script: Script) -> None:
     """Ten of 3 bits and one of 2: each group's last code alone has the error of 2 bits, none more."""
-    monkeypatch.syspath_prepend(LAB)
-    script = runpy.run_path(str(LAB / "kvmix_3bit.py"))
+    script = lab_script("kvmix_3bit")
     values = torch.randn(4, 66, generator=torch.Generator().manual_seed(0))
     packed = script["encode"](values, 66, torch.float32)
     error = (script["decode"](packed, 66, 66) - values).abs()
@@ -60,11 +57,8 @@ def test_the_words_of_kvmix_hold_eleven_codes(monkeypatch: pytest.MonkeyPatch) -
     assert packed.nbytes == 4 * (6 * 4 + 2 * 4)  # six words, a scale and a minimum of four bytes
 
 
-def test_measured_rows_are_within_the_stated_errors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(LAB)
-    script = runpy.run_path(str(LAB / "expected.py"))
+def test_measured_rows_are_within_the_stated_errors(lab_script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script = lab_script("expected")
     fit = script["fitted"]()
     fitted, checked = (script["errors"](script[rows], fit) for rows in ("FITTED", "CHECKED"))
     assert max(map(abs, fitted)) < 0.09 and max(map(abs, checked)) < 0.18
@@ -82,15 +76,10 @@ def test_measured_rows_are_within_the_stated_errors(
         assert row in page
 
 
-def run_real(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(LAB)
-    monkeypatch.setattr(sys, "argv", ["real", *arguments])
-    return runpy.run_path(str(LAB / "real.py"), run_name="__main__")
-
-
 def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
+    lab_script: Script,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -99,7 +88,7 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     out = tmp_path / "out"
     arguments = ["--quick", "--model", str(tmp_path / "model"), "--out", str(out), "--tokens", "512", "--problems", "4"]
     arguments += ["--plans", "kivi-2,uniform-4,default@1", "--device", "cpu", "--texts", "2"]
-    run_real(monkeypatch, arguments)
+    lab_script("real", *arguments)
     printed, first = capsys.readouterr().out, json.loads((out / "real.json").read_text())
     assert set(first["plans"]) == {"kivi-2", "uniform-4", "default@1"} and "error" in first["plans"]["default@1"]
     assert set(first["measured"]) == {"16-bit", "kivi-2", "uniform-4"} and (out / "real.png").exists()
@@ -110,18 +99,16 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     assert all(text["kl"] < other["kl"] for text, other in zip(texts, others, strict=True) if "kl" in text)
     for name in ("kivi-2", "uniform-4"):
         assert f"| {name} | {first['plans'][name]['bits']:.2f} |" in printed
-    run_real(monkeypatch, arguments)
+    lab_script("real", *arguments)
     assert json.loads((out / "real.json").read_text())["measured"] == first["measured"]
 
 
 def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_model: Path, tmp_path: Path, lab_script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(LAB)
     sizes = "--quick --bits 3.5 --texts 1 --tokens 512 --answers 2 --kinds rows,copies --device cpu"
-    given = ["choice_of_bits", *sizes.split(), "--model", str(small_model), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", given)
-    runpy.run_path(str(LAB / "choice_of_bits.py"), run_name="__main__")
+    given = ["choice_of_bits", *sizes.split(), "--model", small_model, "--out", tmp_path]
+    lab_script(*given)
     found = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))
     own = [f"{name}@3.5" for name in ("earlier", "look-ups", "long", "sides", "default")]
     fixed = [name for name in found["plans"] if name.startswith("keys ")]
@@ -135,18 +122,15 @@ def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
     }
     said = capsys.readouterr().out
     assert "| default@3.5 |" in said and "What the default chose by" in said
-    runpy.run_path(str(LAB / "choice_of_bits.py"), run_name="__main__")
+    lab_script(*given)
     assert json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))["answers"] == found["answers"]
 
 
 def test_long_answers_are_written_and_measured(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_model: Path, tmp_path: Path, lab_script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(LAB)
     sizes = "--tables 2 --rows 3 --texts 1 --tokens 512 --new-tokens 130 --plans kivi-2,uniform-4 --quick --device cpu"
-    given = ["long_generation", *sizes.split(), "--model", str(small_model), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", given)
-    runpy.run_path(str(LAB / "long_generation.py"), run_name="__main__")
+    lab_script("long_generation", *sizes.split(), "--model", small_model, "--out", tmp_path)
     found, printed = json.loads((tmp_path / "long.json").read_text()), capsys.readouterr().out
     assert list(found["own"]) == list(found["rows"]) == ["16-bit", "kivi-2", "uniform-4"]
     assert all(len(rows) in (2, 3) for tables in found["rows"].values() for rows in tables)

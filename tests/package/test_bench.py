@@ -2,9 +2,7 @@
 use it."""
 
 import json
-import runpy
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 
-LAB = Path(__file__).parents[2] / "lab"
 WORKLOAD = Workload(2, 300)
 
 
@@ -108,11 +105,10 @@ def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: 
         bench.filled_layers(plan, [lattice], WORKLOAD, torch.device("cpu"))
 
 
-def test_a_step_in_a_basis_enters_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_a_basis_enters_and_leaves_it(lab_script: Callable[..., dict[str, Any]]) -> None:
     """The default recipe's plan: layers of other bits are other rows, and every step stores its token in the
     basis."""
-    monkeypatch.syspath_prepend(LAB)
-    default_plan = runpy.run_path(str(LAB / "shared.py"))["default_plan"]
+    default_plan = lab_script("shared")["default_plan"]
     made = default_plan(Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 64, 64) for n in range(3))), 3.0)
     layers = bench.filled_layers(made, made.layers, Workload(2, 300), torch.device("cpu"))
     (call, *_), store = bench.step_calls(layers), layers[0].store
@@ -160,18 +156,13 @@ def test_on_a_gpu_times_are_times(plan: Plan, tmp_path: Path) -> None:
 PRODUCT = "--tiny --shape 2x300 --prompt 300 --chunk 200 --context 300 --batch 1 --memory 0.001"
 
 
-def run_product(words: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    monkeypatch.syspath_prepend(LAB)
-    monkeypatch.setattr(sys, "argv", ["bench_product", *words.split(), "--out", str(out)])
-    runpy.run_path(str(LAB / "bench_product.py"), run_name="__main__")
-    return json.loads(out.read_text())["rows"]
-
-
 def test_the_script_of_the_product(
-    clock: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    clock: list[torch.Tensor], tmp_path: Path, lab_script: Callable[..., dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Every part and cache, on a CPU: prompts are real, steps take what the clock says."""
-    rows = run_product(f"{PRODUCT} --bits 3 --device cpu", tmp_path / "product.json", monkeypatch)
+    lab_script("bench_product", *f"{PRODUCT} --bits 3 --device cpu --out".split(), tmp_path / "product.json")
+    rows = json.loads((tmp_path / "product.json").read_text())["rows"]
     assert [(row["part"], row["case"]) for row in rows[::3]] == [
         ("layers", "2x300"), ("prompts", "300 tokens, 300 at once"), ("prompts", "300 tokens, 200 at once"),
         ("model", "1 x 300"), ("model", "0.001 GB of x 300"),
@@ -182,7 +173,8 @@ def test_the_script_of_the_product(
 
 
 @pytest.mark.gpu
-def test_the_script_of_the_product_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = run_product(PRODUCT.replace("300", "1024"), tmp_path / "product.json", monkeypatch)
+def test_the_script_of_the_product_on_a_gpu(tmp_path: Path, lab_script: Callable[..., dict[str, Any]]) -> None:
+    lab_script("bench_product", *f"{PRODUCT} --out".replace("300", "1024").split(), tmp_path / "product.json")
+    rows = json.loads((tmp_path / "product.json").read_text())["rows"]
     assert len(rows) == 20 and not any("reason" in row for row in rows)
     assert all(row["of_16_bits"] > 0 for row in rows if row["cache"] != "16 bits")

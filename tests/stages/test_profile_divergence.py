@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,3 +289,21 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         loaded.model.lm_head.weight[5] = math.inf
     with pytest.raises(NonFiniteActivations, match="not finite"):
         deviations(loaded.model, reference, [plan], tokens_of(1, 40), torch.arange(40)[None] > 0)
+
+
+def test_a_gpu_takes_as_many_texts_as_leave_room_for_a_reference_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the memory that the device has, not by what is free; a CPU always takes as many."""
+    loaded = loaded_model()
+    assert divergence.texts_at_once(loaded, 1 << 20) == divergence.KL_BATCH["cpu"]
+    cache = 1000 * 4 * sum(layer.values_per_token for layer in loaded.geometry.layers)
+    weights = divergence.parameter_bytes(loaded.model)
+
+    class OnGpu:
+        device, dtype = torch.device("cuda:0"), torch.float32
+        parameters, buffers = loaded.model.parameters, loaded.model.buffers
+
+    moved = replace(loaded, model=OnGpu())
+    for caches, expected in ((4, 1), (11.9, 2), (12.1, 3), (1000, 16), (0.5, 1)):
+        total = SimpleNamespace(total_memory=(caches * cache + weights) / divergence.MEMORY_SHARE + 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, total=total: total)
+        assert divergence.texts_at_once(moved, 1000) == expected, caches

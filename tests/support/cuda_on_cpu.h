@@ -69,6 +69,14 @@ inline void wait_for(const unsigned long& count) {
     kv_switch(&self->stack, scheduler);
 }
 inline void end_barrier() { arrived = 0; barriers++; }
+struct Named { int arrived; unsigned long round; };
+inline Named named[16];
+// bar.sync of so many threads.
+inline void barrier(int id, int count) {
+    if (++named[id].arrived < count) return wait_for(named[id].round);
+    named[id].arrived = 0;
+    named[id].round++;
+}
 inline void barrier() { if (++arrived == running) end_barrier(); else wait_for(barriers); }
 inline void start() {
     body();

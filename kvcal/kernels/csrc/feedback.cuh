@@ -6,10 +6,13 @@
 // warp: a lane has 4 of each, so that two loads serve 16 products and 16 sums. The rest is within the lane that rounds.
 //
 // Shared memory keeps the errors of 64 channels. When they are complete, all later targets take them in, and their room is free.
+//
+// Where a block of 12 warps packs 32 tokens alone, the warps that would have none make up teams: four share the outer products of
+// 32 chains, of which one rounds.
 
 #include "side.cuh"
 
-enum { BLOCK = 16, BLOCKS_KEPT = 4 };
+enum { BLOCK = 16, BLOCKS_KEPT = 4, TEAM = 4 };
 
 // Sizes of a part: up to PART_TOKENS tokens of a page, and a thread for each of their chains. Three warps share 32 tokens.
 template <class S>
@@ -99,8 +102,8 @@ struct Grid {
     KV_INLINE Grid(float step_, float mean_code)
         : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
 
-    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein); of all fp32 with every step that has
-    // been tried.
+    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein), as tests/kernels/test_pack_emulated.py
+    // tries for every step.
     template <unsigned LEVELS>
     KV_INLINE float code(float x) const {
         const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);
@@ -149,11 +152,11 @@ template <class S>
 struct Corner {
     int chain, channel, token;
 
-    KV_INLINE Corner() {
-        const int lane = threadIdx.x % 32;
-        chain = (threadIdx.x & ~31) + 4 * (lane >> 1 & 1 | lane >> 2 & 6);
+    KV_INLINE Corner(int first_chain, int first_token) {
+        const int lane = threadIdx.x % 32, own = 4 * (lane >> 1 & 1 | lane >> 2 & 6);
+        chain = first_chain + own;
         channel = 4 * (lane & 1 | lane >> 1 & 2);
-        token = threadIdx.x / (32 * CANDIDATES) * 32 + chain % 32;
+        token = first_token + own;
     }
 
     // Its targets in a block, before any error is taken in: the values.
@@ -199,19 +202,33 @@ struct Corner {
     }
 };
 
+// Adds the errors of the first `rows` that are kept to the targets in a block; `first` is the channel of the first. What a row
+// takes is loaded while the one before it is in work.
+template <class S>
+KV_INLINE void take_in_rows(
+    float (&target)[4][4], const PartScratch<S>& scratch, const Corner<S>& corner, int block, int first, int rows) {
+    if (rows == 0) {
+        return;
+    }
+    float4 next = corner.errors(scratch, 0), next_factor = corner.factor(scratch, block, first);
+#pragma unroll 4
+    for (int row = 0; row < rows; ++row) {
+        const float4 errors = next, factor = next_factor;
+        next = corner.errors(scratch, kv_min(row + 1, rows - 1));
+        next_factor = corner.factor(scratch, block, first + row + 1);
+        take_in(target, factor, errors);
+    }
+}
+
 // All later targets take in the errors that are kept, and get their room.
 template <class S>
 KV_INLINE void make_room(PartScratch<S>& scratch, const Corner<S>& corner) {
     constexpr int LATER = Part<S>::blocks - BLOCKS_KEPT;
     float target[LATER][4][4];
-#pragma unroll
-    for (int i = 0; i < LATER; ++i) {
-        corner.start(target[i], scratch, BLOCKS_KEPT + i);
-    }
-    // What a row takes is loaded while the one before it is in work.
     float4 next = corner.errors(scratch, 0), next_factor[LATER];
 #pragma unroll
     for (int i = 0; i < LATER; ++i) {
+        corner.start(target[i], scratch, BLOCKS_KEPT + i);
         next_factor[i] = corner.factor(scratch, BLOCKS_KEPT + i, 0);
     }
 #pragma unroll 2
@@ -232,45 +249,103 @@ KV_INLINE void make_room(PartScratch<S>& scratch, const Corner<S>& corner) {
     }
 }
 
-// Codes and costs of all chains of `count` tokens. Warps of no token return at once.
+// The four warps of a candidate wait for each other.
+KV_INLINE void team_sync() {
+    const int id = 1 + threadIdx.x / 32 % CANDIDATES, count = 32 * TEAM;
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+// ``make_room`` by a team, a block of targets each.
+template <class S>
+KV_INLINE void make_room_as_team(PartScratch<S>& scratch, const Corner<S>& corner, int member) {
+    float target[4][4];
+    const bool is_there = BLOCKS_KEPT + member < Part<S>::blocks;
+    if (is_there) {
+        corner.start(target, scratch, BLOCKS_KEPT + member);
+        take_in_rows(target, scratch, corner, BLOCKS_KEPT + member, 0, Part<S>::kept);
+    }
+    team_sync();
+    if (is_there) {
+        corner.store(target, scratch, member * BLOCK);
+    }
+    team_sync();
+}
+
+// The targets of a block by a team, 4 channels each: of a lane one, of its 4 chains. `row`: their place among those that are kept.
+template <class S>
+KV_INLINE void sum_up_as_team(
+    PartScratch<S>& scratch, const Corner<S>& corner, int member, int block, int first, int row) {
+    const int channel = TEAM * member + corner.channel / 4;
+    float* place = scratch.kept + (row + channel) * Part<S>::chains + corner.chain;
+    float target[4];
+    if (first == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int at = (corner.token + i) * Part<S>::stride + block * BLOCK + channel;
+            target[i] = kv_float_of<DTYPE>(scratch.tile[at]);
+        }
+    } else {
+        const float4 found = *(const float4*)place;
+        target[0] = found.x, target[1] = found.y, target[2] = found.z, target[3] = found.w;
+    }
+    const float* factor = scratch.factor + kv_factor_row(block, first) + channel;
+#pragma unroll 8
+    for (int before = 0; before < row; ++before) {
+        const float4 errors = corner.errors(scratch, before);
+        const float u = factor[before * BLOCK], e[4] = {errors.x, errors.y, errors.z, errors.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            target[i] = __fadd_rn(target[i], __fmul_rn(u, e[i]));
+        }
+    }
+    *(float4*)place = make_float4(target[0], target[1], target[2], target[3]);
+}
+
+// Codes and costs of all chains of `count` tokens.
 template <class S>
 KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
     constexpr int TOKENS = Part<S>::tokens, CHAINS = Part<S>::chains, LANES = 8;
     constexpr unsigned LEVELS = (1u << S::bits) - 1;
-    const int chain = threadIdx.x, number = chain / 32 % CANDIDATES;
-    const int token = chain / (32 * CANDIDATES) * 32 + chain % 32;
-    if (token >= count) {
+    const bool is_team = TOKENS == 32 * TEAM && count == 32;
+    const int warp = threadIdx.x / 32, number = warp % CANDIDATES, member = warp / CANDIDATES;
+    const int first_token = is_team ? 0 : 32 * member, token = first_token + threadIdx.x % 32;
+    const int chain = chain_of(token, number);
+    if (first_token >= count) {
         return;
     }
-    const Corner<S> corner;
+    const Corner<S> corner(chain_of(first_token, number), first_token);
     Grid grid(0.0f, 0.0f);
     float squares[LANES] = {};
 #pragma unroll 1
     for (int block = 0; block < Part<S>::blocks; ++block) {
         const int first = block < BLOCKS_KEPT ? 0 : BLOCKS_KEPT, row = (block - first) * BLOCK;
-        float target[4][4];
         if constexpr (Part<S>::blocks > BLOCKS_KEPT) {
             if (block == BLOCKS_KEPT) {
-                make_room(scratch, corner);
+                if (is_team) {
+                    make_room_as_team(scratch, corner, member);
+                } else {
+                    make_room(scratch, corner);
+                }
             }
         }
-        if (first == 0) {
-            corner.start(target, scratch, block);
+        if (is_team) {
+            sum_up_as_team(scratch, corner, member, block, first * BLOCK, row);
+            team_sync();
+            if (member > 0) {
+                team_sync();
+                continue;
+            }
         } else {
-            corner.load(target, scratch, row);
-        }
-        if (row > 0) {
-            float4 next = corner.errors(scratch, 0), next_factor = corner.factor(scratch, block, first * BLOCK);
-#pragma unroll 4
-            for (int before = 0; before < row; ++before) {
-                const float4 errors = next, factor = next_factor;
-                next = corner.errors(scratch, kv_min(before + 1, row - 1));
-                next_factor = corner.factor(scratch, block, first * BLOCK + before + 1);
-                take_in(target, factor, errors);
+            float target[4][4];
+            if (first == 0) {
+                corner.start(target, scratch, block);
+            } else {
+                corner.load(target, scratch, row);
             }
+            take_in_rows(target, scratch, corner, block, first * BLOCK, row);
+            corner.store(target, scratch, row);
+            __syncwarp();
         }
-        corner.store(target, scratch, row);
-        __syncwarp();
 
         if (block * BLOCK % S::group == 0) {
             const int group = block * BLOCK / S::group;
@@ -320,7 +395,14 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
             }
             scratch.codes[(block * Part<S>::words + word) * CHAINS + chain] = codes[word];
         }
-        __syncwarp();
+        if (is_team) {
+            team_sync();
+        } else {
+            __syncwarp();
+        }
+    }
+    if (is_team && member > 0) {
+        return;
     }
 #pragma unroll
     for (int apart = LANES / 2; apart > 0; apart /= 2) {

@@ -72,7 +72,7 @@ def run_profile(
     setup = _setup_of(loaded, data, spec, cache)
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = divergence.kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    steps = _divergence_steps(setup, texts, divergence.KL_BATCH.get(loaded.model.device.type, 4))
+    steps = _divergence_steps(setup, texts, divergence.texts_at_once(loaded, spec.kl_tokens))
     means = {name: Mean.empty(shape) for name, shape in setup.totals().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
