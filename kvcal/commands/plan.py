@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvcal import console
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -38,7 +38,7 @@ def plan(
         typer.Option(
             "--recipe",
             help="A recipe with [allocate]; default: default (sensitivity for latent attention), with --search: best.",
-            autocompletion=options.complete_recipe,
+            autocompletion=values.complete_recipe,
         ),
     ] = None,
     search: Annotated[
@@ -73,14 +73,14 @@ def plan(
     base = _base_of_plan(recipe, model, search, budgets)
     if search and closest:
         raise UsageError("--closest with --search: a search leaves out what does not fit", "leave out one of them")
-    chosen = given.change(base, budgets.whole_plan())
+    chosen = given.change(base, budgets.knobs())
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
     if out is not None:
         artifacts.Folder.create(out)
     besides = " makes the smallest plan, and so does --closest"
     nowhere = artifacts.Folder(Path())
-    with options.naming_what_works(budgets, besides), given.job(model, chosen, nowhere, budgets.whole_plan()) as job:
+    with options.naming_what_works(budgets, besides), given.job(model, chosen, nowhere, budgets.knobs()) as job:
         loaded, reporter = job.loaded, job.reporter
         is_stated = budgets.context or "allocate.context" in recipe_files.read_settings(given.sets or ())
         if not is_stated and recipe in (None, *recipe_files.recipe_names()):

@@ -52,7 +52,7 @@ def run(
             hint="use a recipe with [allocate], such as default; `kvcal list recipes` tells what each chooses by",
         )
     measured = options.users_evaluation(recipe, model or base.model)
-    others = measured if is_fixed else measured | budgets.whole_plan()
+    others = measured if is_fixed else measured | budgets.knobs()
     chosen = given.change(base, others)
     workload = budgets.workload(plan_file.DEFAULT_WORKLOAD) if is_fixed else None
     folder = artifacts.Folder.create(out)
@@ -95,7 +95,7 @@ def search(
     base = recipe_files.load_recipe(recipe)
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
-    base = given.change(base, budgets.whole_plan())
+    base = given.change(base, budgets.knobs())
     folder = artifacts.Folder.create(out)
     with given.job(model or base.model, base, folder) as job:
         plan = pipeline.build_plan(job.loaded, folder, base, reporter=job.reporter)

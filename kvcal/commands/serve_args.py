@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
+from kvcal.geometry import AttentionGeometry
 from kvcal.lazy_torch import lazy_imports
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
@@ -19,11 +20,13 @@ from kvcal.quantities import format_bytes, parse_bytes
 with lazy_imports():
     from kvcal.engines import capacity as engine_capacity
     from kvcal.engines import shard, states, support
+    from kvcal.models import config as model_config
     from kvcal.models import files
     from kvcal.plan import plan as plan_file
 
 
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
+OWN_DRAFTS = "ngram", "mtp"
 
 
 @spread
@@ -37,17 +40,20 @@ def serve_args(
         int, typer.Option(help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
     ] = 64,
     drafts: Annotated[
-        int, typer.Option(help="Draft tokens (n-grams) that vLLM verifies with a token, 0 to 7.", min=0, max=7)
+        int, typer.Option(help="Draft tokens that vLLM verifies with a token, 0 to 7.", min=0, max=7)
     ] = 0,
+    draft: Annotated[
+        str, typer.Option(help="What drafts: ngram, mtp (a layer of the model's own), or a model: EAGLE, a small one.")
+    ] = "ngram",
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **options.TOKENS)
+        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **values.TOKENS)
     ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(
             help="Of one device, for the cache alone, such as 50GB: also tell what fits; default: what the engine "
             "finds.",
-            callback=options.of_bytes,
+            callback=values.of_bytes,
         ),
     ] = None,
     state_dtype: Annotated[
@@ -75,17 +81,18 @@ def serve_args(
     state = 0
     if heads.num_states:
         state = states.state_bytes(_config_of(name), tp, drafts, loaded.cache_dtype, state_dtype)
-    sizes = tp, context or 1, drafts, max_requests, state
+    draft_bytes = _draft_bytes(draft, loaded, tp) if drafts else 0
+    sizes = tp, context or 1, drafts, max_requests, state, draft_bytes
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
     if engine == "vllm":
-        block = engine_capacity.vllm_pool(heads, state).block_tokens
+        block = engine_capacity.vllm_pool(heads, state, draft_bytes=draft_bytes).block_tokens
         words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", str(block)]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
         words += ["--max-model-len", str(context)] if context is not None else []
         words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
-        by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
-        words += ["--speculative-config", by_ngrams] if drafts else []
+        by = {"method" if draft in OWN_DRAFTS else "model": draft, "num_speculative_tokens": drafts}
+        words += ["--speculative-config", json.dumps(by)] if drafts else []
         words += ["--mamba-ssm-cache-dtype", state_dtype] if state_dtype is not None else []
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
@@ -94,7 +101,7 @@ def serve_args(
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
-    words += [support.NO_PREFIXES] if support.loses_sinks(loaded, drafts, engine) else []
+    words += [support.NO_PREFIXES] if support.loses_sinks(loaded, engine) else []
     value: dict[str, Any] = {"engine": engine, "arguments": words, "capacity": None}
     if found is not None and context is not None:
         counted = {"tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
@@ -106,6 +113,18 @@ def serve_args(
             given.reporter().say(f"note: sglang runs at most {max_requests} of them at once: --max-requests")
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
+
+
+def _draft_bytes(draft: str, plan: plan_file.Plan, num_ranks: int) -> int:
+    """Of a token in the layers of what drafts; of one layer more of the model where these are its own."""
+    if draft == "ngram":
+        return 0
+    if draft == "mtp":
+        own = next(layer.attention for layer in plan.layers if layer.is_paged)
+        return engine_capacity.draft_token_bytes([own], plan.cache_dtype, num_ranks)
+    geometry = model_config.read_sizes(draft).geometry
+    layers = [layer for layer in geometry.layers if isinstance(layer, AttentionGeometry)]
+    return engine_capacity.draft_token_bytes(layers, geometry.cache_dtype, num_ranks)
 
 
 def _config_of(model: str) -> dict[str, Any]:
@@ -125,6 +144,6 @@ def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:
     )
     if found.block_bytes > WASTEFUL * found.page_bytes:
         reporter.say(
-            "note: a ring or a state is larger than the pages of a block, and vLLM gives every block its bytes: few "
-            "layers with full attention cannot save more"
+            "note: a ring, a state or the layers of a draft take more than the pages of a block, and vLLM gives every "
+            "block its bytes: few layers with full attention, or a large draft, cannot save more"
         )

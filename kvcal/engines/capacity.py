@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.shard import HeadShard, rank_geometry
 from kvcal.engines.support import loses_sinks
 from kvcal.errors import InfeasibleBudget, UsageError
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
 from kvcal.pages.ways import Engine
 from kvcal.plan.plan import Plan
@@ -73,15 +73,17 @@ def capacity(
     lookahead: int = 0,
     max_requests: int = 0,
     state_bytes: int = 0,
+    draft_bytes: int = 0,
 ) -> Capacity:
     """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
     token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
-    ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some."""
+    ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some; ``draft_bytes``: of a token
+    in the layers of a model that drafts, on a rank."""
     shard = HeadShard(plan, 0, num_ranks, lookahead)
     pages = sum(map(shard.block_bytes, shard.blocks))
     fixed, tokens, needed, beside = 0, PAGE_TOKENS, 0, (0, 0, 0)
     if engine == "vllm":
-        pool = vllm_pool(shard, state_bytes)
+        pool = vllm_pool(shard, state_bytes, draft_bytes=draft_bytes)
         block_bytes, tokens = pool.block_bytes, pool.block_tokens
         beside = pool.ring_blocks, pool.window_blocks(context), pool.state_blocks
         needed, pages = pool.blocks(context), pages * pool.pages_per_block
@@ -167,6 +169,8 @@ class VllmPool:
                  as many layers as one has room for
         states   of layers that keep one, vLLM's own: in groups of as many layers as a block has room for, each with
                  a block, another one where prefixes are cached, and one a draft
+        drafts   of a model's layers, vLLM's own at 16 bits: next to the page of a block, or where a block has several,
+                 in as many blocks more as pages have
 
     All blocks have the bytes of the largest. A state is much larger than a page of 128 tokens: blocks of several
     pages waste less of those that hold states, and a request's last block more."""
@@ -178,14 +182,16 @@ class VllmPool:
         state_bytes: int = 0,
         pages_per_block: int = 1,
         states_per_block: int = 1,
+        draft_bytes: int = 0,
     ) -> None:
         """``has_prefixes``: whether they are cached, and sinks are shared, unless requests would lack
-        some. ``state_bytes``: of a layer's state; a block has room for ``states_per_block``."""
+        some. ``state_bytes``: of a layer's state; a block has room for ``states_per_block``. ``draft_bytes``: of
+        a token in the layers of a model that drafts."""
         self.shard, blocks = shard, shard.blocks
         self.pages_per_block, self.block_tokens = pages_per_block, pages_per_block * PAGE_TOKENS
         pages = {index: block.block_bytes for index, block in blocks.items()}
         rings = {index: block.ring_bytes for index, block in blocks.items()}
-        is_cached = has_prefixes and not loses_sinks(shard.plan, shard.lookahead)
+        is_cached = has_prefixes and not loses_sinks(shard.plan)
         sinks = {index: block.sink_bytes if is_cached else 0 for index, block in blocks.items()}
         self.pages = Placed.of(pages, sum(pages.values()))
         # vLLM pads a state by whole bytes of each token of a block.
@@ -197,6 +203,7 @@ class VllmPool:
         self.share_bytes = aligned_size(-(-wanted // num_shares))
         self.room = max(self.share_bytes * num_shares, *rings.values())
         self.rings, self.sinks = (Placed.of(sizes, self.room) for sizes in (rings, sinks))
+        self.draft_bytes = draft_bytes * self.block_tokens
         self._states_of_a_group = (1 + is_cached + shard.lookahead) if shard.num_states else 0
 
     @property
@@ -220,7 +227,8 @@ class VllmPool:
     def block_bytes(self) -> int:
         """Of each block of the pool."""
         windows = (self.window(tokens).tokens * nbytes for tokens, (_, nbytes) in self.shard.windows.items())
-        return max(self.room, *windows, 0)
+        pages = self.share_bytes * len(self.shard.blocks) if self.pages_per_block == 1 else 0
+        return max(self.room, pages + self.draft_bytes, *windows)
 
     @property
     def ring_blocks(self) -> int:
@@ -245,17 +253,22 @@ class VllmPool:
     def blocks(self, context: int) -> int:
         """Of a request with so many tokens, once its prompt is computed."""
         pages = -(-context // self.block_tokens)
+        pages *= 2 if self.draft_bytes and self.pages_per_block > 1 else 1
         return pages + self.ring_blocks + self.window_blocks(context) + self.state_blocks
 
 
 def vllm_pool(
-    shard: HeadShard, state_bytes: int = 0, has_prefixes: bool = True, pages_per_block: int | None = None
+    shard: HeadShard,
+    state_bytes: int = 0,
+    has_prefixes: bool = True,
+    pages_per_block: int | None = None,
+    draft_bytes: int = 0,
 ) -> VllmPool:
     """The pool in which a sequence of the plan's workload takes the fewest bytes, of those with up to 40 pages
     a block and 12 groups of states; with so many pages a block where ``pages_per_block`` says so. UsageError
     where a model has states and their bytes are not known."""
     if not shard.num_states:
-        return VllmPool(shard, has_prefixes)
+        return VllmPool(shard, has_prefixes, draft_bytes=draft_bytes)
     if not state_bytes:
         raise UsageError(
             f"{shard.num_states} layers of the plan's model keep a state, whose bytes in the engine are not stated",
@@ -263,6 +276,15 @@ def vllm_pool(
         )
     numbers = range(1, MAX_PAGES + 1) if pages_per_block is None else [pages_per_block]
     states = range(-(-shard.num_states // MAX_STATE_GROUPS), shard.num_states + 1)
-    pools = (VllmPool(shard, has_prefixes, state_bytes, pages, many) for pages in numbers for many in states)
+    pools = [
+        VllmPool(shard, has_prefixes, state_bytes, pages, many, draft_bytes) for pages in numbers for many in states
+    ]
+    even = [pool for pool in pools if pool.block_bytes % pool.pages_per_block == 0]  # drafts may widen blocks
     context = shard.plan.workload.context
-    return min(pools, key=lambda pool: (pool.blocks(context) * pool.block_bytes, pool.pages_per_block))
+    return min(even or pools, key=lambda pool: (pool.blocks(context) * pool.block_bytes, pool.pages_per_block))
+
+
+def draft_token_bytes(layers: Sequence[AttentionGeometry], cache_dtype: CacheDtype, num_ranks: int) -> int:
+    """Of a model that drafts, on each rank: a token's bytes in the layers with full attention."""
+    shared = (rank_geometry(layer, 0, num_ranks) for layer in layers if layer.window is None)
+    return sum(layer.values_per_token for layer in shared) * CACHE_DTYPES[cache_dtype].itemsize

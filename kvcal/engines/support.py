@@ -3,7 +3,7 @@ plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits
 besides its pages, lie in the ring of a request: one that begins after blocks of another decodes its window
-from them. Sinks, of which there are few, are shared with pages, but for drafts. Layers with a sliding window
+from them. Sinks, of which there are few, are shared with pages. Layers with a sliding window, and states,
 are vLLM's own. What the kernels cannot read as it is stored is refused everywhere. It is refused at start: a
 plan is never served wrongly.
 
@@ -53,28 +53,23 @@ def refusals(
         yield from choice.limits(layer, cache_dtype, is_cuda)
 
 
-def loses_sinks(plan: Plan, lookahead: int, engine: Engine = "vllm") -> bool:
-    """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: all of
-    them with drafts; and where vLLM shares them with the first page of a prompt, those that are not there
-    before it ends."""
+def loses_sinks(plan: Plan, engine: Engine = "vllm") -> bool:
+    """Whether requests would lack sinks of the plan after a cached prefix, and need ``NO_PREFIXES``: where
+    vLLM shares them with the first page of a prompt, those that are not there before it ends."""
     numbers = (fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats)
     most = max(numbers, default=0)
-    return most > 0 and (lookahead > 0 or (engine == "vllm" and most >= PAGE_TOKENS))
+    return engine == "vllm" and most >= PAGE_TOKENS
 
 
-def require_sinks(plan: Plan, lookahead: int) -> None:
+def require_sinks(plan: Plan) -> None:
     """UnsupportedModel where prefixes are cached in vLLM, and requests would lack sinks after them."""
-    if not loses_sinks(plan, lookahead):
+    if not loses_sinks(plan):
         return
-    if lookahead:
-        reason = "sinks, which requests with drafts lack after a cached prefix"
-        option = f"--drafts {lookahead}"
-    else:
-        reason = f"{PAGE_TOKENS} sinks or more, and requests after a cached page would have others' tokens"
-        option = f"--set cache.num_sink_tokens={PAGE_TOKENS - 1}"
     raise UnsupportedModel(
-        f"the plan keeps {reason}; expected {NO_PREFIXES}",
-        hint=f"or a plan with fewer sinks: kvcal plan … --for-engine vllm {option}",
+        f"the plan keeps {PAGE_TOKENS} sinks or more, and requests after a cached page would have others' tokens; "
+        f"expected {NO_PREFIXES}",
+        hint="or a plan with fewer sinks: kvcal plan … --for-engine vllm "
+        f"--set cache.num_sink_tokens={PAGE_TOKENS - 1}",
     )
 
 

@@ -79,7 +79,7 @@ def test_a_plan_for_an_engine_that_caches_prefixes(engine: str, made: Path, tmp_
     done = run_kvcal("serve-args", tmp_path / "plan.safetensors", "--engine", engine)
     assert done.code == 0 and not {"--no-enable-prefix-caching", "--disable-radix-cache"}.intersection(done.out.split())
     kept = RecipeOptions(sets=["cache.k_recent_window=32"]).recipe(
-        "default", BudgetOptions(bits=3.0, engine=engine).whole_plan()
+        "default", BudgetOptions(bits=3.0, engine=engine).knobs()
     )
     assert (kept.cache.k_recent_window, kept.cache.v_recent_window) == (32, 64)
 

@@ -328,7 +328,7 @@ def test_serve_args_tell_rings_that_are_larger_than_the_pages_of_a_block(model: 
     sized = ("serve-args", path, "--kv-memory", "100MB", "--context", 1000, "--json")
     done = run_kvcal(*sized)
     value = done.json["capacity"]
-    assert value["block_bytes"] > 1.5 * value["page_bytes"] and "larger than the pages of a block" in done.err
+    assert value["block_bytes"] > 1.5 * value["page_bytes"] and "take more than the pages of a block" in done.err
     sglang = run_kvcal(*sized, "--engine", "sglang", "--max-requests", 1)
     assert "larger than" not in sglang.err and sglang.json["capacity"]["page_bytes"] == value["page_bytes"]
 
@@ -354,7 +354,7 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
         keys = Format(2, "channel", 128, num_sinks, 64)
         layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), keys, Format(4))
         save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
-    cases = ((few, ("vllm", "--drafts", 2), True), (few, ("vllm",), False), (few, ("sglang",), False),
+    cases = ((few, ("vllm", "--drafts", 2), False), (few, ("vllm",), False), (few, ("sglang",), False),
              (many, ("vllm",), True), (many, ("sglang",), False),
              (plan_path, ("vllm", "--drafts", 2), False))  # fmt: skip
     for plan, words, is_off in cases:
@@ -362,7 +362,7 @@ def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_pa
         assert ("--no-enable-prefix-caching" in found) == is_off and "--disable-radix-cache" not in found
 
 
-def test_drafts_take_a_place_in_every_ring(plan_path: Path) -> None:
+def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None:
     line = ("serve-args", plan_path, "--kv-memory", "1GB", "--context", 1000)
     plain, more = (run_kvcal(*line, "--drafts", n, "--json").json["capacity"] for n in (0, 7))
     plan = load_plan(plan_path)
@@ -370,9 +370,15 @@ def test_drafts_take_a_place_in_every_ring(plan_path: Path) -> None:
     for value, pool in zip((plain, more), pools, strict=True):
         assert (value["block_bytes"], value["ring_blocks"]) == (pool.block_bytes, pool.ring_blocks)
     assert more["num_blocks"] * more["block_bytes"] <= 10**9 and pools[1].rings.block_bytes > pools[0].rings.block_bytes
-    words = run_kvcal("serve-args", plan_path, "--drafts", 5, "--json").json["arguments"]
-    given = json.loads(words[words.index("--speculative-config") + 1])
-    assert given == {"method": "ngram", "num_speculative_tokens": 5}
+    for draft, expected in (("ngram", {"method": "ngram"}), ("mtp", {"method": "mtp"}), (model, {"model": str(model)})):
+        value = ran_well(*line, "--drafts", 5, "--draft", draft, "--json").json
+        words = value["arguments"]
+        given = json.loads(words[words.index("--speculative-config") + 1])
+        assert given == expected | {"num_speculative_tokens": 5}
+        layers = {"ngram": 0, "mtp": 1, model: 3}[draft]
+        drafted = layers * 128 * plan.layers[0].attention.values_per_token * 2
+        pool, page = VllmPool(HeadShard(plan, lookahead=5), draft_bytes=drafted // 128), 3 * pools[0].share_bytes
+        assert value["capacity"]["block_bytes"] == pool.block_bytes == max(pool.room, page + drafted)
 
 
 def test_serve_args_of_sglang(plan_path: Path) -> None:

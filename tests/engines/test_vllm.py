@@ -394,7 +394,6 @@ def test_ranks_with_unequal_plans_are_refused(
 
 def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, served: Served) -> None:
     other = Served(tmp_path / "other", layers=2)
-    drafts = {"method": "draft_model", "model": str(served.folder), "num_speculative_tokens": 2}
     foreign = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
     refused = [
         (served.arguments(other.write("plan.safetensors")), "of layers 2, but vLLM serves"),
@@ -412,7 +411,6 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(attention_backend="KVCAL", additional_config={}), "--attention-backend KVCAL without a plan"),
         (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
         (served.arguments(hf_overrides={"is_mm_prefix_lm": True}), "tokens of an image attend to each other both ways"),
-        (served.arguments(speculative_config=drafts), "drafts of the method 'draft_model'"),
         (
             served.arguments(speculative_config=DRAFTS),
             "with 5 drafts: layers 2: k pages with tiers that queries choose: queries of rejected drafts",

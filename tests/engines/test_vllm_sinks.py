@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from test_vllm import (
-    DRAFTS,
     LENGTHS,
     SHORT,
     TOKENS,
@@ -20,7 +19,6 @@ from test_vllm import (
     prompts,
     random_requests,
     serve,
-    without_queries,
 )
 from test_vllm import gemma as gemma
 from test_vllm import served as served
@@ -124,14 +122,12 @@ def test_two_ranks(version: str, tmp_path: Path, served: Served) -> None:
 def test_what_a_first_page_is_too_small_for_needs_no_prefix_caching(
     version: str, tmp_path: Path, served: Served
 ) -> None:
-    """Sinks with drafts, and as many as a page has tokens."""
-    few, many = without_queries(served, with_sinks(served.plan)), served.plan.layers
-    sides = dataclasses.replace(many[0], v=dataclasses.replace(many[0].v, num_sink_tokens=128))
-    plans = served.write("few", few), served.write("many", dataclasses.replace(served.plan, layers=(sides, *many[1:])))
-    starts = [served.arguments(plans[0], speculative_config=DRAFTS), served.arguments(plans[1])]
-    found = run_in(version, tmp_path, "vllm_host.py", {"starts": starts})["starts"]
-    assert "with drafts lack" in found[0]["message"] and "128 sinks or more" in found[1]["message"], found
-    assert all("--no-enable-prefix-caching" in start["message"] for start in found)
+    """As many sinks as a page has tokens."""
+    first, *others = served.plan.layers
+    first = dataclasses.replace(first, v=dataclasses.replace(first.v, num_sink_tokens=128))
+    many = served.write("many", dataclasses.replace(served.plan, layers=(first, *others)))
+    found = run_in(version, tmp_path, "vllm_host.py", {"starts": [served.arguments(many)]})["starts"][0]
+    assert "128 sinks or more" in found["message"] and "--no-enable-prefix-caching" in found["message"], found
 
 
 @pytest.mark.parametrize("case", ["windows", "most sinks"])

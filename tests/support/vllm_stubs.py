@@ -68,6 +68,10 @@ def register() -> None:
     cpu_triton_utils._rejection_random_sample_kernel_impl = _verify_by_chance
     cpu_triton_utils._sample_recovered_tokens_kernel_impl = _recover
     cpu_triton_utils._expand_kernel_impl = _expand
+    cpu_triton_utils._eagle_prepare_next_token_padded_kernel_impl = _last_of_drafts
+    cpu_triton_utils._eagle_prepare_inputs_padded_kernel_impl = _to_draft_from
+    cpu_triton_utils._eagle_step_slot_mapping_metadata_kernel_impl = _next_slots
+    cpu_triton_utils._copy_and_expand_eagle_inputs_kernel_impl = _inputs_of_draft
 
 
 def _read_other_plan() -> None:
@@ -151,8 +155,8 @@ def _attend(
     *_: Any,
 ) -> None:  # fmt: skip
     """Of each request from its new tokens' queries [T, H, D] to the last ``window`` tokens up to each one's
-    own."""
-    tokens = keys.shape[2]
+    own, or to all where it is not positive."""
+    tokens, window = keys.shape[2], window if window > 0 else 2**30
     for row, own in enumerate(_of_requests(starts[1:])):
         length = int(lengths[row])
         first = max(0, length - (own.stop - own.start) - window + 1) // tokens  # blocks before are others' by now
@@ -214,6 +218,70 @@ def _expand(out: Tensor, given: Tensor, ends: Tensor, replaced: int, by: int, *_
     """A number of every request, for each of its drafts."""
     for value, own in zip(given, _of_requests(ends), strict=True):
         out[own] = by if value == replaced else value
+
+
+# ---- a model that drafts
+
+
+def _last_of_drafts(
+    sampled: Tensor, discarded: Tensor, backup: Tensor, following: Tensor, counts: Tensor, vocabulary: int, *_: Any,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """The last token that every request got, of sampled [B, S], and how many it got; -1 where one was not."""
+    for row, tokens in enumerate(sampled):
+        valid = tokens[(tokens != -1) & (tokens < vocabulary)]
+        count = 0 if discarded[row] else len(valid)
+        counts[row] = count
+        following[row] = valid[-1] if count else backup[row]
+
+
+def _to_draft_from(
+    ends: Tensor, counts: Tensor, starts: Tensor, places: Tensor, rejected: Tensor, requests: int, *_: Any
+) -> None:
+    """The place of the token that every request drafts from, and its rejected drafts."""
+    for row, own in enumerate(_of_requests(ends[:requests])):
+        drafts = own.stop - own.start
+        rejected[row] = drafts + 1 - counts[row] if drafts else 0
+        places[row] = starts[row + 1] - 1 - rejected[row]
+
+
+def _next_slots(
+    positions: Tensor, table: Tensor, stride: int, lengths: Tensor, clamped: Tensor, slots: Tensor, block_size: int,
+    max_tokens: int, width: int, padding: int, *_: Any,
+) -> None:  # fmt: skip
+    """Of the next draft of every request."""
+    rows = len(positions)
+    following = positions + 1
+    is_beyond = following >= max_tokens
+    at = following.masked_fill(is_beyond, 0)
+    blocks = table[torch.arange(rows), (at // block_size).clamp(max=width - 1).long()]
+    clamped[:rows] = at
+    slots[rows:] = padding
+    slots[:rows] = (blocks.long() * block_size + at % block_size).masked_fill(is_beyond, padding).to(slots.dtype)
+    lengths[:rows] = (lengths[:rows] + 1).masked_fill(is_beyond, 1).clamp(max=max_tokens)
+
+
+def _inputs_of_draft(
+    tokens: Tensor, positions: Tensor, following: Tensor, out: Tensor, out_positions: Tensor, is_rejected: Tensor,
+    is_masked: Tensor, new: Tensor, mapping: Tensor, starts: Tensor, ends: Tensor, padding: int, masked: int,
+    total: int, slots: int, shift: bool, *_: Any, **constants: Any,
+) -> None:  # fmt: skip
+    """Of a draft model, which gets the tokens of the model and one more, not shifted, with a slot a request."""
+    assert slots == 1 and not shift
+    for row in range(len(ends)):
+        first, end, stop = int(starts[row]), int(ends[row]) + 1, int(starts[row + 1])
+        to, count = first + row, end - first
+        size = stop - first + 1
+        out[to : to + count], out[to + count], out[to + count + 1 : to + size] = (
+            tokens[first:end],
+            following[row],
+            padding,
+        )
+        out_positions[to : to + size] = int(positions[first]) + torch.arange(size)
+        out_positions[to + count + 1 : to + size] = 0
+        is_rejected[to : to + size] = torch.arange(size) > count
+        is_masked[to : to + size] = False
+        new[row] = to + count
 
 
 # ---- states

@@ -57,6 +57,8 @@ class PlanLayer:
         """ArtifactError where the layer is not in the plan, or has other heads; UnsupportedModel where more
         is asked of its attention."""
         self.index, self.serving = _planned(serving, attention), serving
+        if any(layer.index == self.index for layer in serving.layers):
+            raise ArtifactError(f"vLLM makes a second layer {self.index}, {attention.layer_name}")
         _require_asked(attention, config)
         self.step = PagedStep(serving.shard, self.index, serving.scratch)
         self._first = serving.pool.pages.at[self.index][1]
@@ -77,7 +79,12 @@ class PlanLayer:
         first, rings = self.serving.first.kv_cache, self.serving.ring.kv_cache
         if self._bound is None or self._bound[0] is not first or self._bound[1] is not rings:
             self._bound, own, pool = (first, rings), as_bytes(first), self.serving.pool
-            count, stride = pool.pages_per_block, own.stride(0) // pool.pages_per_block
+            count, (stride, rest) = pool.pages_per_block, divmod(own.stride(0), pool.pages_per_block)
+            if rest:
+                raise UnsupportedModel(
+                    f"vLLM's blocks of {own.stride(0)} bytes do not hold {count} pages at equal distances",
+                    hint=f"--block-size {PAGE_TOKENS}",
+                )
             pages = own.as_strided((len(own) * count, pool.pages.block_bytes), (stride, 1))
             self.step.bind(pages[:, self._first :], as_bytes(rings)[:, self._first_of_ring :])
             self.serving.bound(self.index, own)
@@ -91,7 +98,7 @@ class PlanLayer:
         them."""
         if self.serving.sinks:
             layer = self.serving.sinks[self.serving.pool.sinks.at[self.index][0]]
-            _metadata(layer).copy(layer.copies[self.index], rings)
+            _metadata(layer).copy(self.index, rings)
 
     def begin(self) -> None:
         """Windows of the requests that begin with this step, after sinks are in their rings."""
@@ -123,13 +130,8 @@ class WindowLayer:
         """ArtifactError as of ``PlanLayer``; UnsupportedModel for attention that cannot read such blocks."""
         _planned(serving, attention)
         self.pool, self.backend = serving.pool, attention.attn_backend
-        layouts = self.backend.supported_kv_cache_layouts()
-        if layouts is not None and KVCacheLayout.BLHNC not in layouts:
-            raise UnsupportedModel(
-                f"vLLM serves the sliding window of {attention.layer_name} with {self.backend.get_name()}, which does "
-                "not read blocks of layers that lie side by side, as a plan's do",
-                hint='another one: --attention-config \'{"backend_per_kind": {"sliding_window": "TRITON_ATTN"}}\'',
-            )
+        hint = '--attention-config \'{"backend_per_kind": {"sliding_window": "TRITON_ATTN"}}\''
+        _require_side_by_side(attention, "the sliding window", hint)
 
     def spec(self, spec: Any) -> Any:
         """With blocks of as many tokens as waste least."""
@@ -137,6 +139,35 @@ class WindowLayer:
         taken = [n for n in WINDOW_BLOCKS if any(n % size.base == 0 if hasattr(size, "base") else n == size
                                                  for size in sizes)]  # fmt: skip
         return dataclasses.replace(spec, block_size=self.pool.window(spec.sliding_window, taken).tokens)
+
+
+class DraftLayer:
+    """Attachment of a layer of a model that drafts: the attention and the memory are vLLM's own. Where a block
+    has a page, its layers lie next to the plan's; where it has several, in blocks of their own."""
+
+    def __init__(self, serving: Serving, attention: Any) -> None:
+        """UnsupportedModel for attention to the model's own keys, or that cannot read such blocks."""
+        if attention.kv_sharing_target_layer_name is not None:
+            raise UnsupportedModel(f"drafts of {attention.layer_name} read keys that a plan has packed")
+        hint = '--speculative-config \'{"attention_backend": "TRITON_ATTN", …}\''
+        _require_side_by_side(attention, "drafts", hint)
+        self.is_apart = serving.pool.pages_per_block > 1
+
+    def spec(self, spec: Any) -> Any:
+        """Of another kind than a plan's layers to vLLM's planner, if it is to be apart: without context
+        parallelism, which is refused, the field changes nothing else."""
+        return dataclasses.replace(spec, dcp_sharded=False) if self.is_apart else spec
+
+
+def _require_side_by_side(attention: Any, what: str, hint: str) -> None:
+    backend = attention.attn_backend
+    layouts = backend.supported_kv_cache_layouts()
+    if layouts is not None and KVCacheLayout.BLHNC not in layouts:
+        raise UnsupportedModel(
+            f"vLLM serves {what} of {attention.layer_name} with {backend.get_name()}, which does not read blocks of "
+            "layers that lie side by side, as a plan's do",
+            hint=f"another one: {hint}",
+        )
 
 
 def _planned(serving: Serving, attention: Any) -> int:

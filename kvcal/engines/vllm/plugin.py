@@ -5,8 +5,8 @@ A process without a plan in its configuration is left as it is.
 
 vLLM lets a backend change a layer's cache by a class method that does not know the layer. So
 ``Attention.__init__`` gets our backend, and attaches the layer's step; and ``Attention.get_kv_cache_spec``
-says how large its block is. Layers with a sliding window keep vLLM's backend. Without a plan both do what
-they did.
+says how large its block is. Layers with a sliding window, and those of a model that drafts, keep vLLM's
+backend. Without a plan both do what they did.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvcal.engines.vllm import BACKEND
 logger = logging.getLogger("vllm.kvcal")
 
 BACKEND_PATH = "kvcal.engines.vllm.backend.PlanBackend"
+MODEL_TAG = "backbone"  # vLLM's, while it builds the model; while it builds one that drafts, it is another
 
 
 def register() -> None:
@@ -56,7 +57,7 @@ def wrap_attention() -> None:
 
     if hasattr(Attention, "kvcal_layer"):
         return
-    Attention.kvcal_layer = None  # a layer's own PlanLayer or WindowLayer, where it is served
+    Attention.kvcal_layer = None  # a layer's own PlanLayer, WindowLayer or DraftLayer, where it is served
     Attention.__init__ = _with_plan(Attention.__init__)
     Attention.get_kv_cache_spec = _with_block(Attention.get_kv_cache_spec)
 
@@ -64,18 +65,20 @@ def wrap_attention() -> None:
 def _with_plan(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any) -> None:
+        from vllm.compilation.backends import model_tag
         from vllm.config import get_current_vllm_config
 
-        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer, WindowLayer
-        from kvcal.engines.vllm.serving import serving_of
+        from kvcal.engines.vllm.backend import DraftLayer, PlanBackend, PlanLayer, WindowLayer
+        from kvcal.engines.vllm.serving import serving_of, serving_with_drafts
 
         config = get_current_vllm_config()
-        serving, chosen = serving_of(config), config.attention_config.backend
+        is_draft, chosen = model_tag != MODEL_TAG, config.attention_config.backend
+        serving = serving_with_drafts(config) if is_draft else serving_of(config)
         if serving is None:
             original(self, num_heads, head_size, scale, *args, **kwargs)
             return
-        has_window = serving.has_window(kwargs["prefix"])
-        if not has_window:
+        has_pages = not is_draft and not serving.has_window(kwargs["prefix"])
+        if has_pages:
             kwargs |= {"attn_backend": PlanBackend}
         elif chosen is not None and chosen.name == BACKEND:
             config.attention_config.backend = None  # vLLM's own choice
@@ -83,7 +86,10 @@ def _with_plan(original: Any) -> Any:
             original(self, num_heads, head_size, scale, *args, **kwargs)
         finally:
             config.attention_config.backend = chosen
-        self.kvcal_layer = WindowLayer(serving, self) if has_window else PlanLayer(serving, self, config)
+        if has_pages:
+            self.kvcal_layer = PlanLayer(serving, self, config)
+        else:
+            self.kvcal_layer = (DraftLayer if is_draft else WindowLayer)(serving, self)
 
     return init
 

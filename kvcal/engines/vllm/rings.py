@@ -165,6 +165,7 @@ class SinkLayer(RingLayer):
         sinks: Placed = serving.pool.sinks
         own = {index: at for index, at in sinks.at.items() if at[0] == number}
         super().__init__(f"{prefix}.kvcal_sinks{number}", Placed(own, 1, sinks.block_bytes), config)
+        self.number = number
         self.layouts: dict[int, BlockLayout] = serving.shard.blocks
         self.ring: RingLayer = serving.ring
         self.serving = serving
@@ -197,20 +198,22 @@ class RingMetadata(AttentionMetadata):
 
 @dataclass
 class SinkMetadata(RingMetadata):
-    """``rings`` [1, B]: the blocks of sinks. Requests by their places in the batch, int64: ``begun``, whose
-    first page ends with this step; ``at_ends``, where any begins after pages of others."""
+    """``rings`` [1, B]: the blocks of sinks of ``layer``. ``ending``: requests, by their places in the batch,
+    int64, whose first page may end with this step; ``to``: the blocks of their sinks, int64."""
 
-    begun: Tensor
-    at_ends: Tensor
+    layer: SinkLayer
+    ending: Tensor
+    to: Tensor
 
-    def copy(self, copies: SharedSinks, rings: Tensor) -> None:
-        """Sinks of first pages from rings, int32 [B], to their blocks; then back, of requests at the end of a
-        page."""
-        rings, blocks = rings.long(), self.rings[0].long()
-        if len(self.begun):
-            copies.save(rings[self.begun], blocks[self.begun])
-        if len(self.at_ends):
-            copies.copy_back(rings[self.at_ends], blocks[self.at_ends])
+    def copy(self, index: int, rings: Tensor) -> None:
+        """Sinks of first pages in a layer of the plan from rings, int32 [B], to their blocks; then back, of
+        requests that begin after pages of others."""
+        copies, ring_block = self.layer.copies[index], self.layer.ring.placed.at[index][0]
+        if len(self.ending):
+            copies.save(rings.long()[self.ending], self.to)
+        for one in self.layer.serving.begun:
+            sinks = one.sinks[self.layer.number : self.layer.number + 1]
+            copies.copy_back(one.rings[ring_block : ring_block + 1].long(), sinks.long())
 
 
 def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
@@ -245,31 +248,35 @@ class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
 
 
 class SinkMetadataBuilder(RingMetadataBuilder):
-    """Copies sinks before a step, from and to the rings that the step has."""
+    """Copies sinks before a step, from and to the rings that the step has.
+
+    Where there are drafts the host knows the most tokens that a request may have, and steps are scheduled ahead:
+    two of them may have drafts that it does not know to be rejected. So sinks are saved in every step that may be
+    the one. They do not change once as many tokens are accepted, and a page is shared after all of its tokens
+    are: the last copy before that is right."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SinkMetadata:
         given = common_attn_metadata
         blocks = rings_of(given, self._rings)
-        assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives exact lengths where there are no drafts"
+        assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives bounds of lengths"
         starts = given.query_start_loc_cpu[: given.num_reqs + 1]
         counts = starts[1:] - starts[:-1]
         totals = given.seq_lens_cpu_upper_bound[: given.num_reqs]
-        past = totals - counts
-        begun, at_ends = (
-            which.nonzero().flatten().to(blocks.device, non_blocking=True)
-            for which in (
-                (counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS),
-                (counts > 0) & (past >= PAGE_TOKENS) & (past % PAGE_TOKENS == 0) & bool(self._layer.serving.begun),
-            )
-        )
-        found = SinkMetadata(blocks, begun, at_ends)
-        if len(begun) or len(at_ends):
-            lengths, rings = self.latest[self._layer.ring.name]
-            assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
-            for index, copies in self._layer.copies.items():
-                found.copy(copies, rings[self._layer.ring.placed.at[index][0]])
+        lookahead = self._layer.serving.shard.lookahead
+        past = totals - counts - (2 * (1 + lookahead) if lookahead else 0)
+        ending = ((counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS)).nonzero().flatten()
+        ending = ending.to(blocks.device, non_blocking=True)
+        lengths, rings = self.latest[self._layer.ring.name]
+        assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
+        to = blocks[0].long()[ending]
+        for one in self._layer.serving.begun if lookahead else ():  # which have no sinks yet: to nobody's block
+            to = to.masked_fill(rings[0][ending] == one.rings[0], 0)
+        found = SinkMetadata(blocks, self._layer, ending, to)
+        if len(ending) or self._layer.serving.begun:
+            for index in self._layer.copies:
+                found.copy(index, rings[self._layer.ring.placed.at[index][0]])
             if self._layer.begin is not None:
                 self._layer.begin()
         return found
@@ -277,7 +284,7 @@ class SinkMetadataBuilder(RingMetadataBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SinkMetadata:
         """Of requests without a past: nothing is copied."""
         none = torch.empty(0, dtype=torch.int64, device=self._rings.device)
-        return SinkMetadata(rings_of(common_attn_metadata, self._rings), none, none)
+        return SinkMetadata(rings_of(common_attn_metadata, self._rings), self._layer, none, none)
 
 
 class RingBackend(AttentionBackend):

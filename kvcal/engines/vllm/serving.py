@@ -41,7 +41,9 @@ logger = logging.getLogger("vllm.kvcal")
 
 PLAN_KEY = "kvcal_plan"
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
-DRAFTS = "ngram"  # vLLM's method of speculative decoding that is served
+# vLLM's methods of speculative decoding that are served, and of these, those of a model.
+DRAFT_MODELS = "draft_model", "eagle", "eagle3", "mtp"
+DRAFTS = "ngram", *DRAFT_MODELS
 # vLLM's KV connectors that are served, with blocks in the host's memory; the second one knows blocks of pages
 # alone.
 CONNECTORS = "SimpleCPUOffloadConnector", "OffloadingConnector"
@@ -68,7 +70,7 @@ class Serving:
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         has_prefixes = config.cache_config.enable_prefix_caching
         if has_prefixes:
-            require_sinks(plan, lookahead)
+            require_sinks(plan)
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
@@ -126,11 +128,13 @@ class Serving:
         if not begun:
             return
         places = {name: place for place, group in enumerate(groups) for name in group.layer_names}
-        pages, rings = places[self.first.layer_name], places[self.ring.name]
+        pages, rings, *sinks = (
+            places[name] for name in (self.first.layer_name, self.ring.name, *(one.name for one in self.sinks))
+        )
         self.begun = [
             Begun(past, past + step.num_scheduled_tokens[name], *(
                 torch.tensor(held, dtype=torch.int32).to(self.device, non_blocking=True)
-                for held in (self.pages_of(blocks[pages]), blocks[rings])
+                for held in (self.pages_of(blocks[pages]), blocks[rings], [blocks[group][0] for group in sinks])
             ))
             for name, past, blocks in begun if past and past % PAGE_TOKENS == 0
         ]  # fmt: skip
@@ -164,12 +168,13 @@ class Serving:
 
 class Begun(NamedTuple):
     """A request that begins after ``num_past`` tokens in blocks of others, and will have ``total``. ``table``
-    int32 [pages]: its pages; ``rings`` int32 [blocks]: of its rings."""
+    int32 [pages]: its pages; ``rings`` int32 [blocks]: of its rings; ``sinks`` int32 [blocks]: that it shares."""
 
     num_past: int
     total: int
     table: Tensor
     rings: Tensor
+    sinks: Tensor
 
 
 @functools.cache
@@ -215,6 +220,12 @@ def serving_of(config: VllmConfig) -> Serving | None:
     return _latest
 
 
+def serving_with_drafts(config: VllmConfig) -> Serving | None:
+    """The plan of the model for which another one drafts, whose configuration names it, too; None without a
+    plan."""
+    return None if plan_path(config.additional_config) is None else _latest
+
+
 def latest() -> Serving | None:
     """The plan of the model that was built last, None without one."""
     return _latest
@@ -239,12 +250,15 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
     if parallel.decode_context_parallel_size > 1:
         yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
     drafts = config.speculative_config
-    if drafts is not None and drafts.method != DRAFTS:
-        reason = f"expected {DRAFTS!r}; layers of a draft model besides a plan's were not tried"
-        yield f"drafts of the method {drafts.method!r} ({reason})"
+    if drafts is not None and drafts.method not in DRAFTS:
+        yield f"drafts of the method {drafts.method!r} (expected one of {', '.join(DRAFTS)}; others were not tried)"
+    if drafts is not None and drafts.parallel_drafting:
+        yield "drafts of a model that makes all of them at once"
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
     if config.kv_transfer_config is not None:
+        if config.model_config.is_hybrid or (drafts is not None and drafts.method in DRAFT_MODELS):
+            yield "a KV connector, and blocks of states or of a model that drafts"
         yield from _refused_connector(config.kv_transfer_config, config.cache_config.enable_prefix_caching)
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"

@@ -102,8 +102,8 @@ struct Grid {
     KV_INLINE Grid(float step_, float mean_code)
         : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
 
-    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein); of all fp32 with every step that has
-    // been tried.
+    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein), as tests/kernels/test_pack_emulated.py
+    // tries for every step.
     template <unsigned LEVELS>
     KV_INLINE float code(float x) const {
         const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);

@@ -1,0 +1,96 @@
+"""Models that draft, in the real vLLM on a CPU, in fp32: their layers are vLLM's own, next to a plan's; and
+drafts together with sinks that requests share. Tokens are those that ``PlanCache`` gives without drafts.
+``make engines`` runs these tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, Served, prompts, random_requests, serve, without_queries
+from test_vllm import served as served
+from test_vllm import version as version
+from test_vllm_hybrids import hybrid as hybrid
+from test_vllm_sinks import with_sinks
+from vllm_environment import run_in
+
+from kvcal import Plan
+from kvcal.engines.capacity import capacity as capacity_of
+from kvcal.engines.capacity import draft_token_bytes
+from kvcal.models.supported_layers import attention_layers, geometry_of
+
+pytestmark = pytest.mark.engines
+
+ONCE = 3  # drafts a step
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model of two layers, whose drafts are mostly wrong."""
+    return Served(tmp_path_factory.mktemp("draft"), seed=5, layers=2)
+
+
+def by(model: Served, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(model.folder), "num_speculative_tokens": ONCE} | more
+
+
+def drafted_bytes(model: Served) -> int:
+    return draft_token_bytes(attention_layers(geometry_of(model.model, cache_dtype="float32")), "float32", 1)
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["the model itself", "another model"])
+def test_a_model_that_drafts(is_own: bool, version: str, tmp_path: Path, served: Served, drafting: Served) -> None:
+    """Drafts are right where codes decide nothing, or hardly ever; cold and after cached prefixes, with windows
+    and sinks, in the blocks that kvcal predicts."""
+    plan, draft = without_queries(served, served.with_copies()), served if is_own else drafting
+    requests = [{"prompt": ids, "tokens": 60, "at": at} for at in (0, 70) for ids in prompts(*LENGTHS)]
+    found, replay = serve(version, tmp_path, served, requests, plan, speculative_config=by(draft))
+    assert sorted(replay.cached.values())[-3:] == [128, 256, 640]
+    assert (replay.accepted > 100) == is_own and replay.rejected > 100, vars(replay)
+    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=drafted_bytes(draft))
+    says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
+    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
+
+
+def test_random_requests_with_a_model_that_drafts(version: str, tmp_path: Path, served: Served) -> None:
+    """Prompts in chunks, few blocks, aborts; then requests that lose their blocks, and are computed again."""
+    plan = without_queries(served, served.with_copies())
+    more = {**SHORT, "max_num_batched_tokens": 256, "speculative_config": by(served)}
+    requests = [request for request in random_requests(60, temperature=0.0) if "n" not in request]
+    _, replay = serve(version, tmp_path, served, requests, plan, **more)
+    assert replay.accepted > 20 and replay.rejected > 100 and sum(replay.cached.values()) > 1000, vars(replay)
+    requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
+    _, replay = serve(version, tmp_path, served, requests, plan, **more)
+    assert replay.restarts > 0 and replay.split > 0, vars(replay)
+
+
+def test_sinks_are_shared_where_there_are_drafts(version: str, tmp_path: Path, served: Served) -> None:
+    """Of n-grams. First pages that a prompt fills, or drafts; others' rings hold other sinks in between."""
+    plan = without_queries(served, most_sinks(served))
+    given = [*prompts(*LENGTHS, 120, 129), prompts(9, seed=5)[0] * 13]
+    requests = [
+        {"prompt": ids, "tokens": 60, "at": at}
+        for at, all_ in ((0, given), (110, prompts(*LENGTHS, seed=9)), (220, given)) for ids in all_
+    ]  # fmt: skip
+    requests += [{"after": n, "prompt": prompts(3)[0], "tokens": 40, "at": 330} for n in (4, 6)]
+    found, replay = serve(version, tmp_path, served, requests, plan, speculative_config=DRAFTS)
+    assert replay.accepted > 50 and replay.rejected > 100 and sum(replay.cached.values()) > 1500, vars(replay)
+    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ALONE - 1)
+    assert capacity.ring_blocks > capacity_of("vllm", without_queries(served), 64 << 20, 1, 2048, ALONE - 1).ring_blocks
+    assert any(line.startswith(f"{capacity.num_blocks} blocks of 128 tokens") for line in found["log"])
+
+
+def most_sinks(served: Served) -> Plan:
+    """As many as a first page has but one, in the last layer."""
+    *layers, last = with_sinks(served.plan).layers
+    values = dataclasses.replace(last.v, num_sink_tokens=127)
+    return dataclasses.replace(served.plan, layers=(*layers, dataclasses.replace(last, v=values)))
+
+
+def test_other_drafts_are_refused(version: str, tmp_path: Path, served: Served) -> None:
+    plan = served.write("without.safetensors", without_queries(served))
+    starts = [served.arguments(plan, speculative_config={"method": "suffix", "num_speculative_tokens": 2})]
+    found = run_in(version, tmp_path, "vllm_host.py", {"starts": starts})["starts"][0]
+    assert "drafts of the method 'suffix' (expected one of ngram, draft_model, eagle" in found["message"], found
