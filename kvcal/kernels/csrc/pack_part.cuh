@@ -1,10 +1,11 @@
-// Rotated pages (kvcal/systems/basis/rotated.py), of which every token has scales of its own: a block packs some of a page's 128
-// tokens, and parts need nothing of each other.
+// Rotated pages (kvcal/systems/basis/rotated.py), of which every token has scales of its own: a block packs
+// some of a page's 128 tokens, and parts need nothing of each other.
 
 #include "feedback.cuh"
 #include "hadamard.cuh"
 
-// What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is rounded once.
+// What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is
+// rounded once.
 template <class S, int LANES>
 struct Turn {
     float by[S::dim / LANES];
@@ -21,8 +22,8 @@ struct Turn {
     }
 };
 
-// The staged tokens, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight lanes share a
-// token.
+// The staged tokens, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight
+// lanes share a token.
 template <class S, int LANES>
 KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const Turn<S, LANES>& turn, int count) {
     constexpr int OWN = S::dim / LANES, SIZE = kv_min(S::group, S::dim) / LANES;
@@ -68,7 +69,8 @@ KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const 
     }
 }
 
-// The scale of every token and group that errs least on Gaussians of its norm: to nearest, or the lowest of the candidates.
+// The scale of every token and group that errs least on Gaussians of its norm: to nearest, or the lowest of
+// the candidates.
 template <class S>
 KV_INLINE void scale_part(PartScratch<S>& scratch, int count, int* error) {
     constexpr int SIZE = kv_min(S::group, S::dim);
