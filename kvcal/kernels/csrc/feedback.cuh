@@ -40,8 +40,9 @@ struct PartScratch {
     // channels beyond the last.
     alignas(16) float factor[S::has_feedback ? 8 * Part<S>::blocks * (Part<S>::blocks + 1) * BLOCK : 4];
     union {
-        alignas(16) float kept[S::has_feedback ? Part<S>::kept * Part<S>::chains : 4];  // errors, and targets that are not yet due
-        unsigned short stored[S::has_feedback ? FACTOR<S> : 4];             // the factor as the plan has it
+        // Errors, and targets that are not yet due; before them, the factor as the plan has it.
+        alignas(16) float kept[S::has_feedback ? Part<S>::kept * Part<S>::chains : 4];
+        unsigned short stored[S::has_feedback ? FACTOR<S> : 4];
     };
 };
 
@@ -86,7 +87,8 @@ KV_INLINE void order_factor(PartScratch<S>& scratch) {
                 const bool is_there = row <= channel + k && channel + k < S::dim;
                 u[k] = is_there ? kv_float_of<KV_FLOAT16>(of_row[channel + k]) : 0.0f;
             }
-            *(float4*)(scratch.factor + kv_factor_row(block, row) + channel % BLOCK) = make_float4(u[0], u[1], u[2], u[3]);
+            float* to = scratch.factor + kv_factor_row(block, row) + channel % BLOCK;
+            *(float4*)to = make_float4(u[0], u[1], u[2], u[3]);
         }
     }
 }
@@ -96,7 +98,10 @@ constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to a
 // 1 / step, rounded to nearest, of a number of 8 bits; 0 of 0.
 KV_INLINE float kv_reciprocal_of_e5m2(float step) {
     const unsigned bits = __float_as_uint(step), quarters = bits >> 21 & 3;
-    const unsigned one = quarters == 0 ? 0x3f800000 : quarters == 1 ? 0x3f4ccccd : quarters == 2 ? 0x3f2aaaab : 0x3f124925;
+    const unsigned one = quarters == 0   ? 0x3f800000
+                         : quarters == 1 ? 0x3f4ccccd
+                         : quarters == 2 ? 0x3f2aaaab
+                                         : 0x3f124925;
     return step == 0.0f ? 0.0f : __uint_as_float(one + 0x3f800000 - (bits & 0x7f800000));
 }
 

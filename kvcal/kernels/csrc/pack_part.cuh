@@ -55,7 +55,8 @@ KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const 
 #pragma unroll
         for (int group = 0; group < Part<S>::groups; ++group) {
             double sum = halving_sum<1, kv_power_of_two(SIZE)>(0, [&](int i) {
-                const double y = i < SIZE && group * SIZE + i < OWN ? (double)x[kv_min(group * SIZE + i, OWN - 1)] : 0.0;
+                const int own = group * SIZE + i;
+                const double y = i < SIZE && own < OWN ? (double)x[kv_min(own, OWN - 1)] : 0.0;
                 return __dmul_rn(y, y);
             });
 #pragma unroll
@@ -177,7 +178,7 @@ KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, 
 template <class S>
 KV_INLINE void pack_part(
     const Source& source, PartScratch<S>& scratch, unsigned char* record, int first, int count, int* error) {
-    static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less shared memory than a part takes");
+    static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than a part takes");
     const Turn<S, 8> turn(source);
     if constexpr (S::has_feedback) {
         fetch_factor<S>(source.feedback, scratch);
