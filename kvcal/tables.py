@@ -208,7 +208,7 @@ def _origin(plan: Plan) -> dict[str, Any]:
     origin, measured = plan.provenance, plan.provenance.get("calibration")
     if origin.get("recipe", "") is not None:
         return origin
-    stages = [name for name in ("profile", "reparam", "predictors") if isinstance(measured, dict) and name in measured]
+    stages = sorted(measured, key=lambda name: name != "profile") if isinstance(measured, dict) else []
     return {**origin, "recipe": f"none, made stage by stage: {', '.join([*stages[:1], 'allocate', *stages[1:]])}"}
 
 

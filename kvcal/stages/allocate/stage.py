@@ -189,7 +189,7 @@ class Problem:
 
 
 def option_name(fmt: Format) -> str:
-    """The name of a format among a unit's options; of pages that shrink, that of their final bits."""
+    """The name of a format among a unit's options; of pages on a schedule, that of their final bits."""
     quantizer = "" if fmt.quantizer == UNIFORM else f"-{fmt.quantizer}"
     return f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}{quantizer}"
 
