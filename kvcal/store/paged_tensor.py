@@ -5,7 +5,7 @@ function of the number of tokens alone, after ``crop`` too, so that bytes stay e
 ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded. A cropped ring
 holds fewer tokens than it has room for: those that it lost to removed ones do not come back with a crop.
 Sinks, ring and pages hold tokens in the codec's basis, where it has one; what is written and read is not in
-it. Where the plan has pages shrink, all of them are converted at once (``set_bits``), down as tokens come, up
+it. Where the plan schedules bits, all pages are converted at once (``set_bits``), down as tokens come, up
 after a crop.
 """
 
@@ -121,7 +121,7 @@ class PagedTensor(Part):
         return self.codec.decode(self.pool.records[slots], self.num_bits, prediction)
 
     def set_bits(self, num_bits: int) -> None:
-        """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as
+        """Bring all pages to ``num_bits``, fewer, or more after a crop; pages to come are written with as
         many."""
         if num_bits != self.num_bits:
             assert isinstance(self.pool, GrowingPool)

@@ -14,11 +14,12 @@ from progressive_cases import CONTEXT, K_2, V_2, fixed, scheduled
 
 from kvcal import PlanCache
 from kvcal.errors import UsageError
+from kvcal.pages.layout_protocol import RECORDS_AT_ONCE
 from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
 from kvcal.stages.measuring.cache import DecodedCache
-from kvcal.systems.pm_kvq.shrink import RECORDS_AT_ONCE, convert
+from kvcal.systems.pm_kvq.shrink import convert
 
 V_4 = Format(4, "token", 32, 5, 33)
 
