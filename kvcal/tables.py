@@ -340,7 +340,10 @@ def choices_table(found: Choices) -> View:
         "option": [f"{one.option}{' (chosen)' if one.is_chosen else ''}" for one in found.options],
         "bytes": [format_bytes(one.nbytes) for one in found.options],
         found.measure: [f"{one.loss:.4g}" for one in found.options],
-        "KL alone": ["" if one.kl is None else f"{one.kl:.4g}" for one in found.options],
+        "KL alone": [
+            "" if one.kl is None else f"{one.kl:.4g}" + (f" ± {one.kl_error:.2g}" if one.kl_error else "")
+            for one in found.options
+        ],
         "sensitivity": ["" if one.sensitivity is None else f"{one.sensitivity:.4g}" for one in found.options],
     }
     said = columns[found.measure]  # not twice, and no empty column
