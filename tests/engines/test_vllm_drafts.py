@@ -62,6 +62,8 @@ def test_random_requests_with_a_model_that_drafts(version: str, tmp_path: Path, 
     _, replay = serve(version, tmp_path, served, requests, plan, **more)
     assert replay.accepted > 20 and replay.rejected > 100 and sum(replay.cached.values()) > 1000, vars(replay)
     requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
+    needed = capacity_of("vllm", plan, 64 << 20, 1, 384, ONCE, draft_bytes=drafted_bytes(served)).blocks_per_request
+    more |= {"num_gpu_blocks_override": 2 + 3 * needed}  # three fit until they have grown
     _, replay = serve(version, tmp_path, served, requests, plan, **more)
     assert replay.restarts > 0 and replay.split > 0, vars(replay)
 
