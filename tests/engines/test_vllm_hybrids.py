@@ -43,7 +43,8 @@ class Hybrid(Served):
         config = hf.Lfm2Config(
             hidden_size=channels, conv_dim=channels, intermediate_size=96, block_dim=channels,
             block_auto_adjust_ff_dim=False, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-            vocab_size=VOCABULARY, max_position_embeddings=32768, conv_L_cache=convolved, layer_types=["conv", "conv", "full_attention"] * 2,
+            vocab_size=VOCABULARY, max_position_embeddings=32768, conv_L_cache=convolved,
+            layer_types=["conv", "conv", "full_attention"] * 2,
             bos_token_id=1, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         self.model = hf.Lfm2ForCausalLM(config)
