@@ -54,7 +54,7 @@ class Series(NamedTuple):
 
 def draw_bits(layers: Sequence[LayerPlan], costs: Mapping[Side, Mapping[int, float]], title: str, path: Path) -> None:
     """Write the code bits of every layer, and below them what each would ``costs`` (by side and cache index)
-    have it, with the ``title`` of that. Pages that shrink are shown in their final bits, layers without pages
+    have it, with the ``title`` of that. Pages on a schedule are shown in their final bits, layers without pages
     in grey."""
     costs = {side: values for side, values in costs.items() if any(value > 0 for value in values.values())}
     figure = _figure(max(7.0, 1.2 + 0.24 * len(layers)), 4.6 if costs else 1.9)

@@ -208,7 +208,7 @@ def _origin(plan: Plan) -> dict[str, Any]:
     origin, measured = plan.provenance, plan.provenance.get("calibration")
     if origin.get("recipe", "") is not None:
         return origin
-    stages = [name for name in ("profile", "reparam", "predictors") if isinstance(measured, dict) and name in measured]
+    stages = sorted(measured, key=lambda name: name != "profile") if isinstance(measured, dict) else []
     return {**origin, "recipe": f"none, made stage by stage: {', '.join([*stages[:1], 'allocate', *stages[1:]])}"}
 
 
@@ -340,7 +340,10 @@ def choices_table(found: Choices) -> View:
         "option": [f"{one.option}{' (chosen)' if one.is_chosen else ''}" for one in found.options],
         "bytes": [format_bytes(one.nbytes) for one in found.options],
         found.measure: [f"{one.loss:.4g}" for one in found.options],
-        "KL alone": ["" if one.kl is None else f"{one.kl:.4g}" for one in found.options],
+        "KL alone": [
+            "" if one.kl is None else f"{one.kl:.4g}" + (f" ± {one.kl_error:.2g}" if one.kl_error else "")
+            for one in found.options
+        ],
         "sensitivity": ["" if one.sensitivity is None else f"{one.sensitivity:.4g}" for one in found.options],
     }
     said = columns[found.measure]  # not twice, and no empty column

@@ -11,8 +11,8 @@ GPU, steps are served by the kernels within ``kvcal.attached(model)``; elsewhere
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are
 served by the kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph.
-Other batch sizes, and plans that the kernels do not take are refused there: pages that shrink, lattices,
-predicted pages and keys before RoPE are a dynamic cache's. What the fast kernels do not take is slower, and
+Other batch sizes, and plans that the kernels do not take are refused there, each with its
+reason (docs/engines.md has a table). What the fast kernels do not take is slower, and
 said so by a ``SlowPath`` warning and ``slow_layers``. ``save`` and ``load`` keep a prompt on disk.
 """
 

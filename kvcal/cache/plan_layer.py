@@ -21,7 +21,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Side
 from kvcal.store.layer_store import LayerStore, NewTokens
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.sinks_ring_pages import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.state import PlanState
 from kvcal.systems.kitty.scores import query_sum
 

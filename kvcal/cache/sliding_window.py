@@ -28,16 +28,17 @@ from kvcal.cache.plan_layer import PlanLayer, require_shapes
 from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.operands import Memory, Place, ring_slots
-from kvcal.plan.page_format import SIDES, Side
+from kvcal.kernels.operands import Memory, Place
+from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.padding import Block, Padding, Rows
 from kvcal.store.pool import fixed
+from kvcal.store.sinks_ring_pages import Part, row_map
 from kvcal.store.step import WindowedStep
 
 
 class StaticWindow(StaticLayer):
-    """See the module's docstring. ``ring`` [B, N, ring tokens, D] of each side."""
+    """See the module's docstring."""
 
     is_sliding = True
 
@@ -47,17 +48,19 @@ class StaticWindow(StaticLayer):
         num_heads, dim, dtype = geometry.num_kv_heads, geometry.k_head_dim, CACHE_DTYPES[cache_dtype]
         self.ring_tokens = min(static.max_tokens, geometry.window - 1)
         shape = (static.batch, num_heads, self.ring_tokens, dim)
-        self.ring = {side: fixed(torch.zeros(shape, dtype=dtype, device=device)) for side in SIDES}
+        k_ring, v_ring = (fixed(torch.zeros(shape, dtype=dtype, device=device)) for _ in SIDES)
         no_pages = torch.empty(0, num_heads, 0, dtype=torch.uint8, device=device)
         no_table, none = torch.empty(static.batch, 0, dtype=torch.int32, device=device), static.scratch.none
-        k, v = (Memory(static.evicted(side, num_heads, dim, dtype), self.ring[side], no_pages) for side in SIDES)
+        k = Memory(static.evicted("k", num_heads, dim, dtype), k_ring, no_pages)
+        v = Memory(static.evicted("v", num_heads, dim, dtype), v_ring, no_pages)
+        self._rings: dict[Side, Part] = {"k": Part(k.sinks, k.ring, RAW), "v": Part(v.sinks, v.ring, RAW)}
         self._place = Place(static.lengths, no_table, none, none, none)
         self._windowed = WindowedStep.of(geometry, cache_dtype, k, v, static.scratch)
         self.is_initialized = True
 
     @property
     def tensors(self) -> list[Tensor]:
-        return list(self.ring.values()) if self.is_initialized else []
+        return [part.ring for part in self._rings.values()] if self.is_initialized else []
 
     def step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
@@ -124,17 +127,13 @@ class StaticWindow(StaticLayer):
     def read_window(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
         """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as
         there are in the ring at most."""
-        out.copy_(
-            self.ring[side][rows].index_select(2, ring_slots(num_tokens - out.shape[2], num_tokens, self.ring[side]))
-        )
+        out.copy_(self._rings[side].newest(row_map(rows, out.device), num_tokens - out.shape[2], num_tokens))
 
     def extend_window(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
         """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) after the ``num_tokens`` of each of
         ``rows``."""
-        for side in SIDES:
-            last = new[side][:, :, -self.ring_tokens :]
-            total = num_tokens + new[side].shape[2]
-            self.ring[side][rows].index_copy_(2, ring_slots(total - last.shape[2], total, self.ring[side]), last)
+        for side, x in new.items():
+            self._rings[side].put_last(row_map(rows, x.device), num_tokens + x.shape[2], x)
 
 
 class BoundedLayer(DynamicSlidingWindowLayer, PlanLayer):

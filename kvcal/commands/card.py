@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import console
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.commands.eval import GateOptions
 from kvcal.errors import GateFailed
@@ -33,7 +33,7 @@ def card(
     ] = None,
     kv_memory: Annotated[
         str | None,
-        typer.Option(help="Of one device, for the cache in vLLM, such as 50GB.", callback=options.of_bytes),
+        typer.Option(help="Of one device, for the cache in vLLM, such as 50GB.", callback=values.of_bytes),
     ] = None,
 ) -> None:
     """Write the pages of a folder: report.html of all that lies there, and README.md, the card of its plan.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import parse_bytes
@@ -38,7 +38,7 @@ class GateOptions:
     ] = None
     max_bytes: Annotated[
         str | None,
-        typer.Option(help="Largest cache at the plan's workload, such as 1GB.", callback=options.of_bytes),
+        typer.Option(help="Largest cache at the plan's workload, such as 1GB.", callback=values.of_bytes),
     ] = None
 
     def gates(self) -> evaluate_stage.Gates:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -30,7 +30,7 @@ def generate(
     given: options.ModelOptions,
     prompt: Annotated[str | None, typer.Option(help="The prompt; - reads stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", **options.TOKENS)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", **values.TOKENS)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 100.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=MAX_SEED)] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import console
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import ArtifactError, KernelError, UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -58,7 +58,7 @@ def inspect(
         typer.Option(
             "--model",
             help="Also check the plan on this model, and keep what it does to it: exit code 7 where it destroys it.",
-            autocompletion=options.complete_model,
+            autocompletion=values.complete_model,
         ),
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="With --model: text to measure on; default: kvcal's.")] = None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvcal import console
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -26,7 +26,7 @@ def list_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Print the file of this recipe.", show_default=False, autocompletion=options.complete_recipe
+            help="Print the file of this recipe.", show_default=False, autocompletion=values.complete_recipe
         ),
     ] = None,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvcal import console
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import lazy_imports
@@ -38,7 +38,7 @@ def plan(
         typer.Option(
             "--recipe",
             help="A recipe with [allocate]; default: default (sensitivity for latent attention), with --search: best.",
-            autocompletion=options.complete_recipe,
+            autocompletion=values.complete_recipe,
         ),
     ] = None,
     search: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
@@ -46,14 +46,14 @@ def serve_args(
         str, typer.Option(help="What drafts: ngram, mtp (a layer of the model's own), or a model: EAGLE, a small one.")
     ] = "ngram",
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **options.TOKENS)
+        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **values.TOKENS)
     ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(
             help="Of one device, for the cache alone, such as 50GB: also tell what fits; default: what the engine "
             "finds.",
-            callback=options.of_bytes,
+            callback=values.of_bytes,
         ),
     ] = None,
     state_dtype: Annotated[

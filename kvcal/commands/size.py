@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcal import console
-from kvcal.commands import options
+from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import WITHOUT_CALIBRATION
 from kvcal.lazy_torch import lazy_imports
@@ -30,7 +30,7 @@ def size(
         str | None,
         typer.Option(
             help="Of one device, such as 24GB: also tell what fits, with weights and workspace.",
-            callback=options.of_memory,
+            callback=values.of_memory,
         ),
     ] = None,
     weights: options.Weights = None,

@@ -117,7 +117,7 @@ def transform(
     """Calibrate a recipe's transforms for the formats that were allocated: λ, predictions, error feedback.
 
     [reparam] has the factors λ that make keys easiest to quantize; [feedback] and [basis] let codes make up
-    for each other's errors; [predictors] foretell layers from the ones before. `kvcal compile` puts all into
+    for each other's errors; other sections are those of systems. `kvcal compile` puts all into
     the plan. Resumes if interrupted.
 
     --samples and --seq-len are those of [reparam], [feedback] and [basis] themselves.

@@ -40,7 +40,7 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import Tensor
 from kvcal.strict import STRICT, Size, dump, parse
 
-# fit: profile, λ, predictors. select: a search's candidates, tuning. validate: a final choice. report:
+# fit: profile and transforms. select: a search's candidates, tuning. validate: a final choice. report:
 # evaluation.
 Purpose = Literal["fit", "select", "validate", "report"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvcal.engines.prefill import TILE_TOKENS, Flash, torch_flash
 from kvcal.geometry import AttentionGeometry
-from kvcal.kernels.operands import Memory, ring_slots
 from kvcal.plan.page_format import Side
 from kvcal.store.step import StepScratch
 
@@ -76,16 +75,14 @@ class Chunk(NamedTuple):
     table: Tensor  # [pages] int32 on the device: the block of every page, those of the new tokens included
     ring: Tensor  # [1] int32 on the device
 
-    def newest(self, memory: Memory, first: int) -> Tensor:
-        """[n, ..., D] in the cache's dtype: a copy of the past from token ``first`` on, as the ring has
-        it."""
-        places = ring_slots(first, self.num_past, memory.ring)
-        return memory.ring.index_select(0, self.ring)[0].index_select(1, places)
+    @property
+    def rows(self) -> Tensor:
+        """[1] int64: its row in rings."""
+        return self.ring.long()
 
-    def keep(self, memory: Memory, new: Tensor, first: int) -> None:
-        """Put the new tokens [T, n, D] from token ``first`` of the sequence on into the ring."""
-        places = ring_slots(first, self.num_past + len(new), memory.ring)
-        memory.ring[self.ring.long(), :, places] = new[first - self.num_past :]
+    def slots(self, pages: range) -> Tensor:
+        """[1, pages] int32: the blocks of these pages."""
+        return self.table[pages.start : pages.stop].unsqueeze(0)
 
 
 class Tail(NamedTuple):

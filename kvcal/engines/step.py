@@ -41,8 +41,10 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import variant_of
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.store.paged_tensor import LAUNCHED_PAGES
+from kvcal.store.sinks_ring_pages import Part
 from kvcal.store.step import KernelCodec, LayerStep
 from kvcal.systems.basis.basis import Basis
 from kvcal.systems.kitty.scores import query_sum
@@ -86,6 +88,8 @@ class PagedStep:
             self._workspace,
             tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
         )
+        layer = self.layout.layer
+        self._parts = {side: Part(m.sinks, m.ring, layer.format(side)) for side, m in zip(SIDES, (k, v), strict=True)}
         self._codecs = {side: KernelCodec(side, transform, scratch.error, variant) for side in SIDES}
         self._read_at = scratch.read_at(variant.k), scratch.read_at(variant.v)
 
@@ -134,11 +138,11 @@ class PagedStep:
         """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them,
         decoded."""
         for side in SIDES:
-            memory, fmt = self._held.memory(side), self.layout.layer.format(side)
-            first = PAGE_TOKENS * fmt.pages_read(total)
+            first = PAGE_TOKENS * self.layout.layer.format(side).pages_read(total)
             if first < chunk.num_past:
-                tokens = self._tail(side, first, chunk, self.dtype, is_begun=True).transpose(0, 1)
-                Chunk(first, chunk.table, chunk.ring).keep(memory, tokens, first)
+                tokens = self._tail(side, first, chunk, self.dtype, is_begun=True)
+                numbers = torch.arange(first, chunk.num_past, device=tokens.device)
+                self._parts[side].put(chunk.rows, numbers, tokens.unsqueeze(0))
 
     def begun_tail(self, chunk: Chunk, tail: Tail, is_begun: Tensor) -> Tail:
         """The ``tail`` of a chunk, or what pages have of it where ``is_begun``, bool [1]: with it a sequence
@@ -218,34 +222,24 @@ class PagedStep:
             self._unpack(side, chunk, first, out)
             out[:, paged:] = out[:, paged:].to(self.dtype)  # as the ring has them afterwards
             return out
-        out[:, paged:] = chunk.newest(self._held.memory(side), first + paged)
+        out[:, paged:] = self._parts[side].newest(chunk.rows, first + paged, chunk.num_past)[0]
         self._unpack(side, chunk, first, out[:, :paged])
         return out
 
     def _unpack(self, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
         """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has
         them."""
-        memory, begin = self._held.memory(side), first // PAGE_TOKENS
+        begin = first // PAGE_TOKENS
         if out.shape[1]:
-            slots = chunk.table[begin : begin + out.shape[1] // PAGE_TOKENS].unsqueeze(0)
-            self._codecs[side].unpack(memory.pages, slots, out.unsqueeze(0))
-        sinks = memory.sinks[:, :, first : first + out.shape[1]]
-        if sinks.shape[2]:
-            out[:, : sinks.shape[2]] = sinks.index_select(0, chunk.ring)[0]
+            slots = chunk.slots(range(begin, begin + out.shape[1] // PAGE_TOKENS))
+            self._codecs[side].unpack(self._held.memory(side).pages, slots, out.unsqueeze(0))
+        self._parts[side].put_sinks(chunk.rows, first, out.unsqueeze(0))
 
     def _store(self, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
-        """Pack the pages that new [T, N, D] fill, and put the tokens into the ring that it goes on to
-        hold."""
-        memory, fmt, new = self._held.memory(side), self.layout.layer.format(side), new.to(self.dtype)
-        past, total = chunk.num_past, chunk.num_past + len(new)
-        first, stop = past // PAGE_TOKENS, total // PAGE_TOKENS
-        if first < stop:
-            tokens = new[: PAGE_TOKENS * stop - past].transpose(0, 1)
-            if past % PAGE_TOKENS:
-                tokens = torch.cat([chunk.newest(memory, PAGE_TOKENS * first), tokens], dim=1)
-            tokens = without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0)
-            self._codecs[side].pack(tokens, memory.pages, chunk.table[first:stop].unsqueeze(0), query_mean)
-        if past < fmt.num_sink_tokens:
-            sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
-            memory.sinks[chunk.ring.long(), :, past : past + sinks.shape[1]] = sinks
-        chunk.keep(memory, new, max(past, PAGE_TOKENS * fmt.pages_read(total)))
+        """Pack the pages that new [T, N, D] fill, and put the tokens into sinks and ring."""
+
+        def pack(tokens: Tensor, pages: range) -> None:
+            self._codecs[side].pack(tokens, self._held.memory(side).pages, chunk.slots(pages), query_mean)
+
+        tokens = new.to(self.dtype).transpose(0, 1).unsqueeze(0)
+        self._parts[side].write(chunk.rows, chunk.num_past, tokens, pack, LAUNCHED_PAGES)

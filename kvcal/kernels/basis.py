@@ -15,7 +15,7 @@ from kvcal.kernels.variants import DTYPES, Defines
 THREADS = 64
 BLOCK_CHANNELS = 32  # of the result, of one KV head
 ROWS_AT_ONCE = 8
-MOST_BLOCKS = 1024  # of one side: blocks beyond take their turn with a matrix that is there
+MOST_BLOCKS = 1024  # of a product: they take more rows in turn with the matrix that they have
 
 
 @functools.cache
@@ -51,12 +51,14 @@ def launch_enter(
     of_queries = (q.data_ptr(), *_strides(q), k_basis[1].data_ptr(), turned.data_ptr()) if q.numel() else (0,) * 6
     group = q.shape[-2] // heads if q.numel() else 1
     q_dtype = q.dtype if q.numel() else tokens.dtype
+    channels, shares = _grid(heads, dim, rows)
+    query_shares = _grid(heads, dim, rows * group)[1] if q.numel() else 0
     _kernel("enter", dim, group, (tokens.dtype, q_dtype), tokens.get_device()).launch(
-        (*_grid(heads, dim, rows), len(sides) + bool(q.numel())),
+        (channels, len(sides) * shares + query_shares, 1),
         THREADS,
         0,
         *sides[0], *(sides[1] if len(sides) > 1 else (0,) * 7), *of_queries,
-        len(sides), rows, tokens.shape[1] if tokens.dim() == 4 else 1, heads, error.data_ptr(), follows=True,
+        shares, rows, tokens.shape[1] if tokens.dim() == 4 else 1, heads, error.data_ptr(), follows=True,
     )  # fmt: skip
     return keys, values, turned
 
@@ -80,6 +82,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _grid(heads: int, head_dim: int, rows: int) -> tuple[int, int]:
-    """Blocks of all channels, and of rows."""
-    channels = heads * -(-head_dim // BLOCK_CHANNELS)
-    return channels, max(1, min(-(-rows // ROWS_AT_ONCE), MOST_BLOCKS // channels))
+    """Blocks of all channels, and shares of the rows, which take equally many turns."""
+    channels, tiles = heads * -(-head_dim // BLOCK_CHANNELS), -(-rows // ROWS_AT_ONCE)
+    turns = -(-tiles // max(1, MOST_BLOCKS // channels))
+    return channels, -(-tiles // turns)

@@ -31,11 +31,6 @@ def ring_slot(number: Number, ring: Tensor) -> Number:
     return number % ring.shape[-2]
 
 
-def ring_slots(first: int, stop: int, ring: Tensor) -> Tensor:
-    """int64: the same of the tokens ``first`` ... ``stop`` - 1."""
-    return ring_slot(torch.arange(first, stop, device=ring.device), ring)
-
-
 class Memory(NamedTuple):
     """Memory of the keys, or the values, of a layer. Heads lie side by side; rows and slots may be further
     apart than these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows``

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, ring_slot, ring_slots
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, ring_slot
 from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
@@ -170,7 +170,7 @@ def tokens(
     read = min(variant.format(side).pages_read(held), table.shape[1])
     paged = ring.new_empty(1, ring.shape[1], PAGE_TOKENS * read, ring.shape[3], dtype=torch.float32)
     unpack(pages, table[sequence : sequence + 1, :read], paged, transform, side, variant)
-    recent = ring_slots(PAGE_TOKENS * read, held + 1, ring)
+    recent = ring_slot(torch.arange(PAGE_TOKENS * read, held + 1, device=ring.device), ring)
     found = torch.cat([paged[0], ring[row][:, recent].float()], dim=1)
     num_sinks = min(sinks.shape[2], held + 1)
     found[:, :num_sinks] = sinks[row, :, :num_sinks].float()

@@ -150,7 +150,7 @@ def rotary_maps(
         raise UnsupportedModel(f"{geometry.model_type} rotates by three positions a token (mrope_section)")
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     try:
-        # Far positions first, small ones last: frequencies that grow with the length then show, and shrink
+        # Far positions first, small ones last: frequencies that grow with the length then show, and narrow
         # back.
         far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context], indices)
         near = observe_turns(model, geometry, sorted({0, 1, 2, 3, 7, 61, context // 3, context - 1}), indices)

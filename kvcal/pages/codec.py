@@ -26,12 +26,10 @@ from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.error_feedback import feedback_operand
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.rescale_and_rope import BeforeRope, Transform
-from kvcal.pages.uniform import UniformLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
 from kvcal.systems.basis.basis import Basis
 from kvcal.systems.kitty.scores import channel_scores
-from kvcal.systems.pm_kvq.shrink import convert
 
 # Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.workspace).
 ENCODE_PAGES = 16
@@ -161,9 +159,8 @@ class PageCodec:
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
         """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``, of a format whose bits change."""
-        old, new = (self._layout(bits) for bits in (old_bits, new_bits))
-        assert isinstance(old, UniformLayout) and isinstance(new, UniformLayout)
-        return convert(records, old, new, Transform(self.rescale, self.offset))
+        transform = Transform(self.rescale, self.offset)
+        return self._layout(old_bits).converted(records, self._layout(new_bits), transform)
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:
         """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other

@@ -15,12 +15,14 @@ from typing import Protocol
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.lazy_torch import Dtypes, Tensor, torch
+from kvcal.pages.rescale_and_rope import Transform
 from kvcal.records import TensorSpec
 
 PAGE_TOKENS = 128
 CHANNEL_TILE = 16
 RECORD_ALIGNMENT = 16
 RAW_BITS = 16
+RECORDS_AT_ONCE = 128  # converted at once: bounds the scratch to a few bytes for each of their values
 AXES = {"k": ("channel", "token"), "v": ("token",)}
 PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32", "float8_e5m2")
 
@@ -50,8 +52,7 @@ class Layout(Protocol):
         return num_heads
 
     def macros(self, has_feedback: bool = False) -> dict[str, int]:
-        """Macros of kernels that read these records (csrc/side.cuh): where what lies in one. Of a lattice
-        none do."""
+        """Macros of kernels that read these records (csrc/side.cuh): where what lies in one."""
         return {}
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
@@ -62,6 +63,11 @@ class Layout(Protocol):
     def make_tensor(self, operand: str, seed: int) -> Tensor:
         """A tensor of ``plan_tensors``; ``seed`` is another one for every layer and side."""
         raise KeyError(operand)
+
+    def converted(self, records: Tensor, new: Layout, transform: Transform) -> Tensor:
+        """Records [..., n, record_bytes] as those of ``new``, which differs in bits alone; of layouts whose
+        formats change bits. ``transform``: that of the n heads' codes."""
+        raise ValueError(f"pages of {type(self).__name__} keep their bits")
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         """x [M, n, 128, D], any float dtype -> records [M, r, record_bytes] uint8."""

@@ -4,7 +4,7 @@ tests all point here.
 A plane holds ``rows`` x ``columns`` codes of 1 or 2 bits: ``columns`` is the axis that an attention product
 contracts (channels for K, tokens for V), ``rows`` is the other one. Codes of b bits are split into planes,
 low bits first: b // 2 planes of 2 bits, then one of 1 bit if b is odd (3 bits = 2 + 1; 4 bits = 2 + 2, so
-that a page can shrink to half its size in place).
+that a page can be halved in place).
 
 Within a row, codes are packed little-endian along the columns: code i sits at bits [w i, w i + w) of the row.
 A row is cut in four segments of equal size, one for each thread of an MMA quad. When the sizes allow it, rows

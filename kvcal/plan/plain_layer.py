@@ -246,7 +246,7 @@ class PlainLayer:
 
     def nbytes(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
         """Bytes of the layer's cache; ``columns`` is the padded length: what a sliding window holds, and what
-        says when pages shrink."""
+        says when pages get other bits."""
         return sum(self.parts(cache_dtype, lengths, columns).values())
 
     def parts(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> Counter[str]:

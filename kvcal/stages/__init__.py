@@ -9,7 +9,7 @@ choice. The stage of a package is its ``stage``, what it writes its ``record``:
     search, tune, allocate     the formats: by measured KL, by tasks, or by the profile within a budget
     reparam                    λ of keys                                               (kvcal.systems.pm_kvq)
     centre                     the mean of keys                                        (kvcal.systems.basis)
-    predictors                 keys and values from earlier layers                     (kvcal.systems.aqua_kv)
+    …                          other transforms of systems: those that have a stage.py
     basis, for feedback        what codes make good of their own errors                (kvcal.systems.basis)
     allocate.budget            compiles the plan
     evaluate, compare          texts and tasks through the plan's cache, next to bytes, of one plan or of all recipes

@@ -6,7 +6,7 @@ of the pool
 *report*, where every layer reads a packed page. Texts stand at places from the first to the last of the
 plan's context: a format that is right for the first positions may fail at the last ones. Keys that are stored
 before RoPE are of no position. Of a plan beyond the limits (``kvcal.plan.damage``) each layer, then each side
-of the worst layers, is quantized alone. Pages that shrink at more tokens than these are not seen.
+of the worst layers, is quantized alone. Pages that get other bits at more tokens than these are not seen.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ from kvcal.systems.pm_kvq.schedule import made_progressive
 
 def require_feasible(job: Job) -> None:
     """Raises what the allocate stage of a recipe will raise, whatever its profile measures (one of zeros
-    stands in for it); before it, the reason why the model has no profile. Schedules of pages that shrink are
+    stands in for it); before it, the reason why the model has no profile. Schedules of bits are
     left out."""
     recipe, loaded = job.recipe, job.loaded
     attention_modules(loaded.model)

@@ -149,7 +149,7 @@ def budget_bits(nbytes: int, num_values: int) -> float:
 
 def pays_from(plan: Plan) -> int | None:
     """The number of tokens from which on one sequence takes fewer bytes with the plan than with the model's
-    own cache; None where pages shrink on a schedule, or where it never does."""
+    own cache; None where bits are scheduled, or where it never does."""
 
     def pays(num_tokens: int) -> bool:
         return plan.nbytes((num_tokens,)) < plan.raw_nbytes((num_tokens,))
@@ -165,7 +165,7 @@ def pays_from(plan: Plan) -> int | None:
 @dataclass(frozen=True)
 class Gain:
     """Bytes of the cache at the plan's workload, in the plan and in the model's own; ``budget`` in bytes, and
-    how far it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload
+    how far it goes with the plan and at 16 bits: None where bits are scheduled for the workload
     alone."""
 
     cache_bytes: int

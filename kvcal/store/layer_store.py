@@ -26,8 +26,8 @@ from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Block, Rows
+from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.prediction import Prediction
-from kvcal.store.sinks_ring_pages import PagedTensor
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
 from kvcal.systems.basis.basis import Basis
@@ -125,7 +125,7 @@ class LayerStore:
 
     def _write_side(self, side: Side, states: Tensor, new: NewTokens) -> None:
         rows, columns, part = new.rows, new.columns, self.sides[side]
-        if states.shape[2] == 1 and columns >= rows.width and part.write_step(rows.lengths(columns), states):
+        if states.shape[2] == 1 and columns >= rows.width and part.store_step(rows.lengths(columns), states):
             return
         part.pool.resize([num_pages(length) for length in rows.lengths(new.stop)])
         for block in rows.blocks:
@@ -133,7 +133,7 @@ class LayerStore:
             if intervals:
                 chunks = [states[block.rows, :, a - columns : b - columns] for a, b in intervals]
                 tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
-                self.prediction.written(side, part.write(block.rows, rows.num_tokens(block, columns), tokens))
+                self.prediction.written(side, part.store(block.rows, rows.num_tokens(block, columns), tokens))
 
     def crop(self, rows: Rows, held: int, columns: int) -> None:
         """Keep the first ``columns`` of the ``held`` columns."""

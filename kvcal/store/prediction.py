@@ -16,8 +16,8 @@ from torch import Tensor
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plain_layer import PredictPages
+from kvcal.store.paged_tensor import PagedTensor, Predict
 from kvcal.store.pool import Span, ordinals_of
-from kvcal.store.sinks_ring_pages import PagedTensor, Predict
 from kvcal.store.state import PlanState
 
 

@@ -1,302 +1,84 @@
-"""A *part* (``PagedTensor``): one layer's keys, or values, as sinks, a ring of recent tokens, and packed
-pages.
+"""A *part*: one layer's keys, or values, as sinks, a ring of recent tokens, and packed pages.
 
-Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it.
+Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the call that completes it.
 Besides the pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read
-prefers them. No other full-precision copy of a packed token exists once ``write`` returns. Page 0 holds the
-sinks, too, but they do not stretch its ranges: they are packed as copies of the first token after them.
+prefers them. Page 0 holds the sinks, too, but they do not stretch its ranges: they are packed as copies of
+the first token after them.
 
-How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay
-exact. Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from
-pages, as decoded. A cropped ring holds fewer tokens than it has room for: those that it lost to removed ones
-do not come back with a crop. Sinks, ring and pages hold tokens in the codec's basis, where it has one; what
-is written and read is not in it. Where the plan has pages shrink, all of them are converted at once
-(``set_bits``), down as tokens come, up after a crop.
+Who owns the memory says where things lie: which rows of sinks and ring are a call's sequences (a *row map*),
+and which slots hold their pages (a *slot map*). Engines have rings and blocks of requests, windows have no
+pages, caches go through ``PagedTensor`` (kvcal.store.paged_tensor). Steps by the kernels (kvcal.store.step)
+write the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.operands import Memory, QueryStatistic, ring_slot, ring_slots
-from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sinks
-from kvcal.plan.page_format import num_pages
-from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
-from kvcal.store.step import KernelCodec
-from kvcal.systems.basis.basis import Basis
+from kvcal.kernels.operands import ring_slot
+from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.plan.page_format import Format, num_pages
 
-Predict = Callable[[Sequence[Span]], Tensor]
-Keep = Callable[[Sequence[Span], Tensor], None]
-BEYOND_FLOAT16 = "keys or values cannot be stored: NaN, infinity, or a number beyond float16 in the plan's basis"
-# Pages that one launch of the kernels takes.
-LAUNCHED_PAGES = 2**15
+# Stores tokens [b, n, 128 P, D] as they are held, as these pages of their sequences.
+Pack = Callable[[Tensor, range], None]
 
 
-class PagedTensor:
-    """See the module's docstring. ``codec`` says how its n KV heads are held.
+def row_map(rows: slice, device: torch.device) -> Tensor:
+    """int64: consecutive rows."""
+    return torch.arange(rows.start, rows.stop, device=device)
 
-    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens, D] in the cache's
-    dtype; for query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since
-    it had query_since (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a prediction
-    says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is decoded, before
-    its transforms are undone. ``oldest``: of every row, the first token that the ring had after the last crop
-    (tokens to come replace it in turn). ``group_heads``: query heads of a KV head, over which |q| is summed.
-    ``lookahead``: draft tokens that the ring has room for, so that no crop by as many needs a page.
-    """
 
-    def __init__(
-        self,
-        codec: PageCodec,
-        group_heads: int,
-        batch: int,
-        pool: Pool,
-        predict: Predict | None = None,
-        kernels: KernelCodec | None = None,
-        lookahead: int = 0,
-    ) -> None:
-        fmt = codec.format
-        self.codec, self.format = codec, fmt
-        self.group_heads, self.predict, self.kernels = group_heads, predict, kernels
-        self.num_bits = fmt.bits_at(0)
-        shape, device = (batch, codec.num_heads), pool.records.device
-        dtype = CACHE_DTYPES[codec.cache_dtype]
-        channels = codec.head_dim if fmt.needs_queries else 0
-        with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
-            self.sinks = fixed(torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device))
-            ring_tokens = fmt.ring_tokens(lookahead)
-            self.ring = fixed(torch.zeros(*shape, ring_tokens, codec.head_dim, dtype=dtype, device=device))
-            self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
-            counted = shape if fmt.needs_queries else (0,)
-            self.query_since = fixed(torch.zeros(*counted, dtype=torch.int32, device=device))
-        self.pool = pool
-        self.keep: Keep | None = None
-        self.oldest = [0] * batch
+class Part:
+    """See the module's docstring: sinks [R, n, num_sink_tokens, D] and ring [R, n, ring_tokens, D]. Calls are
+    for b sequences with equal numbers of tokens, whose rows ``rows`` int64 [b] names; x and out are tokens
+    [b, n, T, D]."""
 
-    @property
-    def memory(self) -> Memory:
-        """As operators are given it."""
-        return Memory(self.sinks, self.ring, self.pool.records)
+    def __init__(self, sinks: Tensor, ring: Tensor, fmt: Format) -> None:
+        self.sinks, self.ring, self.format = sinks, ring, fmt
 
-    @property
-    def overwritten(self) -> list[Tensor]:
-        """Tensors that later tokens overwrite, part of the plan's bytes: all but pages, which stay as they
-        are."""
-        return [self.sinks, self.ring, self.query_sum]
+    def newest(self, rows: Tensor, first: int, stop: int) -> Tensor:
+        """[b, n, T, D]: a copy of the tokens ``first`` ... ``stop`` - 1, which the ring has."""
+        slots = ring_slot(torch.arange(first, stop, device=self.ring.device), self.ring)
+        return self.ring[rows.unsqueeze(1), :, slots].transpose(1, 2)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Everything on the device that counts as the plan's bytes."""
-        return [*self.overwritten, *self.pool.held]
+    def put(self, rows: Tensor, numbers: Tensor, x: Tensor) -> None:
+        """Put the tokens x, ``numbers`` [T] or [b, T] of their sequences, into the ring."""
+        self.ring[rows.unsqueeze(1), :, ring_slot(numbers, self.ring)] = x.transpose(1, 2)
 
-    def decode(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
-        """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which
-        bounds the scratch, where no prediction wants them whole."""
-        codec, device = self.codec, self.ring.device
-        ordinals = ordinals_of(spans, device)
-        if self.keep is not None or self.predict is not None:
-            stored = self.stored(spans)
-            if self.keep is not None:
-                self.keep(spans, stored)
-            return codec.restore(stored, ordinals, self.num_bits).to(dtype)
-        slots = self.pool.slots(spans)
-        out = torch.empty(len(slots), codec.num_heads, PAGE_TOKENS, codec.head_dim, dtype=dtype, device=device)
-        pages_at_once = max(1, VALUES_AT_ONCE // (codec.num_heads * PAGE_TOKENS * codec.head_dim))
-        if self.kernels is not None:
-            pages_at_once = LAUNCHED_PAGES
-        for start in range(0, len(slots), pages_at_once):
-            part = slice(start, start + pages_at_once)
-            if self.kernels is not None:
-                self.kernels.unpack(self.pool.records, slots[part].int().unsqueeze(1), out[part])
-            else:
-                decoded = codec.decode(self.pool.records[slots[part]], self.num_bits)
-                out[part] = codec.restore(decoded, ordinals[part], self.num_bits)
-        return out
-
-    def stored(self, spans: Sequence[Span]) -> Tensor:
-        """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
-        slots = self.pool.slots(spans)
-        prediction = None if self.predict is None or not len(slots) else self.predict(spans)
-        return self.codec.decode(self.pool.records[slots], self.num_bits, prediction)
-
-    def set_bits(self, num_bits: int) -> None:
-        """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as
-        many."""
-        if num_bits != self.num_bits:
-            assert isinstance(self.pool, GrowingPool)
-            self.pool.records = self.codec.convert(self.pool.records, self.num_bits, num_bits)
-            self.num_bits = num_bits
-
-    def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
-        """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose
-        pages the pool has room; returns the pages packed."""
-        total = num_tokens + x.shape[2]
-        sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
-        self.sinks[rows, :, num_tokens : num_tokens + sinks] = self._entered(x[:, :, :sinks])
-        first, stop = num_pages(num_tokens), num_pages(total)
-        spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
-        if spans:
-            self._pack(spans, num_tokens, x)
-            if self.format.needs_queries:
-                self.query_sum[rows] = 0
-                self.query_since[rows] = total
+    def put_last(self, rows: Tensor, total: int, x: Tensor) -> None:
+        """Put the last of x, as many as it has room for, into the ring; they end with token ``total`` - 1."""
         last = x[:, :, -self.ring.shape[2] :]
-        self.ring[rows].index_copy_(2, ring_slots(total - last.shape[2], total, self.ring), self._entered(last))
-        return spans
+        self.put(rows, torch.arange(total - last.shape[2], total, device=x.device), self.entered(last))
 
-    def write_step(self, num_tokens: list[int], x: Tensor) -> bool:
-        """Store one token x [B, n, 1, D] of every row, as :meth:`write` would, if it is no sink and completes
-        no page; else do nothing and return False. One indexed write instead of a loop over the rows of a
-        ragged batch."""
-        is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
-        if any(is_special):
-            return False
-        every_row, x = torch.arange(len(num_tokens), device=x.device), self._entered(x)
-        places = ring_slot(torch.tensor(num_tokens, device=x.device), self.ring)
-        self.ring[every_row, :, places] = x[:, :, 0]
-        return True
-
-    def read_spans(self, rows: slice, num_tokens: int) -> list[Span]:
-        """The pages that a read of ``num_tokens`` of each of ``rows`` takes tokens from."""
-        return [(row, 0, self.format.pages_read(num_tokens)) for row in range(rows.start, rows.stop)]
-
-    def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
-        """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
-        ``decoded`` [.., n, 128, D] is :meth:`decode` of their ``read_spans``."""
-        paged = PAGE_TOKENS * self.format.pages_read(num_tokens)
-        if paged:
-            of_rows = decoded.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
-            out[:, :, :paged].unflatten(2, (-1, PAGE_TOKENS)).copy_(of_rows)
-        out[:, :, paged:] = self.ring[rows].index_select(2, ring_slots(paged, num_tokens, self.ring))
-        sinks = min(self.format.num_sink_tokens, num_tokens)
-        out[:, :, :sinks] = self.sinks[rows, :, :sinks]
-        if self.codec.basis is not None:
-            _by_parts(partial(self._leave, self.codec.basis), out, out, VALUES_AT_ONCE)
-
-    def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [b, n, T, D] in the cache's dtype, as tokens that stay at 16 bits are read back, in ``dtype``."""
-        basis = self.codec.basis
-        if basis is None or not x.numel():
-            return x.to(dtype)
-        return _by_parts(
-            lambda part: self._leave(basis, self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
-        )
-
-    def _entered(self, x: Tensor) -> Tensor:
-        """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number
-        that float16 cannot hold there. (The other dtypes reach beyond any model's numbers. A bound of T would
-        not do: what a model makes has none.)"""
-        basis = self.codec.basis
-        if basis is None or not x.numel():
-            return x
-        entered = _by_parts(partial(self._enter, basis), x, torch.empty_like(x))
-        if x.dtype == torch.float16:
-            require_finite(entered, BEYOND_FLOAT16, "check the model's outputs; a model in bfloat16 has room for them")
-        return entered
-
-    def _enter(self, basis: Basis, x: Tensor) -> Tensor:
-        """Tokens x [b, T, n, D] in the basis."""
-        return basis.enter(x) if self.kernels is None else self.kernels.enter(basis, x)
-
-    def _leave(self, basis: Basis, y: Tensor) -> Tensor:
-        """The reverse."""
-        return basis.leave(y) if self.kernels is None else self.kernels.leave(basis, y)
-
-    def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
-        """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What
-        the ring has lost of those that it should hold then comes from pages, which the caller drops."""
-        first = PAGE_TOKENS * self.format.pages_read(kept_tokens)
-        oldest = max(self.oldest[rows.start], num_tokens - self.ring.shape[2])
-        self.refill(rows, first, min(kept_tokens, oldest))
-        self.oldest[rows] = [min(first, oldest)] * (rows.stop - rows.start)
-        if self.format.needs_queries:
-            self.query_since[rows] -= num_tokens - kept_tokens
-
-    def refill(self, rows: slice, first: int, stop: int) -> None:
-        """Bring the tokens ``first`` ... ``stop`` - 1 of each of ``rows`` back into the ring, as decoded from
-        pages."""
-        if first >= stop:
-            return
-        pages = range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
-        spans = [(row, pages.start, pages.stop) for row in range(rows.start, rows.stop)]
-        decoded = self.decode(spans, self.ring.dtype).unflatten(0, (len(spans), -1)).transpose(1, 2).flatten(2, 3)
-        tokens = decoded[:, :, first - PAGE_TOKENS * pages.start : stop - PAGE_TOKENS * pages.start]
-        self.ring[rows].index_copy_(2, ring_slots(first, stop, self.ring), tokens)
-
-    def select(self, indices: list[int]) -> None:
-        """Keep, repeat or reorder rows; in place where their number stays."""
-        if len(indices) == len(self.ring):
-            for tensor in (*self.overwritten, self.query_since):
-                if tensor.numel():
-                    tensor.copy_(tensor[indices])
-        else:
-            with torch.inference_mode(False):
-                self.sinks, self.ring, self.query_sum = (x[indices] for x in self.overwritten)
-                self.query_since = self.query_since[indices] if self.format.needs_queries else self.query_since
-        self.oldest = [self.oldest[index] for index in indices]
-        self.pool.select(indices)
-
-    def observe(self, query_sum: Tensor) -> None:
-        """Add to the query statistic: query_sum [B, n, D] is the sum of |q| over the new tokens of every
-        row."""
-        self.query_sum += query_sum
-
-    def reset(self) -> None:
-        """No tokens; nothing but the query statistic survives in what a row without tokens reads."""
-        self.oldest = [0] * len(self.oldest)
-        self.query_sum.zero_()
-        self.query_since.zero_()
-
-    def _pack(self, spans: list[Span], num_tokens: int, new: Tensor) -> None:
-        """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] after
-        them; one span a row, a part at a time, which bounds the scratch."""
-        rows = slice(spans[0][0], spans[-1][0] + 1)
-        _, first, stop = spans[0]
-        begin = PAGE_TOKENS * first
-        held = self.ring[rows].index_select(2, ring_slots(begin, num_tokens, self.ring))
-        prediction = None if self.predict is None else self.predict(spans)
-        query_mean = None
-        if self.format.needs_queries:
-            statistic = QueryStatistic(self.query_sum, self.query_since)
-            query_mean = statistic.mean(rows, num_tokens + new.shape[2], self.group_heads)
-        slots = self.pool.slots(spans).view(len(spans), -1)
-        is_launched = self.kernels is not None and self.codec.basis is None
-        pages_at_once = max(1, (LAUNCHED_PAGES if is_launched else ENCODE_PAGES) // len(spans))
-        for start in range(first, stop, pages_at_once):
-            pages = range(start, min(start + pages_at_once, stop))
+    def write(self, rows: Tensor, num_tokens: int, x: Tensor, pack: Pack, pages_at_once: int) -> None:
+        """Store x after ``num_tokens``: sinks, the pages that they complete, and the last ones in the ring.
+        ``pages_at_once``: of all sequences, which bounds the scratch."""
+        total = num_tokens + x.shape[2]
+        sinks = x[:, :, : max(0, self.format.num_sink_tokens - num_tokens)]
+        if sinks.shape[2]:
+            self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = self.entered(sinks)
+        first, stop = num_pages(num_tokens), num_pages(total)
+        begin, at_once = PAGE_TOKENS * first, max(1, pages_at_once // len(rows))
+        held = self.newest(rows, begin, num_tokens) if first < stop else x
+        for start in range(first, stop, at_once):
+            pages = range(start, min(start + at_once, stop))
             a, b = PAGE_TOKENS * pages.start - begin, PAGE_TOKENS * pages.stop - begin
-            tokens = self._entered(new[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
+            tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
             tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
-            part = slice(pages.start - first, pages.stop - first)
-            if self.kernels is not None:
-                self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), query_mean)
-                continue
-            predicted = None
-            if prediction is not None:
-                predicted = prediction.unflatten(0, (len(spans), -1))[:, part].flatten(0, 1)
-            mean = None if query_mean is None else query_mean.repeat_interleave(len(pages), dim=0)
-            ordinals = torch.arange(pages.start, pages.stop, device=new.device).repeat(len(spans))
-            x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
-            records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
-            self.pool.records[slots[:, part].flatten()] = records
+            pack(tokens, pages)
+        self.put_last(rows, total, x)
 
+    def entered(self, x: Tensor) -> Tensor:
+        """New tokens as they are held."""
+        return x.to(self.ring.dtype)
 
-@torch.no_grad()
-def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values_at_once: int | None = None) -> Tensor:
-    """out, which gets ``change`` of tokens x [b, n, T, D], handed over as [b, T, n, D]; of some at a time,
-    which bounds the scratch: as many as are encoded, unless told. Without gradients, as packed tokens have
-    none."""
-    batch, heads, _, dim = x.shape
-    at_once = PAGE_TOKENS * max(1, ENCODE_PAGES // batch)
-    if values_at_once is not None:
-        at_once = max(1, values_at_once // (batch * heads * dim))
-    for part, place in zip(x.split(at_once, dim=2), out.split(at_once, dim=2), strict=True):
-        place.copy_(change(part.transpose(1, 2)).transpose(1, 2))
-    return out
+    def put_sinks(self, rows: Tensor, first: int, out: Tensor) -> None:
+        """Over the tokens of out, which begin with token ``first``."""
+        sinks = self.sinks[:, :, first : first + out.shape[2]]
+        if sinks.shape[2]:
+            out[:, :, : sinks.shape[2]] = sinks.index_select(0, rows)

@@ -79,11 +79,11 @@ class PlanState:
         return found
 
     def require_scheduled(self, batch: int, columns: int) -> None:
-        """UsageError beyond the workload of a plan whose pages shrink: nothing is known to fit there."""
+        """UsageError beyond the workload of a plan that schedules bits: nothing is known to fit there."""
         workload = self.plan.workload
         if self.is_scheduled and (batch > workload.batch or columns > workload.context):
             raise UsageError(
-                f"{batch} sequences of {columns} tokens: the plan's pages shrink on a schedule for at most "
+                f"{batch} sequences of {columns} tokens: the plan's bits are scheduled for at most "
                 f"{workload.batch} of {workload.context}",
                 hint="allocate again with the batch and context you need",
             )

@@ -28,14 +28,13 @@ from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
-from kvcal.pages.layout_protocol import PAGE_TOKENS, Layout
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RECORDS_AT_ONCE, Layout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.stored_tensor import ITEM_BYTES
-from kvcal.systems.pm_kvq.shrink import RECORDS_AT_ONCE
 
 # Scratch for each value that is encoded or converted at once, or enters a basis. Measured: 14 to 19 bytes, 29
-# on a lattice, 26 into a basis.
+# in a row of all heads, 26 into a basis.
 SCRATCH_BYTES = 32
 # Of rotated pages, or with error feedback: 47 measured. With both, which searches scales: 135. (Kernels take
 # less.)

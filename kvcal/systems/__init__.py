@@ -33,7 +33,7 @@ Record = TypeVar("Record")
 
 
 class Section:
-    """A section of recipes that works on chosen formats, such as [predictors]. ``excludes``: other sections
+    """A section of recipes that works on chosen formats, such as [reparam]. ``excludes``: other sections
     that it does not go with, each with the reason; ``reads_text``: calibration data; ``in_engines``: whether
     engines serve what it makes."""
 

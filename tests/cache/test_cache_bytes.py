@@ -27,7 +27,7 @@ from tier_formats import BASE_4, KITTY, THREE_TIERS, V
 from kvcal import PlanCache
 from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import RAW, SIDES, Format, Plan
-from kvcal.store import sinks_ring_pages, workspace
+from kvcal.store import paged_tensor, workspace
 
 TOKENS = (1, 63, 127, 128, 129, 1000)
 # The bytes of lattices are those of test_lattice.
@@ -154,7 +154,7 @@ WRITTEN = {
 def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragged, monkeypatch):
     """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many
     layers are packed in the step."""
-    monkeypatch.setattr(sinks_ring_pages, "VALUES_AT_ONCE", 2**16)
+    monkeypatch.setattr(paged_tensor, "VALUES_AT_ONCE", 2**16)
     monkeypatch.setattr(workspace, "VALUES_AT_ONCE", 2**16)
     plan, model = llama_plan(*WRITTEN[name], num_layers=4), tiny_llama(num_layers=4)
     lengths = [4095, 4095 - 128 * 9 if ragged else 4095]

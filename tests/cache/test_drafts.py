@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcal import PlanCache, attached
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import num_pages
-from kvcal.store.sinks_ring_pages import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.step import LayerStep
 
 DRAFTS = 7

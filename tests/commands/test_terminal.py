@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvcal import console, tables
 from kvcal.__main__ import app
-from kvcal.commands.options import complete_model, complete_recipe
+from kvcal.commands.values import complete_model, complete_recipe
 from kvcal.console import LONG_CELL, TerminalReporter, View, show
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import Format, LayerPlan

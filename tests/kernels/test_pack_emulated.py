@@ -1,11 +1,12 @@
 """``append`` and ``pack`` emulated on a CPU store, byte for byte, what the reference stores. Needs no GPU."""
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from emulated import EmulatedKernel, require_compiler
+from emulated import EmulatedKernel, compiled, require_compiler, translated
 from kernel_oracle import GROUP_HEADS, Case, Paged, boosted, reference_pages
 from test_kernels_pack import N, assert_same, poisoned_pages, variant_of
 
@@ -26,12 +27,12 @@ NUM_BLOCKS, ROOM = (
 @pytest.fixture(autouse=True)
 def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     require_compiler()
-    compiled: dict[object, EmulatedKernel] = {}
+    kernels: dict[object, EmulatedKernel] = {}
 
     def append_kernel(variant: Variant, has_rows: bool, _: int) -> tuple[EmulatedKernel, PackShape, int]:
-        if variant not in compiled:
-            compiled[variant] = EmulatedKernel("pack", "append", append_defines(variant, has_rows, ROOM), tmp_path)
-        return compiled[variant], append_shape(variant, ROOM), NUM_BLOCKS
+        if variant not in kernels:
+            kernels[variant] = EmulatedKernel("pack", "append", append_defines(variant, has_rows, ROOM), tmp_path)
+        return kernels[variant], append_shape(variant, ROOM), NUM_BLOCKS
 
     def side_kernel(entry: str, side: Side, variant: Variant, _: int) -> tuple[EmulatedKernel, PackShape]:
         return EmulatedKernel("pack", entry, pack_defines(variant, side, ROOM), tmp_path), pack_shape(
@@ -69,6 +70,36 @@ def test_a_prompt_is_packed_as_the_codec_does(case: Case) -> None:
     expected = reference_pages(case, codec, x[0], mean[0] if case.fmt.needs_queries else None)
     wrong = (pages[slots] != expected).nonzero()
     assert int(error) == 0 and not len(wrong), (len(wrong), wrong[:3].tolist())
+
+
+# Values beside every tie of a step, and others of every size, whose code is not the nearest of 0 ... 255, half to even.
+WRONG_CODES = """#include "cuda_on_cpu.h"
+typedef unsigned u32;
+%s
+static int is_wrong(float y, float step) {
+    const float code = Grid(step, 0.0f).code<255>(y) - MAGIC;
+    return code != fminf(nearbyintf(fmaxf(y / step, 0.0f)), 255.0f);
+}
+extern "C" int wrong_codes(float step) {
+    int count = 0;
+    for (int i = 0; i < 256; i++) {
+        const unsigned tie = __float_as_uint((i + 0.5f) * step);
+        for (int apart = -300; apart <= 300; apart++) count += is_wrong(__uint_as_float(tie + apart), step);
+    }
+    for (unsigned bits = 0x30000000; bits < 0x70000000; bits += 2039) count += is_wrong(__uint_as_float(bits), step);
+    return count + is_wrong(0.0f, step) + is_wrong(-step, step);
+}
+"""
+
+
+def test_a_code_without_a_division_is_the_nearest(tmp_path: Path) -> None:
+    """Of every mantissa that a step has, and the smallest and largest steps."""
+    case = rotated("k", 8, 128, 128, "bfloat16")
+    text = WRONG_CODES % translated("feedback.cuh")
+    library = compiled(text, "codes", pack_defines(case.variant, "k", ROOM), tmp_path)
+    library.wrong_codes.argtypes = [ctypes.c_float]
+    steps = [1.0, 1.25, 1.5, 1.75, 2.0**-16, 3 * 2.0**-16, 57344.0]
+    assert [library.wrong_codes(step) for step in steps] == [0] * len(steps)
 
 
 class EmulatedPaged(Paged):

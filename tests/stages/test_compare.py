@@ -133,7 +133,7 @@ def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: 
     entries = by_name(comparison)
     refusal = entries["small @ 5"].refusal
     assert refusal is not None and (refusal.stage, refusal.exit_code) == ("evaluate", 2)
-    assert "the plan's pages shrink on a schedule" in refusal.message
+    assert "the plan's bits are scheduled for" in refusal.message
     assert [entry.name for entry, _ in comparison.measured] == [*BASELINE_NAMES, "fixed"]
     assert comparison.inputs["evaluate.batch"] == 1
     assert any("evaluate: 1 sequences at a time" in message for message in notes.said)

@@ -91,6 +91,10 @@ def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
             expected = float(torch.cat(rows).mean())
             assert expected > 0
             assert float(found.kl(index, side)[column]) == pytest.approx(expected, rel=1e-4)
+            means = torch.stack([row.mean() for row in rows])
+            error = float(means.std() / 2**0.5 / means.mean()) * expected  # of text means, as a share
+            found_error = found.kl_error(index, side)
+            assert found_error is not None and float(found_error[column]) == pytest.approx(error, rel=1e-3)
     assert found.means["kl.k.0"].count == (170 - 7) + (175 - 7)
 
 
@@ -215,7 +219,7 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
     found = profile_record.load(tmp_path / "profile.safetensors")
     full = [layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None]
     assert [layer.index for layer in found.setup.layers] == full
-    assert len(found.means) == 1 + 10 * len(full)
+    assert len(found.means) == 1 + 12 * len(full)
     if not full:
         with pytest.raises(UnsupportedModel, match="nothing to allocate: every layer of the model is a sliding window"):
             allocate(found, AllocateSpec(bits=3.0), {})

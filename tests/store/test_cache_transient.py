@@ -30,7 +30,7 @@ from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
-from kvcal.store import sinks_ring_pages
+from kvcal.store import paged_tensor
 from kvcal.store.layer_store import LayerStore
 from kvcal.store.step import KernelCodec
 from kvcal.store.workspace import SCRATCH_BYTES, step_workspace, transient_bytes
@@ -228,7 +228,7 @@ def test_what_is_read_leaves_a_basis_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Basis, "leave", counted)
     for at_once in (10**6, 3 * 2 * 8 * 70):
-        monkeypatch.setattr(sinks_ring_pages, "VALUES_AT_ONCE", at_once)
+        monkeypatch.setattr(paged_tensor, "VALUES_AT_ONCE", at_once)
         left.clear()
         reads.append(cache.update(states[:, :, :0], states[:, :, :0], 0))
         assert sum(left) == 2 * states.numel() and max(left) <= at_once

@@ -72,13 +72,35 @@ INLINE = {
 }
 
 
-def _source(source: str, entry: str, defines: Defines) -> tuple[str, list[Any]]:
-    """The C++ of an entry of a source, and the ctypes of the arguments of ``run``, of which the first are the
-    grid, threads and bytes of shared memory."""
-    text = kernels._with_parts(f"{source}.cu", set())
+def translated(name: str) -> str:
+    """The C++ of a file of csrc with its parts, for ``cuda_on_cpu.h``."""
+    text = kernels._with_parts(name, set())
     for pattern, instead in INLINE.items():
         text = re.sub(pattern, lambda _, instead=instead: instead, text, flags=re.S)
     assert not re.search(r"\basm\b *(volatile)? *\(", text), "inline PTX that has no counterpart here"
+    return text
+
+
+def compiled(text: str, name: str, defines: Defines, folder: Path) -> ctypes.CDLL:
+    """A library of C++ with these macros, in ``folder``."""
+    (folder / f"{name}.cpp").write_text(text)
+    macros = [f"-D{key}={value}{'LL' if abs(value) >= 2**31 else ''}" for key, value in defines.items()]
+    # Unoptimised: it runs for less time than it takes to optimise.
+    flags = ["-std=c++17", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
+    flags += ["-fsanitize=alignment"]
+    for command in (
+        ["g++", "-c", *flags, *macros, f"-I{SUPPORT}", f"{name}.cpp", "-o", f"{name}.o"],
+        ["g++", "-shared", f"{name}.o", "-o", f"{name}.so"],
+    ):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+def _source(source: str, entry: str, defines: Defines) -> tuple[str, list[Any]]:
+    """The C++ of an entry of a source, and the ctypes of the arguments of ``run``, of which the first are the
+    grid, threads and bytes of shared memory."""
+    text = translated(f"{source}.cu")
     head = rf'extern "C" __global__ void __launch_bounds__\([^)]*\) {entry}\((.*?)\) \{{\n'
     found = re.search(head, text, re.S)
     assert found is not None
@@ -118,18 +140,7 @@ class EmulatedKernel:
     def __init__(self, source: str, entry: str, defines: Defines, folder: Path) -> None:
         text, types = _source(source, entry, defines)
         name = f"{entry}{len(list(folder.glob('*.cpp')))}"
-        (folder / f"{name}.cpp").write_text(text)
-        macros = [f"-D{key}={value}{'LL' if abs(value) >= 2**31 else ''}" for key, value in defines.items()]
-        # Unoptimised: it runs for less time than it takes to optimise.
-        flags = ["-std=c++17", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
-        flags += ["-fsanitize=alignment"]
-        for command in (
-            ["g++", "-c", *flags, *macros, f"-I{SUPPORT}", f"{name}.cpp", "-o", f"{name}.o"],
-            ["g++", "-shared", f"{name}.o", "-o", f"{name}.so"],
-        ):
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[:4000]
-        self._run = ctypes.CDLL(str(folder / f"{name}.so")).run
+        self._run = compiled(text, name, defines, folder).run
         self._run.argtypes = types
 
     def launch(

@@ -14,7 +14,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_layer import AttentionLayer
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
-from kvcal.store.sinks_ring_pages import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor
 from kvcal.systems.basis.basis import Basis, rounded
 from kvcal.systems.kvmix.window_rule import WindowRule
 

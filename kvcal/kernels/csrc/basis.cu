@@ -37,6 +37,11 @@ struct Rows {
     }
 };
 
+// A block's share of the rows: of `of` blocks, that take 8 of them in turn, it is number `number`.
+struct Share {
+    int number, of;
+};
+
 struct Lane {
     int g, quad;
     KV_INLINE int channel(int step) const { return 32 * step + 8 * quad; }
@@ -154,7 +159,8 @@ struct Matrix {
 };
 
 // One side: x [rows, heads, DIM] -> out, contiguous. center: fp32 [heads, DIM], or 0.
-KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* centers, unsigned short* out, int rows, int heads, int* error) {
+KV_INLINE void enter_side(
+    const Rows& x, const float* matrices, const float* centers, unsigned short* out, int rows, int heads, Share share, int* error) {
     const int head = blockIdx.x / BLOCKS_OF_HEAD, warp = threadIdx.x / 32;
     const Lane lane{(int)threadIdx.x % 32 / 4, (int)threadIdx.x % 4};
     const int channel = (blockIdx.x % BLOCKS_OF_HEAD * WARPS + warp) * TILE + 2 * lane.g;
@@ -168,7 +174,7 @@ KV_INLINE void enter_side(const Rows& x, const float* matrices, const float* cen
     kv_wait_for_previous();
     kv_let_next_start();
     bool is_beyond = false;
-    for (int first = blockIdx.y * AT_ONCE; first < rows; first += gridDim.y * AT_ONCE) {
+    for (int first = share.number * AT_ONCE; first < rows; first += share.of * AT_ONCE) {
         const int row = kv_min(first + lane.g, rows - 1);
         const i64 at = x.at(row, head);
         float token[STEPS][8];
@@ -257,7 +263,7 @@ KV_INLINE float from_halves(u32 exponent) { return power_of_two(exponent - 126 -
 // x [rows, heads GROUP, DIM] of dtype IN -> out [rows, heads GROUP, DIM] of dtype OUT, contiguous: the matrix of each KV head, or if
 // IS_TURNED its transpose, times each of them. Added to it: fp32 [heads, DIM], or 0.
 template <bool IS_TURNED, int IN, int OUT>
-KV_INLINE void multiply(const Rows& x, const float* matrices, const float* added, void* out, int rows, int heads) {
+KV_INLINE void multiply(const Rows& x, const float* matrices, const float* added, void* out, int rows, int heads, Share share) {
     const int head = blockIdx.x / BLOCKS_OF_HEAD, warp = threadIdx.x / 32;
     const Lane lane{(int)threadIdx.x % 32 / 4, (int)threadIdx.x % 4};
     const int channel = (blockIdx.x % BLOCKS_OF_HEAD * WARPS + warp) * TILE + 2 * lane.g;
@@ -301,7 +307,7 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, const float* added
     kv_wait_for_previous();
     kv_let_next_start();
     const int count = rows * GROUP;
-    for (int first = blockIdx.y * AT_ONCE; first < count; first += gridDim.y * AT_ONCE) {
+    for (int first = share.number * AT_ONCE; first < count; first += share.of * AT_ONCE) {
         const int row = kv_min(first + lane.g, count - 1);
         const i64 at = x.at(row / GROUP, head * GROUP + row % GROUP);
         float number[STEPS][8], sum[4] = {}, rest[4] = {};
@@ -348,8 +354,9 @@ KV_INLINE void multiply(const Rows& x, const float* matrices, const float* added
 
 #ifdef DTYPE
 
-// Grid (heads BLOCKS_OF_HEAD, any number, parts), 64 threads. Parts are the first `sides` of two, and queries, if q is not 0.
-//   x, y          [rows / per_outer, per_outer, heads, DIM] in DTYPE, by strides in elements; into x_out and y_out in order
+// Grid (heads BLOCKS_OF_HEAD, shares), 64 threads. The first `side_shares` of the second number are x's, as many y's if y is not 0,
+// and all others the queries'.
+//   x, y          [rows / per_outer, per_outer, heads, DIM] in DTYPE, by strides in elements; into x_out and y_out
 //   x_matrix ...  fp32 [heads, DIM, DIM]; x_center fp32 [heads, DIM], or 0
 //   q             [rows / per_outer, per_outer, heads GROUP, DIM] in Q_DTYPE, by strides; q_out fp32: times the transpose of q_matrix
 //   error         int32, gets the bit NON_FINITE where float16 cannot hold a number
@@ -357,16 +364,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) enter(
     const void* x, i64 x_outer, i64 x_inner, i64 x_head, const float* x_matrix, const float* x_center, unsigned short* x_out,
     const void* y, i64 y_outer, i64 y_inner, i64 y_head, const float* y_matrix, const float* y_center, unsigned short* y_out,
     const void* q, i64 q_outer, i64 q_inner, i64 q_head, const float* q_matrix, float* q_out,
-    i64 sides, i64 rows, i64 per_outer, i64 heads, int* error) {
-    const int part = blockIdx.z;
-    if (part >= sides) {
-        multiply<true, Q_DTYPE, KV_FLOAT32>(Rows{q, q_outer, q_inner, q_head, (int)per_outer}, q_matrix, nullptr, q_out, (int)rows, (int)heads);
+    i64 side_shares, i64 rows, i64 per_outer, i64 heads, int* error) {
+    const int shares = (int)side_shares, number = blockIdx.y, of_sides = y ? 2 * shares : shares;
+    if (number >= of_sides) {
+        multiply<true, Q_DTYPE, KV_FLOAT32>(
+            Rows{q, q_outer, q_inner, q_head, (int)per_outer}, q_matrix, nullptr, q_out, (int)rows, (int)heads,
+            Share{number - of_sides, (int)gridDim.y - of_sides});
         return;
     }
-    const bool is_first = part == 0;
-    const Rows tokens = is_first ? Rows{x, x_outer, x_inner, x_head, (int)per_outer} : Rows{y, y_outer, y_inner, y_head, (int)per_outer};
+    const bool is_x = number < shares;
+    const Rows tokens = is_x ? Rows{x, x_outer, x_inner, x_head, (int)per_outer} : Rows{y, y_outer, y_inner, y_head, (int)per_outer};
     enter_side(
-        tokens, is_first ? x_matrix : y_matrix, is_first ? x_center : y_center, is_first ? x_out : y_out, (int)rows, (int)heads, error);
+        tokens, is_x ? x_matrix : y_matrix, is_x ? x_center : y_center, is_x ? x_out : y_out, (int)rows, (int)heads,
+        Share{number % shares, shares}, error);
 }
 
 #else
@@ -377,7 +387,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) leave(
     const void* y, i64 y_outer, i64 y_inner, i64 y_head, const float* matrix, const float* center, void* out, i64 rows,
     i64 per_outer, i64 heads) {
     multiply<false, IN_DTYPE, OUT_DTYPE>(
-        Rows{y, y_outer, y_inner, y_head, (int)per_outer}, matrix, center, out, (int)rows, (int)heads);
+        Rows{y, y_outer, y_inner, y_head, (int)per_outer}, matrix, center, out, (int)rows, (int)heads,
+        Share{(int)blockIdx.y, (int)gridDim.y});
 }
 
 #endif

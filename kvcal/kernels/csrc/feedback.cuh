@@ -1,20 +1,24 @@
-// Codes with error feedback of tokens that have scales of their own (kvcal/pages/error_feedback.py and systems/basis/rotated.py), bit for bit.
+// Codes with error feedback of tokens that have scales of their own (kvcal/pages/error_feedback.py and
+// systems/basis/rotated.py), bit for bit.
 //
-// A chain is a token with one candidate for its scales: one lane rounds its channels one after the other. A target is summed up
-// when it is due, over the errors before it in the order of the channels, which is what pushes of every error give. Channels
-// come in blocks of 16. What a block's targets take from earlier blocks is an outer product of 16 channels and the 32 chains of a
-// warp: a lane has 4 of each, so that two loads serve 16 products and 16 sums. The rest is within the lane that rounds.
+// A chain is a token with one candidate for its scales: one lane rounds its channels one after the other. A
+// target is summed up when it is due, over the errors before it in the order of the channels, which is what
+// pushes of every error give. Channels come in blocks of 16. What a block's targets take from earlier blocks
+// is an outer product of 16 channels and the 32 chains of a warp: a lane has 4 of each, so that two loads
+// serve 16 products and 16 sums. The rest is within the lane that rounds.
 //
-// Shared memory keeps the errors of 64 channels. When they are complete, all later targets take them in, and their room is free.
+// Shared memory keeps the errors of 64 channels. When they are complete, all later targets take them in, and
+// their room is free.
 //
-// Where a block of 12 warps packs 32 tokens alone, the warps that would have none make up teams: four share the outer products of
-// 32 chains, of which one rounds.
+// Where a block of 12 warps packs 32 tokens alone, the warps that would have none make up teams: four share
+// the outer products of 32 chains, of which one rounds.
 
 #include "side.cuh"
 
 enum { BLOCK = 16, BLOCKS_KEPT = 4, TEAM = 4 };
 
-// Sizes of a part: up to PART_TOKENS tokens of a page, and a thread for each of their chains. Three warps share 32 tokens.
+// Sizes of a part: up to PART_TOKENS tokens of a page, and a thread for each of their chains. Three warps
+// share 32 tokens.
 template <class S>
 struct Part {
     static constexpr int tokens = PART_TOKENS, stride = Page<S>::stride, groups = Page<S>::groups;
@@ -32,11 +36,13 @@ struct PartScratch {
     int chain[Part<S>::tokens];                               // whose codes a token takes
     unsigned char lowest[Part<S>::groups * Part<S>::tokens];  // bits of its scales, or of the lowest candidates
     unsigned codes[Part<S>::blocks * Part<S>::words * Part<S>::chains];
-    // Row j of a block's 16 columns holds U_jk, its diagonal the costs; what is below is 0, and so are channels beyond the last.
+    // Row j of a block's 16 columns holds U_jk, its diagonal the costs; what is below is 0, and so are
+    // channels beyond the last.
     alignas(16) float factor[S::has_feedback ? 8 * Part<S>::blocks * (Part<S>::blocks + 1) * BLOCK : 4];
     union {
-        alignas(16) float kept[S::has_feedback ? Part<S>::kept * Part<S>::chains : 4];  // errors, and targets that are not yet due
-        unsigned short stored[S::has_feedback ? FACTOR<S> : 4];             // the factor as the plan has it
+        // Errors, and targets that are not yet due; before them, the factor as the plan has it.
+        alignas(16) float kept[S::has_feedback ? Part<S>::kept * Part<S>::chains : 4];
+        unsigned short stored[S::has_feedback ? FACTOR<S> : 4];
     };
 };
 
@@ -81,7 +87,8 @@ KV_INLINE void order_factor(PartScratch<S>& scratch) {
                 const bool is_there = row <= channel + k && channel + k < S::dim;
                 u[k] = is_there ? kv_float_of<KV_FLOAT16>(of_row[channel + k]) : 0.0f;
             }
-            *(float4*)(scratch.factor + kv_factor_row(block, row) + channel % BLOCK) = make_float4(u[0], u[1], u[2], u[3]);
+            float* to = scratch.factor + kv_factor_row(block, row) + channel % BLOCK;
+            *(float4*)to = make_float4(u[0], u[1], u[2], u[3]);
         }
     }
 }
@@ -91,7 +98,10 @@ constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to a
 // 1 / step, rounded to nearest, of a number of 8 bits; 0 of 0.
 KV_INLINE float kv_reciprocal_of_e5m2(float step) {
     const unsigned bits = __float_as_uint(step), quarters = bits >> 21 & 3;
-    const unsigned one = quarters == 0 ? 0x3f800000 : quarters == 1 ? 0x3f4ccccd : quarters == 2 ? 0x3f2aaaab : 0x3f124925;
+    const unsigned one = quarters == 0   ? 0x3f800000
+                         : quarters == 1 ? 0x3f4ccccd
+                         : quarters == 2 ? 0x3f2aaaab
+                                         : 0x3f124925;
     return step == 0.0f ? 0.0f : __uint_as_float(one + 0x3f800000 - (bits & 0x7f800000));
 }
 
@@ -102,8 +112,8 @@ struct Grid {
     KV_INLINE Grid(float step_, float mean_code)
         : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
 
-    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein); of all fp32 with every step that has
-    // been tried.
+    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein), as
+    // tests/kernels/test_pack_emulated.py tries for every step.
     template <unsigned LEVELS>
     KV_INLINE float code(float x) const {
         const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);
@@ -146,8 +156,9 @@ KV_INLINE void take_in(float (&target)[4][4], const float4& factor, const float4
     }
 }
 
-// This lane's place in outer products: its chains are 4 neighbours, its channels 4 of every block. Lanes 2 i and 2 i + 1 have
-// the same chains, and lanes i and i ^ 2 the same channels: so a load of 16 bytes takes the fewest cycles.
+// This lane's place in outer products: its chains are 4 neighbours, its channels 4 of every block. Lanes 2 i
+// and 2 i + 1 have the same chains, and lanes i and i ^ 2 the same channels: so a load of 16 bytes takes the
+// fewest cycles.
 template <class S>
 struct Corner {
     int chain, channel, token;
@@ -202,8 +213,8 @@ struct Corner {
     }
 };
 
-// Adds the errors of the first `rows` that are kept to the targets in a block; `first` is the channel of the first. What a row
-// takes is loaded while the one before it is in work.
+// Adds the errors of the first `rows` that are kept to the targets in a block; `first` is the channel of the
+// first. What a row takes is loaded while the one before it is in work.
 template <class S>
 KV_INLINE void take_in_rows(
     float (&target)[4][4], const PartScratch<S>& scratch, const Corner<S>& corner, int block, int first, int rows) {
@@ -271,7 +282,8 @@ KV_INLINE void make_room_as_team(PartScratch<S>& scratch, const Corner<S>& corne
     team_sync();
 }
 
-// The targets of a block by a team, 4 channels each: of a lane one, of its 4 chains. `row`: their place among those that are kept.
+// The targets of a block by a team, 4 channels each: of a lane one, of its 4 chains. `row`: their place among
+// those that are kept.
 template <class S>
 KV_INLINE void sum_up_as_team(
     PartScratch<S>& scratch, const Corner<S>& corner, int member, int block, int first, int row) {

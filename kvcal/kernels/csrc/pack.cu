@@ -201,8 +201,9 @@ KV_INLINE void append_part(
 
 #endif
 
-// Any number of blocks, but where pages of a side are packed whole, one for every sequence, head and side. Stores the new tokens of B sequences and n heads, and packs the pages that they complete; the ring has
-// room for the page and the tokens after it. New tokens of a page are read where they come from: no block waits for another.
+// Any number of blocks, but where pages of a side are packed whole, one for every sequence, head and side. Stores the new
+// tokens of B sequences and n heads, and packs the pages that they complete; the ring has room for the page and the tokens
+// after it. New tokens of a page are read where they come from: no block waits for another.
 //   k_new, v_new  [B, QUERY_TOKENS, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it

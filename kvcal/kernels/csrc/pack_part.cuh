@@ -1,10 +1,11 @@
-// Rotated pages (kvcal/systems/basis/rotated.py), of which every token has scales of its own: a block packs some of a page's 128
-// tokens, and parts need nothing of each other.
+// Rotated pages (kvcal/systems/basis/rotated.py), of which every token has scales of its own: a block packs
+// some of a page's 128 tokens, and parts need nothing of each other.
 
 #include "feedback.cuh"
 #include "hadamard.cuh"
 
-// What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is rounded once.
+// What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is
+// rounded once.
 template <class S, int LANES>
 struct Turn {
     float by[S::dim / LANES];
@@ -21,8 +22,8 @@ struct Turn {
     }
 };
 
-// The staged tokens, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight lanes share a
-// token.
+// The staged tokens, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight
+// lanes share a token.
 template <class S, int LANES>
 KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const Turn<S, LANES>& turn, int count) {
     constexpr int OWN = S::dim / LANES, SIZE = kv_min(S::group, S::dim) / LANES;
@@ -54,7 +55,8 @@ KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const 
 #pragma unroll
         for (int group = 0; group < Part<S>::groups; ++group) {
             double sum = halving_sum<1, kv_power_of_two(SIZE)>(0, [&](int i) {
-                const double y = i < SIZE && group * SIZE + i < OWN ? (double)x[kv_min(group * SIZE + i, OWN - 1)] : 0.0;
+                const int own = group * SIZE + i;
+                const double y = i < SIZE && own < OWN ? (double)x[kv_min(own, OWN - 1)] : 0.0;
                 return __dmul_rn(y, y);
             });
 #pragma unroll
@@ -68,7 +70,8 @@ KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const 
     }
 }
 
-// The scale of every token and group that errs least on Gaussians of its norm: to nearest, or the lowest of the candidates.
+// The scale of every token and group that errs least on Gaussians of its norm: to nearest, or the lowest of
+// the candidates.
 template <class S>
 KV_INLINE void scale_part(PartScratch<S>& scratch, int count, int* error) {
     constexpr int SIZE = kv_min(S::group, S::dim);
@@ -175,7 +178,7 @@ KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, 
 template <class S>
 KV_INLINE void pack_part(
     const Source& source, PartScratch<S>& scratch, unsigned char* record, int first, int count, int* error) {
-    static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less shared memory than a part takes");
+    static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than a part takes");
     const Turn<S, 8> turn(source);
     if constexpr (S::has_feedback) {
         fetch_factor<S>(source.feedback, scratch);

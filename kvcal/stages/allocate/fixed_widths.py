@@ -79,10 +79,8 @@ class WidthsReport:
     def sentence(self) -> str:
         """What was chosen, and by how much, for people."""
         others = [one for one in self.plans if one.ratio is not None]
-        said = ", ".join(
-            f"{one.ratio:.2f} (x {2.71828 ** (one.log_error or 0.0):.2f}) of {one.name}'s" for one in others
-        )
-        return f"{self.shipped} ships; by layer has KL {said}, on {self.num_texts} texts"
+        said = ", ".join(f"{one.ratio:.2f} of that of {one.name}" for one in others)
+        return f"{self.shipped} ships; KL by layer is {said}, on {self.num_texts} texts"
 
 
 @dataclass(frozen=True, eq=False)

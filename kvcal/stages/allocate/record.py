@@ -2,7 +2,7 @@
 go.
 
 Formats come from the solver (``stages.allocate``), from a recipe that fixes them, or from KVmix's ranking;
-what follows (progressive schedule, λ, predictors, compilation) does not depend on which.
+what follows (a schedule, transforms, compilation) does not depend on which.
 """
 
 from __future__ import annotations

@@ -189,15 +189,15 @@ class Problem:
 
 
 def option_name(fmt: Format) -> str:
-    """The name of a format among a unit's options; of pages that shrink, that of their final bits."""
+    """The name of a format among a unit's options; of pages on a schedule, that of their final bits."""
     quantizer = "" if fmt.quantizer == UNIFORM else f"-{fmt.quantizer}"
     return f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}{quantizer}"
 
 
 @dataclass(frozen=True)
 class OptionCost:
-    """An option of a ``place`` ("layer 0 K"). ``kl`` (nats per token) and ``sensitivity`` (PM-KVQ, Eq. 5): of
-    the place alone; None where they were not measured."""
+    """An option of a ``place`` ("layer 0 K"). ``kl`` (nats per token), its standard error over texts, and
+    ``sensitivity`` (PM-KVQ, Eq. 5): of the place alone; None where they were not measured."""
 
     place: str
     option: str
@@ -206,6 +206,7 @@ class OptionCost:
     kl: float | None
     sensitivity: float | None
     is_chosen: bool
+    kl_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,8 @@ def _profiled(allocation: Allocation, spec: AllocateSpec, profile: Profile) -> I
             sensitivity = _alone(profile, "sensitivity", places, str(option.key))
             name = f"layer {index} {' and '.join(side.upper() for _, side in places)}"
             label, is_chosen = next(iter(parts.values())).label, option.key == chosen
-            yield OptionCost(name, label, option.nbytes, option.loss, kl, sensitivity, is_chosen)
+            error = _kl_error(profile, places, str(option.key))
+            yield OptionCost(name, label, option.nbytes, option.loss, kl, sensitivity, is_chosen, error)
 
 
 def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]], key: str) -> float | None:
@@ -316,6 +318,18 @@ def _alone(profile: Profile, measure: Objective, places: list[tuple[int, Side]],
             return None
         total += found[0]
     return total
+
+
+def _kl_error(profile: Profile, places: list[tuple[int, Side]], key: str) -> float | None:
+    """Of the KL of an option, summed over sides as independent errors; None where it is not known."""
+    squares = 0.0
+    for index, side in places if key != option_name(RAW) else ():
+        error_C = profile.kl_error(index, side) if profile.setup.kl_candidates(side) else None
+        names = [option_name(profile.setup.cache.format(side, *one)) for one in profile.setup.kl_candidates(side)]
+        if error_C is None or key not in names:
+            return None
+        squares += float(error_C[names.index(key)]) ** 2
+    return squares**0.5
 
 
 def _require_input(path: Path, inputs: Mapping[str, Any]) -> None:

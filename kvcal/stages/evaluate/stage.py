@@ -333,24 +333,24 @@ def evaluate(
 
 
 def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], reporter: Reporter) -> EvaluateSpec:
-    """``spec`` with a batch that every (name, plan) can hold: plans whose pages shrink are scheduled for
+    """``spec`` with a batch that every (name, plan) can hold: plans on a schedule hold for
     ``workload.batch`` sequences. All plans are measured alike."""
     limits = {name: plan.workload.batch for name, plan in plans if plan.is_progressive}
     name = min(limits, key=limits.__getitem__, default="")
     if not limits or spec.batch <= limits[name]:
         return spec
-    reporter.say(f"evaluate: {limits[name]} sequences at a time: the pages of {name} shrink on a schedule for no more")
+    reporter.say(f"evaluate: {limits[name]} sequences at a time: the bits of {name} are scheduled for no more")
     return replace(spec, batch=limits[name])
 
 
 def require_scheduled_texts(plans: Iterable[tuple[str, Plan]], data: TokenDataset) -> None:
-    """UsageError where a text of ``data`` is longer than the schedule of a (name, plan) whose pages
-    shrink."""
+    """UsageError where a text of ``data`` is longer than the schedule of a (name, plan) that has
+    one."""
     longest = max(sequence.numel() for sequence in data.sequences)
     for name, plan in plans:
         if plan.is_progressive and longest > plan.workload.context:
             raise UsageError(
-                f"a text of {longest} tokens, and the pages of {name} shrink on a schedule for {plan.workload.context}",
+                f"a text of {longest} tokens, and the bits of {name} are scheduled for {plan.workload.context}",
                 hint="lower seq_len in [evaluate], or allocate with a longer --context",
             )
 

@@ -323,7 +323,7 @@ def _require_room(loaded: LoadedModel, plan: Plan, width: int, what: str, hint: 
     more."""
     limits = {"the model's context": loaded.max_context}
     if plan.is_progressive:
-        limits["the schedule of pages that shrink"] = plan.workload.context
+        limits["the schedule of bits"] = plan.workload.context
     for name, limit in limits.items():
         if limit is not None and width > limit:
             raise UsageError(f"{what} of {width} tokens exceeds {name} of {limit}", hint=hint)

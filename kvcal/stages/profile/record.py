@@ -116,9 +116,11 @@ class ProfileSetup:
                 totals[f"{name}.{side}.{layer.index}"] = shape
             if self.measured(side):
                 totals[f"kl.{side}.{layer.index}"] = (len(self.measured(side)),)
+                totals[f"kl_of_texts.{side}.{layer.index}"] = (2, len(self.measured(side)))
         for side in SIDES if self.layers else ():
             if self.together(side):
                 totals[f"kl.{side}.{TOGETHER}"] = (len(self.together(side)),)
+                totals[f"kl_of_texts.{side}.{TOGETHER}"] = (2, len(self.together(side)))
         return totals
 
 
@@ -171,6 +173,21 @@ class Profile:
                 nearest = max(other for other in kl_of if other[1:] == one[1:] and other in (together or measured))
                 kl_of[one] = kl_of[nearest] * error_of[one] / error_of[nearest]
         return torch.tensor([kl_of[one] for one in self.setup.kl_candidates(side)], dtype=torch.float64)
+
+    def kl_error(self, index: int, side: Side) -> Tensor | None:
+        """The standard error of ``kl`` over texts, [C] fp64: that of what was measured of the layer alone, as a share
+        of it. None for one text, and in a profile that does not have texts apart."""
+        moments = self.means.get(f"kl_of_texts.{side}.{index}")
+        if moments is None or moments.count < 2:
+            return None
+        mean_C, square_C = moments.result()
+        share_C = ((square_C - mean_C.square()).clamp(min=0.0) / (moments.count - 1)).sqrt() / mean_C.clamp(min=TINY)
+        share_of = dict(zip(self.setup.measured(side), share_C.tolist(), strict=True))
+        nearest = [
+            share_of.get(one, share_of[next(other for other in share_of if other[1:] == one[1:])])
+            for one in self.setup.kl_candidates(side)
+        ]
+        return self.kl(index, side) * torch.tensor(nearest, dtype=torch.float64)
 
     @property
     def _profiled(self) -> list[int]:

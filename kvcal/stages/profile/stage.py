@@ -158,10 +158,15 @@ def divergence_means(
     plans = plans if basis is None else [basis.changed(plan) for plan in plans]
     names = ", ".join(f"{side} of layer {_name(setup, indices)}" for indices, side in places)
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
-        kl_Pn = divergence.deviations(loaded.model, reference, plans, *divergence.padded_texts(texts), room).kl_Pn
-    rows = kl_Pn.split([len(_candidates(setup, place)) for place in places])
-    names_of = [f"kl.{side}.{_name(setup, indices)}" for indices, side in places]
-    return {name: Mean.of(row.T) for name, row in zip(names_of, rows, strict=True)}
+        found = divergence.deviations(loaded.model, reference, plans, *divergence.padded_texts(texts), room)
+    sizes = [len(_candidates(setup, place)) for place in places]
+    parts = zip(places, found.kl_Pn.split(sizes), found.kl_of_sequences(len(texts)).split(sizes), strict=True)
+    means: dict[str, Mean] = {}
+    for (indices, side), kl_Cn, of_texts_CB in parts:
+        name = f"{side}.{_name(setup, indices)}"
+        means[f"kl.{name}"] = Mean.of(kl_Cn.T)
+        means[f"kl_of_texts.{name}"] = Mean.of(torch.stack([of_texts_CB, of_texts_CB.square()]).permute(2, 0, 1))
+    return means
 
 
 def _plans_of(setup: ProfileSetup, reference: Plan, place: Place) -> list[Plan]:

@@ -10,7 +10,7 @@ the first ``FIRST``,
 
 where R_s is the model's own RoPE at position s. What the second leaves of the mean swings within a page;
 where that is more than the keys' own variance, such a layer is stored before RoPE, too, which dynamic caches
-alone take. Keys with a predictor need no mean: the predictor's bias holds it. Values keep theirs, which no
+alone take. Predicted keys need no mean: the bias of the prediction holds it. Values keep theirs, which no
 projection's bias dominates.
 """
 

@@ -13,7 +13,7 @@ the rest; its root weighs the key, so that a few keys are not most of a sum.
 
 RoPE turns keys and queries alike wherever a text lies. So sums over a short text tell those of the same text
 at any place of a long context (``over_context``): a basis that has seen the first positions alone fails after
-them. Sums are fp64, so that those of two sets of texts merge. Left out: soft caps, which only shrink logits.
+them. Sums are fp64, so that those of two sets of texts merge. Left out: soft caps, which only lower logits.
 """
 
 from __future__ import annotations

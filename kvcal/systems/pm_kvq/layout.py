@@ -8,9 +8,11 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from kvcal.pages.layout_protocol import Layout
 from kvcal.pages.ways import Way
-from kvcal.plan.plain_format import PlainFormat
+from kvcal.plan.plain_format import PlainFormat, Side
 from kvcal.strict import STRICT
+from kvcal.systems.pm_kvq.shrink import ShrinkingLayout
 
 SHRINKING = Way(
     "pages that shrink",
@@ -71,6 +73,11 @@ class Format(PlainFormat):
     @property
     def start_bits(self) -> int:
         return self.num_bits << len(self.shrink_at)
+
+    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
+        if not self.shrink_at:
+            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+        return ShrinkingLayout(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
 
     def bits_at(self, columns: int) -> int:
         return self.start_bits >> bisect_right(self.shrink_at, columns)

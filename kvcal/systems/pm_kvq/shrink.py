@@ -19,11 +19,9 @@ from __future__ import annotations
 import dataclasses
 
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.layout_protocol import RAW_BITS
+from kvcal.pages.layout_protocol import RAW_BITS, RECORDS_AT_ONCE, Layout
 from kvcal.pages.rescale_and_rope import Transform
 from kvcal.pages.uniform import UniformLayout
-
-RECORDS_AT_ONCE = 128  # converted at once: bounds the scratch to a few bytes for each of their values
 
 
 def shift(codes: Tensor, from_bits: int) -> Tensor:
@@ -57,6 +55,15 @@ def unshift_scale(scale: Tensor, to_bits: int) -> Tensor:
 
 
 PLAIN = Transform()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShrinkingLayout(UniformLayout):
+    """Uniform pages whose records become those of other bits."""
+
+    def converted(self, records: Tensor, new: Layout, transform: Transform) -> Tensor:
+        assert isinstance(new, UniformLayout)
+        return convert(records, self, new, transform)
 
 
 def convert(records: Tensor, old: UniformLayout, new: UniformLayout, transform: Transform = PLAIN) -> Tensor:

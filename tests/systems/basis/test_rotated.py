@@ -149,7 +149,11 @@ def test_rotation_equals_the_explicit_matrix(width):
     rotated = rotate(x, signs)
     assert (rotated.dtype, rotated.shape) == (torch.float32, x.shape)
     torch.testing.assert_close(rotated.double(), x.double() @ explicit.T, **tolerance)
+    before = x.clone()
     torch.testing.assert_close(unrotate(x, signs).double(), x.double() @ explicit, **tolerance)
+    for rows in (x, x[:1]):  # a single row is laid out as it is turned
+        assert torch.equal(unrotate(rows, signs), unrotate(x, signs)[: len(rows)])
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("width", [20, 128])
