@@ -12,6 +12,7 @@ import pytest
 from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, Served, prompts, random_requests, serve, without_queries
 from test_vllm import served as served
 from test_vllm import version as version
+from test_vllm_hybrids import Hybrid
 from test_vllm_hybrids import hybrid as hybrid
 from test_vllm_sinks import with_sinks
 from vllm_environment import run_in
