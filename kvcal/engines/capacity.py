@@ -169,8 +169,7 @@ class VllmPool:
                  as many layers as one has room for
         states   of layers that keep one, vLLM's own: in groups of as many layers as a block has room for, each with
                  a block, another one where prefixes are cached, and one a draft
-        drafts   of a model's layers, vLLM's own at 16 bits: next to the page of a block, or where a block has several,
-                 in as many blocks more as pages have
+        drafts   of a model's layers, vLLM's own at 16 bits: next to the page of a block
 
     All blocks have the bytes of the largest. A state is much larger than a page of 128 tokens: blocks of several
     pages waste less of those that hold states, and a request's last block more."""
@@ -227,7 +226,7 @@ class VllmPool:
     def block_bytes(self) -> int:
         """Of each block of the pool."""
         windows = (self.window(tokens).tokens * nbytes for tokens, (_, nbytes) in self.shard.windows.items())
-        pages = self.share_bytes * len(self.shard.blocks) if self.pages_per_block == 1 else 0
+        pages = self.share_bytes * len(self.shard.blocks) * self.pages_per_block
         return max(self.room, pages + self.draft_bytes, *windows)
 
     @property
@@ -253,7 +252,6 @@ class VllmPool:
     def blocks(self, context: int) -> int:
         """Of a request with so many tokens, once its prompt is computed."""
         pages = -(-context // self.block_tokens)
-        pages *= 2 if self.draft_bytes and self.pages_per_block > 1 else 1
         return pages + self.ring_blocks + self.window_blocks(context) + self.state_blocks
 
 
@@ -276,12 +274,9 @@ def vllm_pool(
         )
     numbers = range(1, MAX_PAGES + 1) if pages_per_block is None else [pages_per_block]
     states = range(-(-shard.num_states // MAX_STATE_GROUPS), shard.num_states + 1)
-    pools = [
-        VllmPool(shard, has_prefixes, state_bytes, pages, many, draft_bytes) for pages in numbers for many in states
-    ]
-    even = [pool for pool in pools if pool.block_bytes % pool.pages_per_block == 0]  # drafts may widen blocks
+    pools = (VllmPool(shard, has_prefixes, state_bytes, pages, many) for pages in numbers for many in states)
     context = shard.plan.workload.context
-    return min(even or pools, key=lambda pool: (pool.blocks(context) * pool.block_bytes, pool.pages_per_block))
+    return min(pools, key=lambda pool: (pool.blocks(context) * pool.block_bytes, pool.pages_per_block))
 
 
 def draft_token_bytes(layers: Sequence[AttentionGeometry], cache_dtype: CacheDtype, num_ranks: int) -> int:

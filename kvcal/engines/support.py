@@ -48,6 +48,8 @@ def refusals(
 ) -> Iterator[str]:
     """Why an engine cannot serve this layer, with so many drafts a token; nothing if it can."""
     yield from choice.not_served(layer, engine)
+    if lookahead and layer.geometry.state_bytes:
+        yield "a state: drafts beside states were not tried"
     if layer.is_paged and not layer.attention.is_latent:
         yield from choice.not_served(layer, "drafts") if lookahead else ()
         yield from choice.limits(layer, cache_dtype, is_cuda)

@@ -36,7 +36,7 @@ class GrowingSteps:
         self.batch = batch
         self.lengths = self.table = torch.empty(0, dtype=torch.int32, device=self.device)
         self._scratch: StepScratch | None = None
-        self._lengths, self._version = list[int](), 0
+        self._lengths, self._version = list[int](), -1
         self._latest: tuple[Rows, int, int, int] | None = None
 
     @property
@@ -79,7 +79,7 @@ class GrowingSteps:
         else:
             self.lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self._lengths = lengths
-        if self._version != pool.version or not self.table.numel():
+        if self._version != pool.version:
             require_no_error(self.scratch.error)
             slots = pad_sequence([torch.tensor(row, dtype=torch.int32) for row in pool.table], batch_first=True)
             self.table, self._version = slots.to(self.device), pool.version

@@ -43,7 +43,7 @@ def test_generate_gives_the_tokens_of_the_static_cache(sizes: tuple[int, ...]) -
 
 
 def test_beams_and_drafts() -> None:
-    loaded = reasoner("bfloat16")
+    loaded = reasoner("float32")
     model = loaded.model
     plan, ids = plan_for(model, "rotated, feedback"), random_ids(1, 200) % 60 + 3
     options = {"max_new_tokens": 60, "do_sample": False, "disable_compile": True}

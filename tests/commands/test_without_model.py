@@ -130,7 +130,7 @@ def test_size_of_a_model_that_cannot_be_calibrated(tmp_path: Path, tokenizer: Pr
     assert "bypasses transformers' AttentionInterface" in done.err and "recipe with [formats]" in done.err
     following = done.err.splitlines()[-1]
     assert f"kvcal run uniform-2 --model {model} --batch 8 --context 4096" in following and "kvcal plan" not in done.err
-    given = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 100)
+    given = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 300)
     ran_well(*shlex.split(following.partition("its plan: kvcal ")[2]), "--out", tmp_path / "out", *given)
     plan = tmp_path / "out" / "plan.safetensors"
     assert rows["uniform-2"]["cache_bytes"] == load_plan(plan).predicted_bytes

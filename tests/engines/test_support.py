@@ -115,6 +115,8 @@ def test_layers_without_pages_are_refused() -> None:
     require_served(mixed, is_cuda=False, lookahead=7)
     with pytest.raises(UnsupportedModel, match="layers 1: a sliding window: vLLM alone serves it"):
         require_served(mixed, False, "sglang")
+    with pytest.raises(UnsupportedModel, match="layers 2: a state: drafts beside states were not tried"):
+        require_served(replace(plan, layers=layers), is_cuda=False, lookahead=2)
     with pytest.raises(UnsupportedModel, match="no layer has full attention"):
         require_served(replace(plan, layers=(window,)), is_cuda=False)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_replay import assert_replayed
 from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
+from test_vllm_hybrids import Hybrid
 from vllm_environment import answer_of, installed_checkout
 
 pytestmark = [
@@ -126,6 +127,39 @@ def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
         assert runs[1]["outputs"][name] == [tokens, pytest.approx(chances, abs=1e-4)]
     replay = assert_replayed(runs[0], gemma.model, gemma.plan, False)
     assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 0, 128, 256]
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_states_beside_pages(runner: int, tmp_path: Path) -> None:
+    """LFM2, with three pages a block: prompts in chunks, sinks and windows, cold and after cached prefixes, which
+    end within blocks, too; eager and in graphs."""
+    hybrid = Hybrid(tmp_path / "hybrid", channels=512, convolved=3, cache_dtype="bfloat16")
+    plan = hybrid.with_copies()
+    more = {"additional_config": {"kvcal_plan": hybrid.write("copies.safetensors", plan)}, "block_size": 384}
+    runs = [
+        serve(tmp_path, hybrid, twice(5, 380, 700, 1025), runner, max_num_batched_tokens=512, **more, **graphs)
+        for graphs in ({}, GRAPHS)
+    ]
+    for name, (tokens, chances) in runs[0]["outputs"].items():
+        assert runs[1]["outputs"][name] == [tokens, pytest.approx(chances, abs=1e-4)]
+    replay = assert_replayed(runs[0], hybrid.model, plan, False)
+    assert sum(replay.cached.values()) >= 384 + 768, replay.cached
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_a_model_that_drafts(runner: int, tmp_path: Path, served: Served) -> None:
+    """The model itself, in bf16, with windows and sinks, cold and after cached prefixes; eager and in graphs."""
+    plan = without_queries(served, served.with_copies())
+    drafts = {"method": "draft_model", "model": str(served.folder), "num_speculative_tokens": 3}
+    given = {
+        "additional_config": {"kvcal_plan": served.write("drafted.safetensors", plan)}, "dtype": "bfloat16",
+        "speculative_config": drafts | {"attention_backend": "TRITON_ATTN"},
+    }  # fmt: skip
+    runs = [serve(tmp_path, served, twice(5, 120, 250, 380), runner, **given, **more) for more in ({}, GRAPHS)]
+    assert runs[0]["outputs"] == runs[1]["outputs"]
+    steps = [entry for step in runs[0]["steps"] for entry in step if entry[4]]
+    accepted = sum(entry[5] - entry[2] + entry[4] for entry in steps) / sum(entry[4] for entry in steps)
+    assert accepted > 0.2, accepted
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

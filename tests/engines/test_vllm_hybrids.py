@@ -22,7 +22,7 @@ from vllm_environment import run_in
 
 from kvcal import Plan
 from kvcal.engines.capacity import capacity as capacity_of
-from kvcal.geometry import AttentionGeometry
+from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.models.load import identity_of
 from kvcal.models.supported_layers import geometry_of
 from kvcal.plan.plan import LayerPlan, Workload
@@ -36,12 +36,15 @@ STATE_BYTES = 64 * 64 * 4
 class Hybrid(Served):
     """A random LFM2 of 4 convolutions and 2 layers of attention in a folder, and a plan for it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, channels: int = 64, convolved: int = CONVOLVED, cache_dtype: CacheDtype = "float32"
+    ) -> None:
         torch.manual_seed(0)
         config = hf.Lfm2Config(
-            hidden_size=64, conv_dim=64, intermediate_size=96, block_dim=64, block_auto_adjust_ff_dim=False,
-            num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, vocab_size=VOCABULARY,
-            max_position_embeddings=32768, conv_L_cache=CONVOLVED, layer_types=["conv", "conv", "full_attention"] * 2,
+            hidden_size=channels, conv_dim=channels, intermediate_size=96, block_dim=channels,
+            block_auto_adjust_ff_dim=False, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+            vocab_size=VOCABULARY, max_position_embeddings=32768, conv_L_cache=convolved,
+            layer_types=["conv", "conv", "full_attention"] * 2,
             bos_token_id=1, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         self.model = hf.Lfm2ForCausalLM(config)
@@ -51,9 +54,9 @@ class Hybrid(Served):
         formats = iter(FORMATS[1:])
         layers = tuple(
             LayerPlan(layer, *next(formats)) if isinstance(layer, AttentionGeometry) else LayerPlan(layer)
-            for layer in geometry_of(self.model, cache_dtype="float32").layers
+            for layer in geometry_of(self.model, cache_dtype=cache_dtype).layers
         )
-        self.plan = Plan(identity_of(folder, "tiny"), "float32", layers, Workload(2, 700), {})
+        self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, layers, Workload(2, 700), {})
 
     def with_copies(self, has_sinks: bool = True) -> Plan:
         """The plan with sinks and windows, others for keys than for values."""

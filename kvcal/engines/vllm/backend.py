@@ -68,7 +68,13 @@ class PlanLayer:
         self._bound: tuple[Tensor, Tensor] | None = None
 
     def spec(self, spec: Any) -> Any:
-        """Of the layer's share of a block: one head slot of one state, so that it is bytes to vLLM."""
+        """Of the layer's share of a block: one head slot of one state, so that it is bytes to vLLM.
+        UnsupportedModel where vLLM has made blocks longer than it was told."""
+        if spec.block_size != self.serving.pool.block_tokens:
+            raise UnsupportedModel(
+                f"vLLM has made blocks of {self.serving.pool.block_tokens} tokens longer, {spec.block_size}, as the "
+                "first layer with keys is none of the plan's pages"
+            )
         return dataclasses.replace(
             spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,
             state_content_bytes=self.serving.pool.share_bytes,
@@ -79,12 +85,7 @@ class PlanLayer:
         first, rings = self.serving.first.kv_cache, self.serving.ring.kv_cache
         if self._bound is None or self._bound[0] is not first or self._bound[1] is not rings:
             self._bound, own, pool = (first, rings), as_bytes(first), self.serving.pool
-            count, (stride, rest) = pool.pages_per_block, divmod(own.stride(0), pool.pages_per_block)
-            if rest:
-                raise UnsupportedModel(
-                    f"vLLM's blocks of {own.stride(0)} bytes do not hold {count} pages at equal distances",
-                    hint=f"--block-size {PAGE_TOKENS}",
-                )
+            count, stride = pool.pages_per_block, own.stride(0) // pool.pages_per_block
             pages = own.as_strided((len(own) * count, pool.pages.block_bytes), (stride, 1))
             self.step.bind(pages[:, self._first :], as_bytes(rings)[:, self._first_of_ring :])
             self.serving.bound(self.index, own)
@@ -141,22 +142,13 @@ class WindowLayer:
         return dataclasses.replace(spec, block_size=self.pool.window(spec.sliding_window, taken).tokens)
 
 
-class DraftLayer:
-    """Attachment of a layer of a model that drafts: the attention and the memory are vLLM's own. Where a block
-    has a page, its layers lie next to the plan's; where it has several, in blocks of their own."""
-
-    def __init__(self, serving: Serving, attention: Any) -> None:
-        """UnsupportedModel for attention to the model's own keys, or that cannot read such blocks."""
-        if attention.kv_sharing_target_layer_name is not None:
-            raise UnsupportedModel(f"drafts of {attention.layer_name} read keys that a plan has packed")
-        hint = '--speculative-config \'{"attention_backend": "TRITON_ATTN", …}\''
-        _require_side_by_side(attention, "drafts", hint)
-        self.is_apart = serving.pool.pages_per_block > 1
-
-    def spec(self, spec: Any) -> Any:
-        """Of another kind than a plan's layers to vLLM's planner, if it is to be apart: without context
-        parallelism, which is refused, the field changes nothing else."""
-        return dataclasses.replace(spec, dcp_sharded=False) if self.is_apart else spec
+def require_draft(attention: Any) -> None:
+    """UnsupportedModel unless a layer of a model that drafts can lie next to a plan's in the same blocks: its
+    attention and memory are vLLM's own."""
+    if attention.kv_sharing_target_layer_name is not None:
+        raise UnsupportedModel(f"drafts of {attention.layer_name} read keys that a plan has packed")
+    hint = '--speculative-config \'{"attention_backend": "TRITON_ATTN", …}\''
+    _require_side_by_side(attention, "drafts", hint)
 
 
 def _require_side_by_side(attention: Any, what: str, hint: str) -> None:

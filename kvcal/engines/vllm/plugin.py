@@ -57,7 +57,7 @@ def wrap_attention() -> None:
 
     if hasattr(Attention, "kvcal_layer"):
         return
-    Attention.kvcal_layer = None  # a layer's own PlanLayer, WindowLayer or DraftLayer, where it is served
+    Attention.kvcal_layer = None  # a layer's own PlanLayer or WindowLayer, where it is served
     Attention.__init__ = _with_plan(Attention.__init__)
     Attention.get_kv_cache_spec = _with_block(Attention.get_kv_cache_spec)
 
@@ -68,7 +68,7 @@ def _with_plan(original: Any) -> Any:
         from vllm.compilation.backends import model_tag
         from vllm.config import get_current_vllm_config
 
-        from kvcal.engines.vllm.backend import DraftLayer, PlanBackend, PlanLayer, WindowLayer
+        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer, WindowLayer, require_draft
         from kvcal.engines.vllm.serving import serving_of, serving_with_drafts
 
         config = get_current_vllm_config()
@@ -86,10 +86,10 @@ def _with_plan(original: Any) -> Any:
             original(self, num_heads, head_size, scale, *args, **kwargs)
         finally:
             config.attention_config.backend = chosen
-        if has_pages:
-            self.kvcal_layer = PlanLayer(serving, self, config)
+        if is_draft:
+            require_draft(self)
         else:
-            self.kvcal_layer = (DraftLayer if is_draft else WindowLayer)(serving, self)
+            self.kvcal_layer = PlanLayer(serving, self, config) if has_pages else WindowLayer(serving, self)
 
     return init
 

@@ -16,6 +16,7 @@ from kvcal import PlanCache
 from kvcal.errors import UsageError
 from kvcal.pages.layout_protocol import RECORDS_AT_ONCE
 from kvcal.pages.uniform import UniformLayout
+from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
 from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.systems.pm_kvq.shrink import convert
@@ -33,7 +34,10 @@ def update_all(cache: PlanCache, states: torch.Tensor) -> None:
 
 
 def pages(cache: PlanCache, layer: int = 0) -> dict[str, torch.Tensor]:
-    return {side: cache.layers[layer].sides[side].pool.records for side in SIDES}
+    """Sequence after sequence."""
+    pools = {side: cache.layers[layer].sides[side].pool for side in SIDES}
+    spans = [(row, 0, num_pages(length)) for row, length in enumerate(cache.lengths)]
+    return {side: pool.records[pool.slots(spans)] for side, pool in pools.items()}
 
 
 # The oracle: one page through its life, group by group, with Python numbers.
