@@ -142,13 +142,14 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "profile": stages.profile,
         "allocate": stages.allocate,
         "transform": stages.transform,
+        "fit-predictors": stages.fit_predictors,
         "compile": stages.compile_command,
     },
 }
 # The commands that need no more than the runtime and the command line.
 OF_RUNTIME = ("inspect", "generate", "serve-args", "size", "list", "doctor")
 # The commands that torchrun may start in several processes: those that measure.
-RANKED = ("plan", "run", "search", "tune", "compare", "profile", "transform", "eval")
+RANKED = ("plan", "run", "search", "tune", "compare", "profile", "transform", "fit-predictors", "eval")
 COMMANDS = [name for commands in PANELS.values() for name in commands]
 # What took the place of commands that version 0.1 had besides.
 MOVED = {

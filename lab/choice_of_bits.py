@@ -7,10 +7,10 @@ Plans of the default recipe, each with one part more than the one before:
 
 earlier    calibrated on installed text, costs by KL on texts of 768 tokens, which falls by 3.2 a bit on both sides
 look-ups   a quarter of the calibration texts looks up (kvcal.data.lookups)
-long       costs by KL on texts of 4,096 tokens
-sides      how KL falls with bits is measured by side: the integer program's choice of today
+long       costs by KL on texts of 4,096 tokens: the integer program's choice of today
+sides      how KL falls with bits is measured by side, on top of long
 keys …     fixed widths of the same bytes, with the same calibration (kvcal.stages.allocate.fixed_widths)
-default    the recipe as it is: sides or fixed widths, whichever loses less on texts kept apart
+default    the recipe as it is: long or fixed widths, whichever loses less on texts kept apart
 
 All are read through the packed cache. Text: as in real.py; 1,000 x KL to 16 bits. Answers: tasks of
 kvcal.data.lookup_tasks; nats that an answer's negative log-likelihood rises by over 16 bits. Errors are standard
@@ -57,10 +57,11 @@ EARLIER = {
 WITHOUT = {
     FIRST: tuple(EARLIER),
     "look-ups": tuple(EARLIER)[1:],
-    "long": ("profile.kl_measured", "allocate.fixed_widths"),
+    "long": ("allocate.fixed_widths",),
     "sides": ("allocate.fixed_widths",),
     "default": (),
 }  # what of EARLIER each plan still has
+BY_SIDE = {"profile.kl_measured": "sides"}
 QUICK = {"data.num_samples": 4, "data.seq_len": 512, "profile.kl_samples": 2, "profile.kl_tokens": 512}
 
 
@@ -111,15 +112,16 @@ def arguments() -> argparse.Namespace:
 def plans_of(
     loaded: LoadedModel, given: argparse.Namespace, name: str, bits: float, found: dict[str, Any], reporter: Any
 ) -> dict[str, Plan]:
-    """The plan, by its name and bits; of ``sides`` those of fixed widths, too, which share its calibration."""
-    sides = Folder.create(given.out / "plans" / "sides")
-    folder = sides if name == "default" else Folder.create(given.out / "plans" / name)
+    """The plan, by its name and bits; of ``long`` those of fixed widths, too, which share its calibration."""
+    place = "long" if name == "default" else name  # whose profile it has
+    folder = Folder.create(given.out / "plans" / place)
     earlier = given.out / "plans" / "look-ups" / "basis.safetensors"
     if name != FIRST and earlier.exists() and not folder.basis.exists():
         shutil.copy(earlier, folder.basis)  # fitted to the same texts
     knobs: dict[str, Any] = {key: EARLIER[key] for key in WITHOUT[name]}
     if "data.source" in knobs and not tokenizer_of(loaded).chat_template:
         knobs["data.source"] = INSTALLED[:-1]
+    knobs |= BY_SIDE if name == "sides" else {}
     knobs |= QUICK if given.quick else {}
     knobs |= {"allocate.bits": bits, "allocate.batch": PRICED.batch, "allocate.context": PRICED.context}
     recipe, started = with_knobs(load_recipe("default"), knobs), time.monotonic()
@@ -127,7 +129,7 @@ def plans_of(
     Folder.create(folder.path)
     plans = {f"{name}@{bits:g}": build_plan(loaded, folder, recipe, PRICED, reporter)}
     seconds = time.monotonic() - started
-    if name == "sides":
+    if name == "long":
         assert recipe.allocate is not None
         program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
         reserved = reserved_for(recipe, recipe.allocate, loaded.geometry, recipe.cache)
@@ -146,7 +148,7 @@ def twins(plans: dict[str, Plan]) -> dict[str, str]:
     """What the default is, by its name: one of the plans that share its calibration."""
     found = {}
     for name, plan in plans.items():
-        others = [one for one in plans if one.startswith(("sides@", "keys ")) and plans[one].layers == plan.layers]
+        others = [one for one in plans if one.startswith(("long@", "keys ")) and plans[one].layers == plan.layers]
         if name.startswith("default@") and others:
             found[name] = others[0]
     return found

@@ -12,12 +12,12 @@ import typer
 from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
 from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry
 from kvcal.lazy_torch import lazy_imports
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 
 with lazy_imports():
+    from kvcal import geometry
     from kvcal.engines import capacity as engine_capacity
     from kvcal.engines import shard, states, support
     from kvcal.models import config as model_config
@@ -122,9 +122,9 @@ def _draft_bytes(draft: str, plan: plan_file.Plan, num_ranks: int) -> int:
     if draft == "mtp":
         own = next(layer.attention for layer in plan.layers if layer.is_paged)
         return engine_capacity.draft_token_bytes([own], plan.cache_dtype, num_ranks)
-    geometry = model_config.read_sizes(draft).geometry
-    layers = [layer for layer in geometry.layers if isinstance(layer, AttentionGeometry)]
-    return engine_capacity.draft_token_bytes(layers, geometry.cache_dtype, num_ranks)
+    model = model_config.read_sizes(draft).geometry
+    layers = [layer for layer in model.layers if isinstance(layer, geometry.AttentionGeometry)]
+    return engine_capacity.draft_token_bytes(layers, model.cache_dtype, num_ranks)
 
 
 def _config_of(model: str) -> dict[str, Any]:

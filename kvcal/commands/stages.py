@@ -1,8 +1,9 @@
-"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``transform`` and
+"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``transform``, ``fit-predictors`` and
 ``compile``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,6 +138,36 @@ def transform(
             f"recipe {chosen.name!r} transforms no chosen formats; expected one of {names}",
             hint="a recipe with one, such as pm-kvq; the basis of `default` comes with `kvcal profile`",
         )
+    _run_transforms(folder, model, given, chosen, stages)
+
+
+@spread
+def fit_predictors(
+    folder: options.FolderArgument,
+    model: options.ModelOption,
+    given: options.RecipeOptions,
+    recipe: options.RecipeOption = "aqua-kv",
+) -> None:
+    """Fit predictors of each layer's keys and values from the layer before, and say which pay.
+
+    It is the part of `kvcal transform` that the recipe's [predictors] asks for. Resumes if interrupted.
+
+    Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl
+    --samples 256`
+    """
+    chosen = given.recipe(recipe, section="predictors")
+    stages = [stage for stage in transforms.transform_stages() if stage.is_of(chosen)]
+    stages = [stage for stage in stages if stage.is_optional or stage.name == "predictors"]
+    _run_transforms(folder, model, given, chosen, stages)
+
+
+def _run_transforms(
+    folder: Path,
+    model: str,
+    given: options.RecipeOptions,
+    chosen: recipe_keys.Recipe,
+    stages: Sequence[transforms.TransformStage],
+) -> None:
     value: dict[str, Any] = {}
     shown: list[console.View] = []
     with given.job(model, chosen, artifacts.Folder(folder)) as job:

@@ -33,7 +33,7 @@ class Commands:
         self.model, self.recipe, self.folder = model, recipe, folder
 
     def __call__(self, command: str, *options: object) -> Outcome:
-        if command == "transform":
+        if command in ("transform", "fit-predictors"):
             options = ("--model", self.model, "--recipe", self.recipe, *options)
         return run_kvcal(command, self.folder, *options)
 
@@ -90,7 +90,7 @@ def test_predictors_within_the_budget(commands: Commands) -> None:
 
     again = commands("allocate", *options, "--reserve", reserve_of(refused))
     assert again.code == 0 and "reserved for transforms" in again.out
-    fitted = commands("transform", "--set", "predictors.drop=false", "--json")
+    fitted = commands("fit-predictors", "--set", "predictors.drop=false", "--json")
     assert fitted.code == 0, fitted.err
     kept = [finding for finding in fitted.json["predictors"]["findings"] if finding["reason"] is None]
     assert len(kept) == 2

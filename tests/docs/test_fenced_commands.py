@@ -42,6 +42,7 @@ SHORTER = {
            " --set evaluate.data.min_len=300",
     "profile": "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220",
     "transform": "--samples 2 --seq-len 300 --set reparam.num_steps=2",
+    "fit-predictors": "--samples 2 --seq-len 300",
     "eval": "--samples 1 --seq-len 300 --limit 1 --set evaluate.against=[]",
     "generate": "--max-new-tokens 4",
 }  # fmt: skip

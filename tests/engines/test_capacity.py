@@ -17,7 +17,7 @@ from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.states import state_bytes
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
+from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import read_sizes
 from kvcal.pages.ways import Engine
 from kvcal.plan.layer import LayerPlan
@@ -206,17 +206,24 @@ def test_serve_args_of_a_model_with_states(tmp_path: Path) -> None:
 
 
 def allocated(
-    engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0
+    engine: Engine,
+    tp: int,
+    nbytes: int,
+    num_sink_tokens: int = 0,
+    drafts: int = 0,
+    besides: tuple[LayerGeometry, ...] = (),
+    state_bytes: int = 0,
 ) -> tuple[Plan, BudgetSplit]:
-    """A plan of 12 layers, for 3 sequences of 1000 tokens in so many bytes."""
-    geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12)))
+    """A plan of 12 layers, and those ``besides``, for 3 sequences of 1000 tokens in so many bytes."""
+    paged = tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12))
+    geometry = Geometry("llama", "bfloat16", paged + besides)
     spec = ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(64,), kl_samples=0)
     cache = CacheSpec(num_sink_tokens=num_sink_tokens, k_recent_window=0, v_recent_window=0)
     setup = ProfileSetup(IDENTITY, geometry, 10**6, 500, spec, cache, "f", "none", 1, 10, 9)
     heads_N1, bits_C = torch.arange(1.0, 5.0).double().unsqueeze(1), torch.tensor([2.0, 3.0, 4.0]).double()
     means = {f"sensitivity.{side}.{n}": Mean((n + 1) * heads_N1 * 4.0**-bits_C, 1) for n in range(12) for side in SIDES}
     wanted = {"objective": "sensitivity", "kv_budget": f"{nbytes}B", "tp": tp, "engine": engine}
-    wanted["drafts"] = drafts
+    wanted |= {"drafts": drafts, "state_bytes": state_bytes}
     found = allocate(Profile(setup, means), AllocateSpec(batch=3, context=1000, **wanted), {})
     return Plan(IDENTITY, "bfloat16", found.layers, Workload(3, 1000), {}), found.split
 
@@ -239,6 +246,19 @@ def test_a_plan_for_an_engine_takes_the_bytes_that_its_sequences_take_there(tp: 
     taken = split.cache + split.engine
     assert taken <= nbytes
     assert sglang_capacity(plan, taken // tp, tp, 1000, 3).num_blocks == 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("layer", "nbytes"), [(AttentionGeometry(12, 8, 4, 64, 64, 256), 0), (StateGeometry(12, 500_000), 600_000)]
+)
+def test_layers_besides_pages_are_counted_once(layer: LayerGeometry, nbytes: int) -> None:
+    """Sliding windows and states, as the engine holds them."""
+    plan, split = allocated("vllm", 1, BUDGETS[-1], besides=(layer,), state_bytes=nbytes)
+    taken = split.cache + split.engine
+    assert split.fixed > 0 and taken <= BUDGETS[-1]
+    found = capacity("vllm", plan, taken, 1, 1000, state_bytes=nbytes)
+    assert found.num_blocks == 1 + 3 * found.blocks_per_request and found.num_blocks * found.block_bytes == taken
+    assert found.window_blocks + found.state_blocks > 0
 
 
 def test_a_plan_for_an_engine_has_room_for_drafts() -> None:

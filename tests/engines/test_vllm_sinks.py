@@ -95,7 +95,7 @@ known = Some(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_i
 new = [Some(req_id=str(past), num_computed_tokens=past, block_ids=([1, 2], [3])) for past in (0, 130, 128)]
 counts = dict.fromkeys(("0", "130", "128"), 9)
 step = Some(scheduled_cached_reqs=known, scheduled_new_reqs=new, num_scheduled_tokens=counts)
-serving = Some(first=Some(layer_name="pages"), ring=Some(name="rings"), device="cpu")
+serving = Some(first=Some(layer_name="pages"), ring=Some(name="rings"), sinks=[], pages_of=list, device="cpu")
 Serving.note(serving, [Some(layer_names=["pages"]), Some(layer_names=["rings"])], step)
 print("NOTED", [(one.num_past, one.total, one.table.tolist(), one.rings.tolist()) for one in serving.begun])
 """

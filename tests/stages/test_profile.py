@@ -128,7 +128,13 @@ def test_a_layer_has_its_share_of_what_all_layers_lose_together(finished, tmp_pa
         reference = unquantized_plan(loaded.identity, loaded.geometry)
         kl_Pn = torch.cat([deviations(loaded.model, reference, plans, *text).kl_Pn for text in texts], 1)
         found = torch.stack([sides.kl(index, side) for index in range(2)])
-        torch.testing.assert_close(found[:, :2].sum(0), kl_Pn.mean(1), rtol=1e-4, atol=0)
+        torch.testing.assert_close(found[:, 0].sum(), kl_Pn[0].mean(), rtol=1e-4, atol=0)
+        shares = found[:, 0] / found[:, 0].sum()
+        for index in range(2):  # within a factor of 2 of the law of squared errors
+            error_of = dict(zip(sides.setup.candidates(side), sides.relative_error(index, side).square(), strict=True))
+            law = float(kl_Pn[0].mean() * error_of[four] / error_of[two])
+            bounded = min(max(float(kl_Pn[1].mean()), law / 2), law * 2)
+            assert float(found[index, 1]) == pytest.approx(float(shares[index]) * bounded, rel=1e-3)
         alone = torch.stack([every.kl(index, side)[0] for index in range(2)])
         torch.testing.assert_close(found[:, 0] / found[:, 0].sum(), alone / alone.sum(), rtol=1e-4, atol=0)
         for index in range(2):

@@ -66,7 +66,7 @@ def plans() -> dict[str, Plan]:
     found["progressive, λ"] = transformed(fixed((140, 260, 300), (200, 300), num_layers=2))
     found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
     found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
-    fed, rotated = llama_plan(KITTY, KIVI_2[1]), (Format(2, quantizer="rotated"),)
+    fed, rotated = llama_plan(KITTY, KIVI_2[1]), Format(2, quantizer="rotated")
     layers = [replace(layer, v=rotated, k_feedback=True, v_feedback=True) for layer in fed.layers]
     found["error feedback, rotated"] = with_tensors(fed, layers)
     provenance = {"recipe": "r", "seed": 0, "libraries": {"torch": "2"}}

@@ -11,7 +11,8 @@ that break a prediction alone, and nothing of what several break together), or t
   keys, and of all values, at the two lowest bits is measured, too, and a layer has its share of that. For a
   uniform quantizer of a Gaussian the squared error falls by 3.2 a bit; how fast KL does differs by side: errors
   of keys move softmax's weights, errors of values average out over tokens (RateQuant, arXiv 2605.06675: a wrong
-  base is worse than equal bits);
+  base is worse than equal bits). It is taken no further than a factor of 2 from that law: a token that breaks at 2
+  bits and not at 3 is a rare event, and texts are few;
 - KVmix's score s, the norm of the projection weight's gradient, per layer;
 - the relative error ε = ‖X − Q(X)‖ / ‖X‖ of a layer's keys or values X, per candidate.
 
@@ -51,6 +52,7 @@ from kvcal.systems.basis.rotated import DISTORTION
 
 KIND = "profile"
 TOGETHER = "all"  # in place of a layer's index
+MOST_APART = 2.0
 TINY = 1e-300  # keeps a share defined where nothing was lost at all
 SCHEMA = 2
 
@@ -167,7 +169,7 @@ class Profile:
             alone = {one: sum(self._measured_kl(i, side)[one] for i in self._profiled) for one in measured}
             of_all = dict(zip(together, self.means[f"kl.{side}.{TOGETHER}"].result().tolist(), strict=True))
             share_of = {one[1:]: kl_of[one] / max(alone[one], TINY) for one in measured}
-            kl_of = {one: share_of[one[1:]] * kl for one, kl in of_all.items()}
+            kl_of = {one: share_of[one[1:]] * _bounded(of_all, one, error_of) for one in of_all}
         for one in self.setup.kl_candidates(side):
             if one not in kl_of:
                 nearest = max(other for other in kl_of if other[1:] == one[1:] and other in (together or measured))
@@ -238,6 +240,14 @@ class Profile:
             sensitivity += sum(sum(measured[candidate]) for candidate in self.setup.kl_candidates(side))
             kl += float(self.kl(layer.index, side).sum())
         return max(sensitivity, TINY), max(kl, TINY)
+
+
+def _bounded(of_all: Mapping[Candidate, float], one: Candidate, error_of: Mapping[Candidate, float]) -> float:
+    """What all layers lose together, within a factor of ``MOST_APART`` of what squared errors say from the fewest
+    bits on."""
+    fewest = min(other for other in of_all if other[1:] == one[1:])
+    expected = of_all[fewest] * error_of[one] / error_of[fewest]
+    return min(max(of_all[one], expected / MOST_APART), expected * MOST_APART)
 
 
 def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
