@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import statistics
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -169,16 +170,14 @@ def test_the_results_of_the_readme_are_the_measured_ones() -> None:
 
 
 def test_the_speed_of_the_readme_is_the_measured_one() -> None:
-    content = json.loads((ROOT / "docs/measured/data/2026-11-28-speed.json").read_text())
-    found = {
-        (row["case"].replace("4096", "4K").replace("32768", "32K"), row["cache"]): row
-        for row in content["layers"]["rows"]
-    }
-    sizes, *rows = table_of(README, "**How fast?**", with_head=True)
-    for size, *cells in zip(*(sizes[1:], *(row[1:] for row in rows)), strict=True):
-        raw, *plans = (found[size.replace(" ", ""), cache] for cache in ("16 bits", "2.5 bits", "3 bits"))
-        assert cells[0] == f"{raw['mean_us']:,.0f}"
-        assert cells[1:] == [f"{one['mean_us']:.0f} ({one['longest_us']:.0f})" for one in plans]
+    content = json.loads((ROOT / "docs/measured/data/2026-11-29-vllm-speed.json").read_text())["results"]
+    rows = table_of(README, "**How fast?**")
+    assert [int(tokens.replace(",", "")) for tokens, *_ in rows] == [int(tokens) for tokens in content]
+    for (_, *cells), found in zip(rows, content.values(), strict=True):
+        for cell, cache in zip(cells, ("2.5 bits", "fp8", "bfloat16"), strict=True):
+            rate = statistics.median(one["tokens_per_s"] for one in found[cache]["passes"])
+            first = f"{statistics.median(found[cache]['first_token_s']):.2f}".removeprefix("0")
+            assert cell == f"{rate:,.0f} ({found[cache]['sequences']}; {first} s)"
 
 
 def table_of(text: str, heading: str, with_head: bool = False) -> list[list[str]]:

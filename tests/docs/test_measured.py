@@ -4,6 +4,7 @@ beside them."""
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,72 @@ def test_steps_of_plans_that_ship_are_measured(page: str, whole: str) -> None:
         require_pair(packing, (row["packing"], 0), 100)
         require_pair(tokens.replace(",", ""), (row["tokens_per_s"], 0))
         require_pair(share, (row.get("of_16_bits", 1), 0))
+
+
+def test_tokens_a_second_in_vllm_are_measured() -> None:
+    results = json.loads((DATA / "2026-11-29-vllm-speed.json").read_text())["results"]
+
+    def medians(context: str, cache: str) -> tuple[float, float]:
+        found = results[context][cache]
+        return statistics.median(rates_of(context, cache)), statistics.median(found["first_token_s"])
+
+    def rates_of(context: str, cache: str) -> list[float]:
+        return sorted(one["tokens_per_s"] for one in results[context][cache]["passes"])
+
+    page = table_of((DOCS / "measured/2026-11-29-vllm-speed.md").read_text(), "# Tokens")
+    assert len(page) == sum(map(len, results.values()))
+    for cells in page:
+        context, cache = cells[0].replace(",", ""), cells[1].replace("bf16", "bfloat16")
+        found, (rate, first) = results[context][cache], medians(context, cache)
+        steps = [1e3 * seconds for one in found["passes"] for seconds in one["step_s"]]
+        least, _, most = rates_of(context, cache)
+        _, _, sequences, median, longest, rates, of_bf16, of_fp8, seconds, first_of_bf16, packing = cells
+        assert int(sequences) == found["sequences"] and rates == f"{rate:,.0f} ({least:,.0f}, {most:,.0f})"
+        others = [medians(context, other) for other in ("bfloat16", "fp8")]
+        for cell, value in (
+            (median, statistics.median(steps)), (longest, max(steps)), (of_bf16, rate / others[0][0]),
+            (of_fp8, rate / others[1][0]), (seconds, first), (first_of_bf16, first / others[0][1]),
+            (packing, 100 * found["shares"].get("packing", 0)),
+        ):  # fmt: skip
+            require_pair(cell, (value, 0))
+    for context, rates, of_fp8, of_bf16, first_of_bf16 in table_of((DOCS / "engines.md").read_text(), "## How fast"):
+        rate, first = medians(context.replace(",", ""), "2.5 bits")
+        fp8, bf16 = (medians(context.replace(",", ""), other) for other in ("fp8", "bfloat16"))
+        assert rates == f"{rate:,.0f} ({results[context.replace(',', '')]['2.5 bits']['sequences']})"
+        for cell, value in ((of_fp8, rate / fp8[0]), (of_bf16, rate / bf16[0]), (first_of_bf16, first / bf16[1])):
+            require_pair(cell, (value, 0))
+
+
+def test_packing_and_steps_in_a_basis_are_measured() -> None:
+    found = json.loads((DATA / "2026-11-29-packing.json").read_text())
+    page = (DOCS / "measured/2026-11-29-packing.md").read_text()
+    launches = {
+        (one["bits"], one["part_tokens"], one["blocks_of_an_sm"], one["feedback"]): one for one in found["pack"]
+    }
+    kinds = ((2, 32, 3, True), (2, 64, 2, True), (2, 32, 3, False))
+    counts, _, *rows = table_of(page, "# Packing", with_head=True)
+    for kind, (_, *cells, prompt) in zip(kinds, rows, strict=True):
+        for count, cell in zip(counts[1:-1], cells, strict=True):
+            require_pair(cell.replace(",", ""), (launches[kind]["append_us"].get(count, 0), 0))
+        # Blocks of an SM are append's alone: a prompt was timed with 3.
+        require_pair(prompt, (launches[kind[0], kind[1], 3, kind[3]]["pack_prompt_ms"]["32768"], 0))
+    steps = table_of(page, "µs of a layer's step")
+    for row, (shape, cache, median, mean, at_99, packing) in zip(found["steps"], steps, strict=True):
+        assert (shape.replace(" ", ""), cache) == (row["case"], row["cache"])
+        for cell, key in ((median, "us"), (mean, "mean_us"), (at_99, "us_99")):
+            require_pair(cell, (row[key], 0))
+        require_pair(packing, (row["packing"], 0), 100)
+    for row, (_, enter, leave) in zip(found["operators"], table_of(page, "alone; one side"), strict=False):
+        require_pair(enter, (row["enter_us"], 0))
+        require_pair(leave, (row["leave_us"], 0))
+    for guide, heading, first in (
+        ("kernels.md", "layer's step, mean", 0),
+        ("benchmarks.md", "On 2026-11-29 a layer's step", 1),
+    ):
+        with_bases, without = table_of((DOCS / guide).read_text(), heading)[first : first + 2]
+        told = [cell for pair in zip(with_bases[1:], without[1:], strict=True) for cell in pair]
+        for cell, row in zip(told, found["steps"], strict=True):
+            require_pair(cell, (row["mean_us"], 0))
 
 
 def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
