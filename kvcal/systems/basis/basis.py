@@ -138,7 +138,8 @@ def fitted_basis(
     matrix = matrix * (LARGEST_ENTRY / _largest(matrix)).clamp_max(1.0)
     matrix = matrix * (_largest(torch.linalg.inv(matrix)) / (LARGEST_ENTRY / 2)).clamp_min(1.0)
     found, center = rounded(matrix.float()), None if center_ND is None else center_ND.float()
-    return Basis(found, torch.linalg.inv(found.double()).float(), center)
+    # Kernels read matrices row by row; inv returns them by columns.
+    return Basis(found, torch.linalg.inv(found.double()).float().contiguous(), center)
 
 
 def _largest(matrix_NDD: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ def test_entries_are_integers_of_16_bits_a_row() -> None:
     assert basis is not None and torch.equal(basis.matrix, found)
 
 
+def test_operands_lie_row_by_row() -> None:
+    """A fitted basis is read by kernels before it was ever stored, and those know no strides."""
+    assert all(operand.is_contiguous() for operand in some_basis(3, 16, True).operands)
+
+
 def test_a_plan_has_its_tensors() -> None:
     keys, values = some_basis(3, 16, True), some_basis(3, 16, False)
     stored = keys.tensors("k") | values.tensors("v")
