@@ -35,6 +35,7 @@ def launch_enter(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As ``ops.enter``."""
     q = loadable(q, q.dtype) if q.numel() else q
+    k_basis, v_basis = ([part.contiguous() for part in basis] for basis in (k_basis, v_basis))
     keys, values = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_new, v_new))
     turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     entering = [
@@ -66,6 +67,7 @@ def launch_enter(
 def launch_leave(y: Tensor, basis: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """As ``ops.leave``."""
     y, out = loadable(y, y.dtype), torch.empty(y.shape, dtype=dtype, device=y.device)
+    basis = [part.contiguous() for part in basis]  # torch.linalg.inv gives matrices by columns
     (heads, dim), rows = basis[1].shape[:2], y.shape[:-2].numel()
     group = y.shape[-2] // heads
     _kernel("leave", dim, group, (y.dtype, dtype), y.get_device()).launch(

@@ -41,7 +41,8 @@ def basis_of(dim: int, has_center: bool = True) -> Basis:
     center = random_of(N, dim, seed=2) * torch.logspace(-2, 1, dim) if has_center else None
     if center is not None:
         center[0, 1] = 2**-16 - 256
-    return Basis(rounded(matrix), random_of(N, dim, dim, seed=3) * torch.logspace(-2, 2, dim), center)
+    inverse = random_of(N, dim, dim, seed=3) * torch.logspace(-2, 2, dim)
+    return Basis(rounded(matrix), inverse.mT.contiguous().mT, center)  # by columns, as of torch.linalg.inv
 
 
 def tokens_of(dtype: torch.dtype, *shape: int) -> Tensor:
