@@ -235,14 +235,14 @@ def test_packing_and_steps_in_a_basis_are_measured() -> None:
     for row, (_, enter, leave) in zip(found["operators"], table_of(page, "alone; one side"), strict=False):
         require_pair(enter, (row["enter_us"], 0))
         require_pair(leave, (row["leave_us"], 0))
-    for guide, heading, first in (
-        ("kernels.md", "layer's step, mean", 0),
-        ("benchmarks.md", "On 2026-11-29 a layer's step", 1),
-    ):
-        with_bases, without = table_of((DOCS / guide).read_text(), heading)[first : first + 2]
+    for guide, heading in (("kernels.md", "layer's step, mean"), ("benchmarks.md", "On 2026-11-29 a layer's step")):
+        with_bases, without, *earlier = table_of((DOCS / guide).read_text(), heading)
         told = [cell for pair in zip(with_bases[1:], without[1:], strict=True) for cell in pair]
         for cell, row in zip(told, found["steps"], strict=True):
             require_pair(cell, (row["mean_us"], 0))
+    for (_, *cells), cache in zip(earlier, ("2.5 bits", "16 bits"), strict=True):
+        for cell, case in zip(cells, ("1x4096", "8x32768", "38x32768"), strict=True):
+            require_pair(cell.replace(",", ""), (speeds("layers")[case, cache]["mean_us"], 0))
 
 
 def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
