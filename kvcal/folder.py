@@ -28,7 +28,7 @@ from kvcal.systems.basis.recipe import FeedbackSpec
 Made = TypeVar("Made")
 # Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole
 # plans is measured on, and of a basis.
-CPU_KL, CPU_PLANS, CPU_BASIS = (3, 512), (6, 1024), (6, 1024)
+CPU_KL, CPU_PLANS, CPU_BASIS = (2, 512), (6, 1024), (6, 1024)
 
 
 class _File:

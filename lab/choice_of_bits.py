@@ -3,18 +3,18 @@
     python lab/choice_of_bits.py --model path/to/model.gguf --data texts --bits 2.5 3
     python lab/choice_of_bits.py --model smollm2 --quick --bits 3           # a CPU
 
-Plans of the default recipe, each with one part more than the one before:
+Plans of the default recipe's profile, by layer, and with one part more than the one before:
 
-earlier    calibrated on installed text, costs by KL on texts of 768 tokens, which falls by 3.2 a bit on both sides
+by-layer   the integer program's choice, as the default makes it
 look-ups   a quarter of the calibration texts looks up (kvcal.data.lookups)
-long       costs by KL on texts of 4,096 tokens: the integer program's choice of today
-sides      how KL falls with bits is measured by side, on top of long
-keys …     fixed widths of the same bytes, with the same calibration (kvcal.stages.allocate.fixed_widths)
-default    the recipe as it is: long or fixed widths, whichever loses less on texts kept apart
+long       costs by KL on texts of 4,096 tokens
+sides      how KL falls with bits is measured by side
+keys …     fixed widths of the bytes of by-layer, with its calibration (kvcal.stages.allocate.fixed_widths)
+default    the recipe as it is: by-layer or fixed widths, whichever loses less on texts kept apart
 
 All are read through the packed cache. Text: as in real.py; 1,000 x KL to 16 bits. Answers: tasks of
 kvcal.data.lookup_tasks; nats that an answer's negative log-likelihood rises by over 16 bits. Errors are standard
-errors over texts; ratios are to ``earlier`` of the same bits, of means, paired. OUT/choice.json has all figures after
+errors over texts; ratios are to ``by-layer`` of the same bits, of means, paired. OUT/choice.json has all figures after
 every step; a second run goes on.
 """
 
@@ -48,20 +48,17 @@ from kvcal.stages.search import measured
 from kvcal.strict import dump
 from kvcal.systems.basis import fit as basis_stage
 
-RAW, FIRST = "16-bit", "earlier"
-INSTALLED = ["python:docs", "python:code", "python:chat"]
-EARLIER = {
-    "data.source": INSTALLED, "data.num_samples": 16, "data.seq_len": 1024, "profile.kl_tokens": 768,
-    "profile.kl_measured": "lowest", "allocate.fixed_widths": False,
-}  # fmt: skip
-WITHOUT = {
-    FIRST: tuple(EARLIER),
-    "look-ups": tuple(EARLIER)[1:],
-    "long": ("allocate.fixed_widths",),
-    "sides": ("allocate.fixed_widths",),
-    "default": (),
-}  # what of EARLIER each plan still has
-BY_SIDE = {"profile.kl_measured": "sides"}
+RAW, FIRST = "16-bit", "by-layer"
+BY_LAYER: dict[str, Any] = {"allocate.fixed_widths": False}
+LOOK_UPS = BY_LAYER | {"data.source": ["python:docs", "python:code", "lookups", "python:chat"]}
+LONG = LOOK_UPS | {"data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096}
+KNOBS = {
+    FIRST: BY_LAYER,
+    "look-ups": LOOK_UPS,
+    "long": LONG,
+    "sides": LONG | {"profile.kl_measured": "sides"},
+    "default": {},
+}
 QUICK = {"data.num_samples": 4, "data.seq_len": 512, "profile.kl_samples": 2, "profile.kl_tokens": 512}
 
 
@@ -93,7 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of results; default: artifacts/choice-NAME")
     parser.add_argument("--data", type=Path, help="folder of texts, as for real.py")
     parser.add_argument("--bits", type=float, nargs="+", default=[2.5, 3.0])
-    parser.add_argument("--plans", default=",".join(WITHOUT))
+    parser.add_argument("--plans", default=",".join(KNOBS))
     parser.add_argument("--quick", action="store_true", help="plans from few texts, for a CPU")
     parser.add_argument("--kinds", default="rows,pairs,late,copies", help="tasks of kvcal.data.lookup_tasks")
     parser.add_argument("--answers", type=int, default=16, help="texts of each of these kinds")
@@ -112,16 +109,15 @@ def arguments() -> argparse.Namespace:
 def plans_of(
     loaded: LoadedModel, given: argparse.Namespace, name: str, bits: float, found: dict[str, Any], reporter: Any
 ) -> dict[str, Plan]:
-    """The plan, by its name and bits; of ``long`` those of fixed widths, too, which share its calibration."""
-    place = "long" if name == "default" else name  # whose profile it has
+    """The plan, by its name and bits; of ``by-layer`` those of fixed widths, too, which share its calibration."""
+    place = FIRST if name == "default" else name  # whose profile it has
     folder = Folder.create(given.out / "plans" / place)
     earlier = given.out / "plans" / "look-ups" / "basis.safetensors"
-    if name != FIRST and earlier.exists() and not folder.basis.exists():
+    if name in ("long", "sides") and earlier.exists() and not folder.basis.exists():
         shutil.copy(earlier, folder.basis)  # fitted to the same texts
-    knobs: dict[str, Any] = {key: EARLIER[key] for key in WITHOUT[name]}
+    knobs = dict(KNOBS[name])
     if "data.source" in knobs and not tokenizer_of(loaded).chat_template:
-        knobs["data.source"] = INSTALLED[:-1]
-    knobs |= BY_SIDE if name == "sides" else {}
+        knobs["data.source"] = knobs["data.source"][:-1]
     knobs |= QUICK if given.quick else {}
     knobs |= {"allocate.bits": bits, "allocate.batch": PRICED.batch, "allocate.context": PRICED.context}
     recipe, started = with_knobs(load_recipe("default"), knobs), time.monotonic()
@@ -129,7 +125,7 @@ def plans_of(
     Folder.create(folder.path)
     plans = {f"{name}@{bits:g}": build_plan(loaded, folder, recipe, PRICED, reporter)}
     seconds = time.monotonic() - started
-    if name == "long":
+    if name == FIRST:
         assert recipe.allocate is not None
         program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
         reserved = reserved_for(recipe, recipe.allocate, loaded.geometry, recipe.cache)
@@ -148,7 +144,7 @@ def twins(plans: dict[str, Plan]) -> dict[str, str]:
     """What the default is, by its name: one of the plans that share its calibration."""
     found = {}
     for name, plan in plans.items():
-        others = [one for one in plans if one.startswith(("long@", "keys ")) and plans[one].layers == plan.layers]
+        others = [one for one in plans if one.startswith((f"{FIRST}@", "keys ")) and plans[one].layers == plan.layers]
         if name.startswith("default@") and others:
             found[name] = others[0]
     return found

@@ -72,7 +72,7 @@ class DataSpec:
     source: str | tuple[str, ...] = knob(
         AUTO,
         "A file, a folder, a hub id, tasks, python:docs …, or a list of these; auto: tasks for an embedded model, "
-        "python:docs, python:code, lookups and, with a chat template, python:chat for another.",
+        "python:docs, python:code and, with a chat template, python:chat for another.",
     )
     num_samples: Size = knob(16, "Sequences.")
     seq_len: TextTokens = knob(1024, "Tokens of each at most.")
@@ -99,7 +99,7 @@ class DataSpec:
         template."""
         if self.source != AUTO:
             return self
-        every = ("python:docs", "python:code", LOOKUPS, *([CHAT] if has_chats else []))  # a CPU reads the first ones
+        every = ("python:docs", "python:code", *([CHAT] if has_chats else []))
         return replace(self, source=TASK_SOURCES[0] if is_embedded else every[: self.num_samples])
 
 

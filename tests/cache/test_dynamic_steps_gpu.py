@@ -56,6 +56,7 @@ def test_beams_and_drafts() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_step_takes_few_launches() -> None:
     """Of 4 layers: no more than a 16-bit cache's step and 8 launches a layer."""
     model = random_llama(num_layers=4)

@@ -77,8 +77,8 @@ def test_one_file_by_two_paths_is_one_source(tmp_path: Path, monkeypatch: pytest
 
 def test_auto_depends_on_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
     assert DataSpec().source == "auto" and DataSpec().for_model(True, has_chats=True) == DataSpec("tasks")
-    assert DataSpec().for_model(False, has_chats=False) == DataSpec(("python:docs", "python:code", "lookups"))
-    every = ("python:docs", "python:code", "lookups", "python:chat")
+    assert DataSpec().for_model(False, has_chats=False) == DataSpec(("python:docs", "python:code"))
+    every = ("python:docs", "python:code", "python:chat")
     assert DataSpec().for_model(False, has_chats=True) == DataSpec(every)
     assert not DataSpec().is_toy and DataSpec("tasks").is_toy
     assert DataSpec(num_samples=1).for_model(False, has_chats=True).sources == DataSpec("python:docs").sources

@@ -110,7 +110,7 @@ def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
     given = ["choice_of_bits", *sizes.split(), "--model", small_model, "--out", tmp_path]
     lab_script(*given)
     found = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))
-    own = [f"{name}@3.5" for name in ("earlier", "look-ups", "long", "sides", "default")]
+    own = [f"{name}@3.5" for name in ("by-layer", "look-ups", "long", "sides", "default")]
     fixed = [name for name in found["plans"] if name.startswith("keys ")]
     assert set(found["plans"]) == {*own, *fixed} == set(found["text"]) and fixed
     for kind in ("rows", "copies"):
