@@ -150,6 +150,6 @@ def test_another_shipped_recipe_makes_its_plan(name: str, model: LoadedModel, tm
 def test_texts_beyond_a_schedule_are_told_before_anything_is_measured(model: LoadedModel, tmp_path: Path) -> None:
     recipe = shortened(with_knobs(load_recipe("pm-kvq-2"), {"reparam": None}))
     built = build_plan(model, Folder.create(tmp_path), recipe, Workload(8, 300))
-    with pytest.raises(UsageError, match="a text of 320 tokens, .* on a schedule for 300"):
+    with pytest.raises(UsageError, match="a text of 320 tokens, .* are scheduled for 300"):
         evaluate_plan(recipe, model, built, Folder.create(tmp_path), Silent())
     assert not (tmp_path / "evaluation.json").exists()
