@@ -16,8 +16,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
   $(addprefix tests/models/test_,models_contract.py models_load.py models_projections.py rotary.py) \
   $(addprefix tests/run/test_recipes.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq] [sensitivity]) \
-  $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py reparam*.py \
-  *predict*.py basis*.py) $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
+  $(wildcard $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py)) \
+  $(wildcard $(addprefix tests/systems/,*/test_*cache.py aqua_kv/test_*predict*.py basis/test_basis*.py pm_kvq/test_reparam.py)) \
+  $(addprefix tests/stages/test_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   the_plan_that_ships_is_the_plan_that_was_measured)
 
 .DEFAULT_GOAL := help
