@@ -199,16 +199,20 @@ class RecipeOptions(ModelOptions):
 
     @contextmanager
     def job(
-        self, model: str, recipe: recipe_keys.Recipe, folder: artifacts.Folder, others: Mapping[str, Any] | None = None
+        self,
+        model: str,
+        recipe: recipe_keys.Recipe,
+        folder: artifacts.Folder | None,
+        others: Mapping[str, Any] | None = None,
     ) -> Iterator[artifacts.Job]:
-        """The recipe on the model, in the folder, within progress; but `sensitivity`, changed as by
+        """The recipe on the model, in the folder (None: in none yet), within progress; but `sensitivity`, changed as by
         ``others``, in place of `default` for latent attention."""
         with self.reporting() as reporter:
             loaded = self.load(model, recipe.data if recipe.calibrates else None, reporter)
             if recipe.name == "default" and loaded.geometry.has_latents:
                 reporter.say("latent attention takes no basis: recipe sensitivity in place of default")
                 recipe = self.change(recipe_files.load_recipe("sensitivity"), others)
-            yield artifacts.Job(recipe, loaded, folder, reporter)
+            yield artifacts.Job(recipe, loaded, folder or artifacts.Folder(Path()), reporter)
 
     def finish(
         self,

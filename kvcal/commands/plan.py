@@ -79,8 +79,7 @@ def plan(
     if out is not None:
         artifacts.Folder.create(out)
     besides = " makes the smallest plan, and so does --closest"
-    nowhere = artifacts.Folder(Path())
-    with options.naming_what_works(budgets, besides), given.job(model, chosen, nowhere, budgets.knobs()) as job:
+    with options.naming_what_works(budgets, besides), given.job(model, chosen, None, budgets.knobs()) as job:
         loaded, reporter = job.loaded, job.reporter
         is_stated = budgets.context or "allocate.context" in recipe_files.read_settings(given.sets or ())
         if not is_stated and recipe in (None, *recipe_files.recipe_names()):
