@@ -63,7 +63,7 @@ class TaskFigures:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Figures:
-    """What one card keeps for the next. ``measured_with``: sha256 of texts and settings of the evaluation,
+    """Figures that one card keeps for the next. ``measured_with``: sha256 of texts and settings of the evaluation,
     None of a plan that was not measured; ``kl`` in nats a token, at ``nbytes`` of cache at the plan's
     workload."""
 
@@ -188,7 +188,7 @@ def _findings(figures: Figures, row: Row | None, gates: Gates, before: Figures |
 
 
 def _against(ours: Figures, theirs: Figures) -> Iterator[Finding]:
-    """What is measured of both, ours no worse."""
+    """Figures that both have, ours no worse."""
     if theirs.measured_with != ours.measured_with:
         yield Finding("the card before", "the same texts and tasks", "others", "unchecked")
         return
@@ -208,7 +208,7 @@ def _against(ours: Figures, theirs: Figures) -> Iterator[Finding]:
 
 
 def _in_engine(plan: Plan, memory: int) -> tuple[Capacity | None, Finding]:
-    """What fits in vLLM at the plan's context."""
+    """Requests that fit in vLLM at the plan's context."""
     what = f"a request of {plan.workload.context} tokens in vLLM"
     if any(isinstance(layer.geometry, StateGeometry) for layer in plan.layers):  # their bytes are the engine's
         return None, Finding(what, f"{memory} bytes", "states beside pages", "unchecked")
@@ -226,7 +226,7 @@ def _page(
     folder: Folder, plan: Plan, figures: Figures, evaluation: Evaluation | None, findings: list[Finding],
     fits: Capacity | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the template shows."""
+    """The values that the template shows."""
     columns: list[tuple[str, tuple[str, ...]]] = []
     unchecked = []
     if evaluation is not None:
@@ -273,7 +273,7 @@ def _page(
 
 
 def _facts(folder: Folder, plan: Plan) -> list[tuple[str, str]]:
-    """What the plan is, of what, and how it was made."""
+    """The plan, its model, and the command that made it."""
     model, workload = plan.model, plan.workload
     raw, total = plan.raw_nbytes(workload.lengths), plan.predicted_bytes
     return [

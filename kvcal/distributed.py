@@ -186,7 +186,7 @@ def map_over_ranks(items: Sequence[Item], fn: Callable[[Item], Result]) -> Itera
 
 
 def from_first(fn: Callable[[], Result]) -> Result:
-    """What ``fn`` returns on rank 0, for all ranks. Raises as ``map_over_ranks``."""
+    """The result of ``fn`` on rank 0, for all ranks. Raises as ``map_over_ranks``."""
     return next(map_over_ranks([None], lambda _: fn()))
 
 

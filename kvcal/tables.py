@@ -334,7 +334,7 @@ def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Wo
 
 
 def choices_table(found: Choices) -> View:
-    """What every option costs its layer's keys or values."""
+    """Costs of every option of a layer's keys or values."""
     columns = {
         "place": [one.place for one in found.options],
         "option": [f"{one.option}{' (chosen)' if one.is_chosen else ''}" for one in found.options],

@@ -1,4 +1,4 @@
-"""What ``PlanCache`` and ``kvcal.attached`` ask of a layer, whatever it stores.
+"""The interface of a layer to ``PlanCache`` and ``kvcal.attached``, whatever it stores.
 
     PagedLayer, BoundedLayer, HybridLayer, StateLayer   of a dynamic cache
     StaticPages, StaticWindow                           of a static one
@@ -82,7 +82,7 @@ class PlanLayer:
         """Room, in an empty layer, for one sequence of so many tokens, which the caller fills in."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What the layer holds of one sequence, by its names in a prefix file."""
+        """Tensors of one sequence, by their names in a prefix file."""
         yield from ()
 
 

@@ -40,7 +40,7 @@ Allocate = Callable[[int, torch.device], None]
 
 
 class StaticLayer(AttentionLayer):
-    """What both share: when a step is one, and what it is refused for. ``static``: the cache's state."""
+    """The part that both share: when a step is one, and why it is refused. ``static``: the cache's state."""
 
     is_compileable = True
 

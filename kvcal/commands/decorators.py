@@ -1,4 +1,4 @@
-"""What commands are wrapped in: options out of dataclasses, a check of installed packages, and ranks."""
+"""Wrappers of commands: options out of dataclasses, a check of installed packages, and ranks."""
 
 from __future__ import annotations
 

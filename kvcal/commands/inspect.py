@@ -126,7 +126,7 @@ def _check(
     plan: plan_file.Plan, path: Path, recorded: damage_file.Damage | None, model: str, data: Sequence[str],
     given: options.ModelOptions,
 ) -> tuple[list[verify_stage.Check], damage_file.Damage | None]:  # fmt: skip
-    """What holds of a plan on its model, and its damage, measured anew and kept next to the plan."""
+    """Checks of a plan on its model, and its damage, measured anew and kept next to the plan."""
     verify_stage.require_same_config(plan, model)
     with given.reporting() as reporter:
         loaded = given.load(model)

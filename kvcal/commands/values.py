@@ -1,4 +1,4 @@
-"""What is typed after an option: read, checked and completed."""
+"""Values of options as they are typed: read, checked and completed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def ring_slot(number: Number, ring: Tensor) -> Number:
-    """Where token ``number`` of a sequence lies in ring [..., ring_tokens, D]."""
+    """The slot of token ``number`` of a sequence in ring [..., ring_tokens, D]."""
     return number % ring.shape[-2]
 
 

@@ -124,7 +124,7 @@ def round_with_feedback(
 
 
 def _channels_first(x: Tensor, shape: torch.Size) -> Tensor:
-    """What broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], where a channel is a run of memory;
+    """A tensor that broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], where a channel is a run of memory;
     channels that are all alike are one."""
     n, T, D = shape[-3:]
     channels = x.shape[-1] if x.ndim else 1

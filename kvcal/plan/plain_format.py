@@ -1,4 +1,4 @@
-"""What every format of keys, or of values, has, and the exact bytes that it takes.
+"""The part that all formats of keys and values share, and the exact bytes that they take.
 
 Page p of a sequence holds tokens 128 p to 128 p + 127, quantized in the step that completes them. Copies that
 are not quantized lie outside of the pages: of the first tokens (sinks), and, in a ring, of the last ones.

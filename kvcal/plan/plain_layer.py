@@ -1,4 +1,4 @@
-"""What every layer of a plan has: a Format for its keys and its values, and what is done to their pages.
+"""The part that all layers of a plan share: a Format for its keys and its values, and what is done to their pages.
 
 Systems add keys (``transform.py`` in their folders); ``kvcal.plan.layer`` has the whole.
 """
@@ -107,14 +107,14 @@ class PlainLayer:
             raise ValueError(f"layer {index} {reason}")
 
     def transforms(self, side: Side) -> list[Way]:
-        """What is done to the pages of a side before its format stores them, or to their codes."""
+        """Transforms of the pages of a side before its format stores them, or to their codes."""
         found = [FEEDBACK] * self.feedback(side) + [BASIS] * self.basis(side)
         if side == "k":
             found += [RESCALED] * self.k_rescale + [OFFSET] * self.k_offset + [BEFORE_ROPE] * (self.k_pages == "pre")
         return found
 
     def geometry_ways(self) -> list[Way]:
-        """What is stored as the model has it, or needs more than keys and values of heads."""
+        """Ways of what is stored as the model has it, or needs more than keys and values of heads."""
         if isinstance(self.geometry, StateGeometry):
             return [STATE]
         found = [STATE_BESIDES] if self.geometry.state_bytes else []
@@ -188,7 +188,7 @@ class PlainLayer:
     def prediction(
         self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype, tensors: Mapping[str, Tensor]
     ) -> PredictPages:
-        """What says, from pages [M, N, 128, D] fp32 of ``sources`` in order, what those of ``side`` are; of a
+        """A prediction: from pages [M, N, 128, D] fp32 of ``sources`` in order, what those of ``side`` are; of a
         side with sources, from the plan's ``tensors`` on the pages' device."""
         raise NotImplementedError(f"layer {self.geometry.index} has no sources")
 

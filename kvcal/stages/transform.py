@@ -37,7 +37,7 @@ Layers = tuple[LayerPlan, ...]
 
 
 class Record(Protocol):
-    """What a stage writes."""
+    """The artifact of a stage."""
 
     def fitted_for(self, layers: Layers) -> Layers:
         """The layers that it was fitted for, where a plan has ``layers``: mostly these."""
@@ -48,7 +48,7 @@ class Record(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What these need, by their names in a plan."""
+        """Tensors that these need, by their names in a plan."""
         ...
 
 

@@ -61,7 +61,7 @@ class GrowingSteps:
             require_no_error(self._scratch.error)
 
     def place(self, rows: Rows, columns: int, tokens: int, pool: GrowingPool, k: Format, v: Format) -> Place:
-        """Where so many tokens after ``columns`` go; ``pool``: any of the layers', with room for their pages.
+        """The places of so many tokens after ``columns``; ``pool``: any of the layers', with room for their pages.
         NonFiniteActivations: a page that an earlier step completed could not be stored."""
         latest = rows, columns, tokens, pool.version
         if self._latest != latest:

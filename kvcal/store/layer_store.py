@@ -180,7 +180,7 @@ class LayerStore:
         )
 
     def _kernels(self, side: Side) -> KernelCodec | None:
-        """What packs and unpacks pages in place of torch: of a dynamic cache on a GPU, where the kernels take the
+        """The codec of pages in place of torch: of a dynamic cache on a GPU, where the kernels take the
         layer; of a static one always."""
         is_cuda = self.steps.device.type == "cuda"
         if isinstance(self.steps, GrowingSteps) and (not is_cuda or any(refusals(self.plan, self.cache_dtype))):

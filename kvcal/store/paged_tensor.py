@@ -247,7 +247,7 @@ class PagedTensor(Part):
         self.query_since.zero_()
 
     def _packing(self, spans: list[Span], total: int) -> Pack:
-        """What packs pages of these spans, one a row, whose rows will have ``total`` tokens each."""
+        """The packing of pages of these spans, one a row, whose rows will have ``total`` tokens each."""
         rows, first = slice(spans[0][0], spans[-1][0] + 1), spans[0][1]
         prediction = None if self.predict is None else self.predict(spans).unflatten(0, (len(spans), -1))
         query_mean = None

@@ -35,7 +35,7 @@ class Prediction:
         state.predictions[index] = self
 
     def of(self, side: Side) -> Predict | None:
-        """What the pages of ``side`` ask; None where nothing is predicted."""
+        """The prediction that pages of ``side`` ask for; None where nothing is predicted."""
         return functools.partial(self._predict, side) if self.plan.sources(side) else None
 
     def attach(self, sides: dict[Side, PagedTensor]) -> None:

@@ -77,7 +77,7 @@ class WidthsReport:
 
     @property
     def sentence(self) -> str:
-        """What was chosen, and by how much, for people."""
+        """The choice, and by how much, for people."""
         others = [one for one in self.plans if one.ratio is not None]
         said = ", ".join(f"{one.ratio:.2f} of that of {one.name}" for one in others)
         return f"{self.shipped} ships; KL by layer is {said}, on {self.num_texts} texts"
@@ -85,7 +85,7 @@ class WidthsReport:
 
 @dataclass(frozen=True, eq=False)
 class Contest:
-    """What the program's plan is measured on. ``data``: ordinary texts, then those that look up, if any."""
+    """Texts that the program's plan is measured on. ``data``: ordinary texts, then those that look up, if any."""
 
     job: Job
     basis: BasisRecord
@@ -201,7 +201,7 @@ def compared(
 
 
 def report_of(plan: Plan) -> WidthsReport | None:
-    """What was measured for a plan's choice, from its provenance. ArtifactError where that is no such report."""
+    """Figures of a plan's choice, from its provenance. ArtifactError where that is no such report."""
     if KEY not in plan.provenance:
         return None
     return parse(WidthsReport, plan.provenance[KEY], f"the plan's provenance.{KEY}", ArtifactError)

@@ -1,1 +1,1 @@
-"""What every format costs in every layer: sensitivities, gradient norms and KL."""
+"""Costs of every format in every layer: sensitivities, gradient norms and KL."""

@@ -243,7 +243,7 @@ class Profile:
 
 
 def _bounded(of_all: Mapping[Candidate, float], one: Candidate, error_of: Mapping[Candidate, float]) -> float:
-    """What all layers lose together, within a factor of ``MOST_APART`` of what squared errors say from the fewest
+    """The loss of all layers together, within a factor of ``MOST_APART`` of what squared errors say from the fewest
     bits on."""
     fewest = min(other for other in of_all if other[1:] == one[1:])
     expected = of_all[fewest] * error_of[one] / error_of[fewest]
