@@ -145,7 +145,7 @@ def fill(cache: PlanCache, workload: Workload) -> None:
         stored.store.write(NewTokens(keys, values, static.rows, 0), query_sum)
         for part in stored.parts:
             part.ring.normal_()
-            pages, written = part.pool.records.unflatten(0, static.table.shape), WRITTEN_TOKENS // PAGE_TOKENS
+            pages, written = part.pool.records.unflatten(0, static.table(part.format).shape), WRITTEN_TOKENS // PAGE_TOKENS
             for first in range(written, pages.shape[1], written):
                 pages[:, first : first + written] = pages[:, : min(written, pages.shape[1] - first)]
     static.set_columns(workload.context - 1)

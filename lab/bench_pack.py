@@ -96,7 +96,7 @@ def prompt_ms(variant: Variant, tokens: int) -> float:
 
     def launch() -> None:
         for side, of_side in zip(SIDES, pages, strict=True):
-            ops.launch_pack(x, of_side, slots, NOTHING.cuda(), transform, error, side, variant)
+            ops.launch_pack(x, of_side, slots, 0, NOTHING.cuda(), transform, error, side, variant)
 
     launch()
     torch.cuda.synchronize()

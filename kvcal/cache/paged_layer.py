@@ -29,7 +29,6 @@ from kvcal.cache.plan_layer import (
 )  # fmt: skip
 from kvcal.kernels.choice import draft_reasons, refusals
 from kvcal.kernels.variants import variant_of
-from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Side
 from kvcal.store.layer_store import LayerStore, NewTokens
@@ -165,7 +164,7 @@ class PagedLayer(AttentionLayer):
         self.store.set_bits(tokens)
         self.store.resize(Rows.dense(1).lengths(tokens))
         for part in self.parts:  # the file does not say which tokens before these were cropped
-            part.oldest = [PAGE_TOKENS * part.format.pages_read(tokens)]
+            part.oldest = [part.format.tokens_read(tokens)]
         self.columns = tokens
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -138,7 +138,7 @@ class PagedStep:
         """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them,
         decoded."""
         for side in SIDES:
-            first = PAGE_TOKENS * self.layout.layer.format(side).pages_read(total)
+            first = self.layout.layer.format(side).tokens_read(total)
             if first < chunk.num_past:
                 tokens = self._tail(side, first, chunk, self.dtype, is_begun=True)
                 numbers = torch.arange(first, chunk.num_past, device=tokens.device)
@@ -153,7 +153,7 @@ class PagedStep:
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
-        first = PAGE_TOKENS * min(self.layout.layer.format(side).pages_read(chunk.num_past) for side in SIDES)
+        first = min(self.layout.layer.format(side).tokens_read(chunk.num_past) for side in SIDES)
         tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
         _, k, v = self._held.enter(None, k, v)
@@ -217,7 +217,7 @@ class PagedStep:
         layer = self.layout.layer
         shape = layer.attention.num_kv_heads, chunk.num_past - first, layer.head_dim(side)
         out = torch.empty(shape, dtype=dtype, device=self.scratch.device)
-        paged = max(0, PAGE_TOKENS * layer.format(side).pages_read(chunk.num_past) - first)
+        paged = max(0, layer.format(side).tokens_read(chunk.num_past) - first)
         if is_begun:
             self._unpack(side, chunk, first, out)
             out[:, paged:] = out[:, paged:].to(self.dtype)  # as the ring has them afterwards
@@ -227,19 +227,30 @@ class PagedStep:
         return out
 
     def _unpack(self, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
-        """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has
+        """Write the tokens from ``first`` on, which pages have, to out [n, ..., D]; sinks as the ring has
         them."""
-        begin = first // PAGE_TOKENS
-        if out.shape[1]:
-            slots = chunk.slots(range(begin, begin + out.shape[1] // PAGE_TOKENS))
-            self._codecs[side].unpack(self._held.memory(side).pages, slots, out.unsqueeze(0))
+        stop = first + out.shape[1]
+        # In front of the first whole page, whole pages, and after them.
+        whole = min(-(-first // PAGE_TOKENS), stop // PAGE_TOKENS), stop // PAGE_TOKENS
+        for pages in (range(first // PAGE_TOKENS, whole[0]), range(*whole), range(whole[1], -(-stop // PAGE_TOKENS))):
+            if not pages:
+                continue
+            a, b = max(first, PAGE_TOKENS * pages.start), min(stop, PAGE_TOKENS * pages.stop)
+            part = out[:, a - first : b - first]
+            is_whole = b - a == PAGE_TOKENS * len(pages)
+            room = part if is_whole else part.new_empty(len(part), PAGE_TOKENS, part.shape[2])
+            slots = chunk.slots(pages)
+            self._codecs[side].unpack(self._held.memory(side).pages, slots, room.unsqueeze(0))
+            if not is_whole:
+                part.copy_(room[:, a % PAGE_TOKENS :][:, : b - a])
         self._parts[side].put_sinks(chunk.rows, first, out.unsqueeze(0))
 
     def _store(self, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
-        """Pack the pages that new [T, N, D] fill, and put the tokens into sinks and ring."""
+        """Pack the stripes that new [T, N, D] fill, and put the tokens into sinks and ring."""
 
-        def pack(tokens: Tensor, pages: range) -> None:
-            self._codecs[side].pack(tokens, self._held.memory(side).pages, chunk.slots(pages), query_mean)
+        def pack(tokens: Tensor, start: int) -> None:
+            slots = chunk.slots(range(start // PAGE_TOKENS, -(-(start + tokens.shape[2]) // PAGE_TOKENS)))
+            self._codecs[side].pack(tokens, self._held.memory(side).pages, slots, start % PAGE_TOKENS, query_mean)
 
         tokens = new.to(self.dtype).transpose(0, 1).unsqueeze(0)
         self._parts[side].write(chunk.rows, chunk.num_past, tokens, pack, LAUNCHED_PAGES)

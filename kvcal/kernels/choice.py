@@ -20,7 +20,7 @@ from kvcal.kernels.variants import SCORES, Variant, variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.ways import Place
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import SIDES, Format
 from kvcal.systems.kitty.tiered import TieredLayout
 
 NARROW_HEAD_DIMS = (64, 128)
@@ -118,10 +118,19 @@ def limits(plan: LayerPlan, cache_dtype: str, is_cuda: bool) -> Iterator[str]:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
+    if plan.is_paged and (alike := _of_stripes(plan.format("k"))) != (others := _of_stripes(plan.format("v"))):
+        yield f"keys and values are packed and kept in different ways: {alike} and {others}"
     for side in SIDES if plan.is_paged else ():
         fmt = plan.format(side)
         if fmt.score is not None and fmt.score not in SCORES:
             yield f"{side} channels are chosen by the score {fmt.score!r}, which has no kernels"
+
+
+def _of_stripes(fmt: Format) -> str | None:
+    """What the formats of both sides have in common where stripes are packed; None where pages are."""
+    if fmt.stripe_tokens == PAGE_TOKENS:
+        return None
+    return f"stripes of {fmt.stripe_tokens} tokens, {fmt.num_sink_tokens} sinks and a window of {fmt.recent_window}"
 
 
 def not_served(plan: LayerPlan, place: Place) -> Iterator[str]:

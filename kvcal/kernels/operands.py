@@ -16,7 +16,6 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.variants import Variant
 from kvcal.pages.error_feedback import feedback_operand
-from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Side
 
 DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
@@ -40,11 +39,10 @@ class Memory(NamedTuple):
     ring: Tensor  # [R, n, ring_tokens, D], cache dtype: the newest tokens (ring_slot)
     pages: Tensor  # [slots, n, record_bytes] uint8
 
-    def page_in_ring(self, row: int, page: int) -> Tensor:
-        """[1, n, 128, D]: the tokens of a page, before the ring loses them. Sinks do not stretch the page's
-        ranges."""
-        tokens = torch.arange(PAGE_TOKENS * page, PAGE_TOKENS * (page + 1), device=self.ring.device)
-        tokens = tokens.clamp(min=min(self.sinks.shape[2], PAGE_TOKENS * (page + 1) - 1))
+    def stripe_in_ring(self, row: int, first: int, stop: int) -> Tensor:
+        """[1, n, stop - first, D]: the tokens of a stripe, before the ring loses them. Sinks do not stretch the
+        ranges of their page."""
+        tokens = torch.arange(first, stop, device=self.ring.device).clamp(min=min(self.sinks.shape[2], stop - 1))
         return self.ring[row : row + 1, :, ring_slot(tokens, self.ring)]
 
 

@@ -8,7 +8,7 @@ One call serves one layer. Lists of tensors are the groups of kvcal.kernels.oper
     q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new
 
 Of S tokens that a step verifies (``Variant.query_tokens``), these are [B, S, n, D] and [B, S, n G, D]. All of
-them are stored, and the page that they complete is packed; then each attends to the tokens up to its own, as
+them are stored, and the stripe or page that they complete is packed; then each attends to the tokens up to its own, as
 stored by then.
 
     error          [1] int32     bits that are set, never cleared: 1 when a page cannot be stored (NaN, infinity; its
@@ -86,7 +86,8 @@ def append(
     k_new: Tensor, v_new: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], queries: Sequence[Tensor],
     place: Sequence[Tensor], transform: Sequence[Tensor], error: Tensor, variant: int,
 ) -> None:  # fmt: skip
-    """Store the step's tokens and count their queries; then pack the page that they complete, if they do."""
+    """Store the step's tokens and count their queries; then pack the stripe, or page, that they complete, if
+    they do."""
     serve = launch_append if k_new.is_cuda else reference.append
     serve(
         k_new, v_new, q, Memory(*k), Memory(*v), QueryStatistic(*queries), Place(*place), PageTransform(*transform),
@@ -117,17 +118,18 @@ def _decode_fake(
 
 @torch.library.custom_op("kvcal::pack", mutates_args=("pages", "error"))
 def pack(
-    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor, transform: Sequence[Tensor],
+    x: Tensor, pages: Tensor, slots: Tensor, begin: int, query_mean: Tensor, transform: Sequence[Tensor],
     error: Tensor, side: int, variant: int,
 ) -> None:  # fmt: skip
-    """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[slots], int32 [b, P]. ``query_mean`` [b,
-    n, D] fp32, for query scores. ``side``: its index in SIDES."""
+    """Tokens x [b, n, T, D], one stripe or more, any strides -> pages[slots], int32 [b, P], of which they fill
+    the tokens from ``begin`` of the first one on; a page that they begin and do not fill is 0 besides.
+    ``query_mean`` [b, n, D] fp32, for query scores. ``side``: its index in SIDES."""
     named, of_keys = VARIANTS[variant], PageTransform(*transform)
     if not x.is_cuda:
         mean = query_mean if query_mean.numel() else None
-        reference.pack(x, pages, slots, mean, of_keys, error, SIDES[side], named)
+        reference.pack(x, pages, slots, begin, mean, of_keys, error, SIDES[side], named)
         return
-    launch_pack(x, pages, slots, query_mean, of_keys, error, SIDES[side], named)
+    launch_pack(x, pages, slots, begin, query_mean, of_keys, error, SIDES[side], named)
 
 
 @torch.library.custom_op("kvcal::unpack", mutates_args=("out",))
@@ -225,17 +227,20 @@ def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) ->
 
 
 def launch_pack(
-    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor, transform: PageTransform, error: Tensor,
+    x: Tensor, pages: Tensor, slots: Tensor, begin: int, query_mean: Tensor, transform: PageTransform, error: Tensor,
     side: Side, variant: Variant,
 ) -> None:  # fmt: skip
     """As ``ops.pack``."""
     x, query_mean = loadable(x, CACHE_DTYPES[variant.cache_dtype]), query_mean.contiguous()
     batch, heads, tokens = x.shape[:3]
+    end = begin + tokens
+    if end % PAGE_TOKENS and (slots.shape[1] > 1 or begin == 0):  # the last page is begun, and not filled
+        pages[slots[:, -1].long()] = 0
     compiled, shape = _side_kernel("pack", side, variant, x.get_device())
     compiled.launch(
-        (tokens // PAGE_TOKENS * shape.blocks_of_page, heads, batch), shape.threads, shape.shared_bytes,
+        (slots.shape[1] * shape.blocks_of_page, heads, batch), shape.threads, shape.shared_bytes,
         x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
-        *map(Tensor.data_ptr, transform), query_mean.data_ptr(), error.data_ptr(),
+        *map(Tensor.data_ptr, transform), query_mean.data_ptr(), error.data_ptr(), begin, end,
     )  # fmt: skip
 
 

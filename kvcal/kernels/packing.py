@@ -1,8 +1,8 @@
 """The shape of the kernels that write pages: how many blocks, of how many threads, with how much shared
 memory.
 
-A block packs a page of one head and side, or of rotated pages a part of one (``csrc/pack_part.cuh``): error
-feedback rounds the channels of a token one after the other, so tokens are all that can be done at the same
+A block packs a page of one head and side, or of rotated pages a part of one (``csrc/pack_part.cuh``), such as a
+stripe: error feedback rounds the channels of a token one after the other, so tokens are all that can be done at the same
 time, and parts let a single page occupy many SMs.
 """
 
@@ -28,12 +28,13 @@ BLOCK, KEPT_BLOCKS = 16, 4  # of channels, as in csrc/feedback.cuh
 @dataclass(frozen=True)
 class PackShape:
     """Tokens that a block packs of a rotated page, 0 where no page is; its threads and dynamic shared memory.
-    ``has_whole_pages``: of a side that is packed by one block a page."""
+    ``has_whole_pages``: of a side that is packed by one block a page. ``stripe_tokens``: packed by a step."""
 
     part_tokens: int
     threads: int
     shared_bytes: int
     has_whole_pages: bool
+    stripe_tokens: int
 
     @property
     def blocks_of_page(self) -> int:
@@ -41,9 +42,10 @@ class PackShape:
         return PAGE_TOKENS // self.part_tokens if self.part_tokens else 1
 
     def append_blocks(self, pages: int, num_sms: int) -> int:
-        """Of ``append``, whose step may complete so many pages: parts are dealt to blocks, a whole page has its
-        own."""
-        dealt = min(pages * PAGE_TOKENS // LEAST_TOKENS, num_sms) if self.part_tokens else 0
+        """Of ``append``, whose step may complete so many pages, or a stripe of each: parts are dealt to blocks, a
+        whole page has its own."""
+        parts = -(-self.stripe_tokens // LEAST_TOKENS)
+        dealt = min(pages * parts, num_sms) if self.part_tokens else 0
         return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property
@@ -74,12 +76,13 @@ def pack_defines(variant: Variant, side: Side, room: int) -> Defines:
 def _shape(variant: Variant, sides: tuple[Side, ...], sizes: tuple[int, ...], room: int) -> PackShape:
     rotated = [side for side in sides if isinstance(variant.layout(side), RotatedLayout)]
     if not rotated:
-        return PackShape(0, THREADS, 0, True)
+        return PackShape(0, THREADS, 0, True, PAGE_TOKENS)
     has_whole_pages = len(rotated) < len(sides)
     least = PAGE_SCRATCH_BYTES if has_whole_pages else 0
     needed = {size: max(least, *(_part_bytes(variant, side, size) for side in rotated)) for size in sizes}
     size = next(size for size in sizes if needed[size] <= room)
-    return PackShape(size, CANDIDATES * size, needed[size], has_whole_pages)
+    stripe = min(variant.format(side).stripe_tokens for side in rotated)
+    return PackShape(size, CANDIDATES * size, needed[size], has_whole_pages, stripe)
 
 
 def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:

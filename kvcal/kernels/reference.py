@@ -4,8 +4,8 @@ Row by row and page by page, with the host in the loop: it defines the result an
 kernels testable on a CPU. It is not meant to be fast.
 
 A sequence held n tokens before the step. ``append`` writes token n to the ring (and to the sinks, if it is
-one of them), and packs page n // 128 if the token completes it. Then attention (``decode``) reads the n + 1
-tokens: sinks, the first ``Format.pages_read(n)`` pages, and the ring after them.
+one of them), and packs the stripe, or page, that the token completes. Then attention (``decode``) reads the n +
+1 tokens: sinks, the first ``Format.tokens_read(n)`` from pages, and the ring after them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def append(
     )  # fmt: skip
     for sequence, held in enumerate(place.lengths.tolist()):
         row = place.row(sequence)
-        page, is_complete = held // PAGE_TOKENS, (held + 1) % PAGE_TOKENS == 0
+        page = held // PAGE_TOKENS
         for side, new, memory, of_side in sides:
+            stripe = variant.format(side).stripe_tokens
+            is_complete, first = (held + 1) % stripe == 0, held + 1 - stripe
             memory.ring[row, :, ring_slot(held, memory.ring)] = new[sequence]
             if held < memory.sinks.shape[2]:
                 memory.sinks[row, :, held] = new[sequence]
@@ -74,32 +76,32 @@ def append(
                 rows = slice(row, row + 1)
                 is_scored = side == "k" and needs_queries
                 mean = queries.mean(rows, held + 1, variant.group_heads) if is_scored else None
-                slots = place.table[sequence : sequence + 1, page : page + 1]
-                pack(memory.page_in_ring(row, page), memory.pages, slots, mean, of_side, error, side, variant)
-        if is_complete and page >= place.table.shape[1]:
-            error.bitwise_or_(NO_ROOM)
-        if is_complete and needs_queries:
+                slots, tokens = (
+                    place.table[sequence : sequence + 1, page : page + 1],
+                    memory.stripe_in_ring(row, first, held + 1),
+                )
+                pack(tokens, memory.pages, slots, first % PAGE_TOKENS, mean, of_side, error, side, variant)
+            if is_complete and page >= place.table.shape[1]:
+                error.bitwise_or_(NO_ROOM)
+        if (held + 1) % PAGE_TOKENS == 0 and needs_queries:
             queries.begin(slice(row, row + 1), held + 1)
 
 
 def pack(
-    x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None, transform: PageTransform,
+    x: Tensor, pages: Tensor, slots: Tensor, begin: int, query_mean: Tensor | None, transform: PageTransform,
     error: Tensor, side: Side, variant: Variant,
 ) -> None:  # fmt: skip
     """As ``ops.pack``; ``query_mean`` None for none."""
-    by_page = x.unflatten(2, (-1, PAGE_TOKENS))  # [b, n, P, 128, D]
     codec, num_bits = _codec(x.shape[1], transform, side, variant), variant.num_bits(side)
-    for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
-        part = by_page[:, :, start : start + PAGES_AT_ONCE].transpose(1, 2)
-        batch, count = part.shape[:2]
-        page_index = slots.new_zeros(batch * count)  # keys come after RoPE
-        mean = None if query_mean is None else query_mean.repeat_interleave(count, dim=0)
+    page_index = torch.zeros_like(slots, dtype=torch.int64)  # keys come after RoPE
+    for page in range(0, slots.shape[1], PAGES_AT_ONCE):
+        part, start = slice(page, page + PAGES_AT_ONCE), max(0, PAGE_TOKENS * page - begin)
+        tokens = x[:, :, start : PAGE_TOKENS * (page + PAGES_AT_ONCE) - begin]
+        at = slots[:, part].long(), begin if page == 0 else 0
         try:
-            records = codec.encode(part.flatten(0, 1), page_index, num_bits, mean)
+            codec.put(pages, *at, tokens, num_bits, page_index[:, part], query_mean)
         except NonFiniteActivations:
             error.bitwise_or_(NON_FINITE)
-            continue
-        pages[slots[:, start : start + count].flatten().long()] = records
 
 
 def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant) -> None:
@@ -167,11 +169,12 @@ def tokens(
     if variant.ring_tokens is not None:  # of a sliding window: the token that leaves it, then the ring
         return torch.cat([sinks[row], ring[row, :, : min(held, ring.shape[2])]], dim=1).float()
     held = min(held, PAGE_TOKENS * table.shape[1] + ring.shape[2] - 1)
-    read = min(variant.format(side).pages_read(held), table.shape[1])
-    paged = ring.new_empty(1, ring.shape[1], PAGE_TOKENS * read, ring.shape[3], dtype=torch.float32)
-    unpack(pages, table[sequence : sequence + 1, :read], paged, transform, side, variant)
-    recent = ring_slot(torch.arange(PAGE_TOKENS * read, held + 1, device=ring.device), ring)
-    found = torch.cat([paged[0], ring[row][:, recent].float()], dim=1)
+    read = min(variant.format(side).tokens_read(held), PAGE_TOKENS * table.shape[1])
+    slots = table[sequence : sequence + 1, : -(-read // PAGE_TOKENS)]
+    paged = ring.new_empty(1, ring.shape[1], PAGE_TOKENS * slots.shape[1], ring.shape[3], dtype=torch.float32)
+    unpack(pages, slots, paged, transform, side, variant)
+    recent = ring_slot(torch.arange(read, held + 1, device=ring.device), ring)
+    found = torch.cat([paged[0, :, :read], ring[row][:, recent].float()], dim=1)
     num_sinks = min(sinks.shape[2], held + 1)
     found[:, :num_sinks] = sinks[row, :, :num_sinks].float()
     return found

@@ -170,6 +170,7 @@ def side_defines(
         "GROUP": fmt.group_size,
         "SINKS": fmt.num_sink_tokens,
         "WINDOW": fmt.recent_window,
+        "STRIPE": fmt.stripe_tokens,
         "RING": fmt.ring_tokens(lookahead),
     }
     return {f"{side.upper()}_{name}": value for name, value in found.items()}

@@ -26,6 +26,7 @@ from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.error_feedback import feedback_operand
 from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.rescale_and_rope import BeforeRope, Transform
+from kvcal.pages.stripes import pieces
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
 from kvcal.systems.basis.basis import Basis
@@ -143,7 +144,8 @@ class PageCodec:
         at_once: int = ENCODE_PAGES,
     ) -> Tensor:
         """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8, ``at_once`` at a
-        time. ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores."""
+        time; of fewer tokens records whose first ones they are, and that are 0 besides. ``query_mean`` [M, n, D]:
+        the mean |q| of each page's channels, for query scores."""
         if x.shape[0] == 0:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
         parts = []
@@ -156,6 +158,42 @@ class PageCodec:
             query = None if query_mean is None else query_mean[part]
             parts.append(self._quantize(page, num_bits, query))
         return torch.cat(parts)
+
+    def put(
+        self,
+        records: Tensor,
+        slots: Tensor,
+        begin: int,
+        x: Tensor,
+        num_bits: int,
+        page_index: Tensor,
+        query_mean: Tensor | None = None,
+        prediction: Tensor | None = None,
+    ) -> None:
+        """Store tokens x [b, n, T, D], whole stripes, of which the first is number ``begin`` of its page, as a
+        part of records [slots, r, record_bytes], at slots int64 [b, P]. ``page_index`` int64 [b, P];
+        ``query_mean`` [b, n, D] and ``prediction`` [b, P, n, 128, D] are of whole pages alone."""
+        for tokens, pages, first in pieces(begin, x.shape[2]):
+            where, part = slots[:, pages].flatten(), x[:, :, tokens]
+            count = pages.stop - pages.start
+            by_page = part.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+            if by_page.shape[2] < PAGE_TOKENS:
+                self._put_part(records, where, first, by_page, num_bits)
+                continue
+            mean = None if query_mean is None else query_mean.repeat_interleave(count, dim=0)
+            predicted = None if prediction is None else prediction[:, pages].flatten(0, 1)
+            records[where] = self.encode(by_page, page_index[:, pages].flatten(), num_bits, mean, predicted)
+
+    def _put_part(self, records: Tensor, where: Tensor, first: int, x: Tensor, num_bits: int) -> None:
+        """Tokens x [M, n, T, D] of pages, from number ``first`` on; before the first, all of a page is 0."""
+        layout = self._layout(num_bits)
+        for transform in self._transforms(where, num_bits):
+            x = transform.apply(x)
+        new = layout.encode_tokens(x, self._operands(x, None), first)
+        if first:
+            own = layout.token_bytes(first, first + x.shape[2]).to(new.device)
+            new = torch.where(own, new, records[where])
+        records[where] = new
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
         """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``, of a format whose bits change."""
@@ -207,6 +245,13 @@ class PageCodec:
         return BeforeRope(self.rotary, page_positions(page_index))
 
     def _quantize(self, page: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
+        layout, operands = self._layout(num_bits), self._operands(page, query_mean)
+        if page.shape[2] < PAGE_TOKENS:
+            return layout.encode_tokens(page, operands, 0)
+        return layout.encode_pages(page, operands)
+
+    def _operands(self, page: Tensor, query_mean: Tensor | None) -> Mapping[str, Tensor]:
+        """What the layout takes to encode a page."""
         operands = self.operands
         if self.format.score is not None:
             if query_mean is not None and self.rescale is not None:
@@ -214,7 +259,7 @@ class PageCodec:
             operands = {**operands, "scores": channel_scores(self.format.score, page, query_mean)}
         if self.feedback is not None:
             operands = {**operands, "feedback": self.feedback}
-        return self._layout(num_bits).encode_pages(page, operands)
+        return operands
 
     def _layout(self, num_bits: int) -> Layout:
         return self.format.layout(self.side, self.num_heads, self.head_dim, self.cache_dtype, num_bits)

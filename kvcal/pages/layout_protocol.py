@@ -73,6 +73,16 @@ class Layout(Protocol):
         """x [M, n, 128, D], any float dtype -> records [M, r, record_bytes] uint8."""
         ...
 
+    def encode_tokens(self, x: Tensor, operands: Mapping[str, Tensor], first: int) -> Tensor:
+        """As :meth:`encode_pages`, of x [M, n, T, D], the tokens of a page from ``first`` on: records that are 0
+        besides. Of layouts that pack by token."""
+        raise ValueError(f"pages of {type(self).__name__} are packed whole")
+
+    def token_bytes(self, first: int, stop: int) -> Tensor:
+        """bool [record_bytes]: the bytes of a record that the tokens ``first`` ... ``stop`` - 1 have for
+        themselves, of layouts that pack by token; both are multiples of 16."""
+        raise ValueError(f"pages of {type(self).__name__} are packed whole")
+
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         """Inverse of :meth:`encode_pages`: [M, r, record_bytes] -> [M, n, 128, D], fp32 or the cache's
         dtype."""
@@ -90,16 +100,15 @@ def page_positions(page_index: Tensor) -> Tensor:
     return (PAGE_TOKENS * page_index)[:, None, None] + within
 
 
-def without_sinks(tokens: Tensor, num_sinks: int, first_page: int = 0) -> Tensor:
-    """tokens [..., 128 P, D] of pages from ``first_page`` on, as they are packed: sinks, which are kept next
-    to the pages, must not stretch their ranges. So each is replaced by the first token after the sinks in its
-    page (by the last one of the page, where all are sinks)."""
-    begin = PAGE_TOKENS * first_page
-    if begin >= num_sinks:
+def without_sinks(tokens: Tensor, num_sinks: int, first: int = 0, stripe_tokens: int = PAGE_TOKENS) -> Tensor:
+    """tokens [..., T, D] of whole stripes, of which the first is number ``first``, as they are packed: sinks,
+    which are kept next to the pages, must not stretch their ranges. So each is replaced by the first token
+    after the sinks in its stripe (by the last one of the stripe, where all are sinks)."""
+    if first >= num_sinks:
         return tokens
-    number = torch.arange(begin, begin + tokens.shape[-2], device=tokens.device)
-    last_of_page = number // PAGE_TOKENS * PAGE_TOKENS + PAGE_TOKENS - 1
-    return tokens.index_select(-2, number.maximum(last_of_page.clamp(max=num_sinks)) - begin)
+    number = torch.arange(first, first + tokens.shape[-2], device=tokens.device)
+    last = number // stripe_tokens * stripe_tokens + stripe_tokens - 1
+    return tokens.index_select(-2, number.maximum(last.clamp(max=num_sinks)) - first)
 
 
 def aligned_size(size: int) -> int:

@@ -1,9 +1,10 @@
 """The part that all formats of keys and values share, and the exact bytes that they take.
 
-Page p of a sequence holds tokens 128 p to 128 p + 127, quantized in the step that completes them. Copies that
-are not quantized lie outside of the pages: of the first tokens (sinks), and, in a ring, of the last ones.
-Attention prefers them: to sinks, and to at least the last ``recent_window`` tokens. How many pages there are,
-and at how many bits, is a function of the number of tokens alone, so that bytes are known beforehand.
+Page p of a sequence holds tokens 128 p to 128 p + 127, quantized in the step that completes them, or where a
+format packs in stripes, ``stripe_tokens`` at a time. Copies that are not quantized lie outside of the pages:
+of the first tokens (sinks), and, in a ring, of the last ones. Attention prefers them: to sinks, and to at
+least the last ``recent_window`` tokens. How many pages there are, and at how many bits, is a function of the
+number of tokens alone, so that bytes are known beforehand.
 
 Systems add keys, and pages of other kinds (``layout.py`` in their folders); ``kvcal.plan.page_format`` has
 the whole.
@@ -33,14 +34,16 @@ NEVER = 2**31 - 1  # beyond all token counts
 Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 
 UNIFORM = "uniform"
-# Left out of JSON where it is the uniform one: plans without the key stay the same bytes.
+# Left out of JSON where they are the usual ones: plans without the keys stay the same bytes.
 Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
+Stripe = Annotated[Literal[16, 128], Field(exclude_if=lambda tokens: tokens == PAGE_TOKENS)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class PlainFormat:
     """See the module's docstring. 16-bit heads store pages in the cache's dtype and take nothing else.
-    ``num_bits`` are the final ones; ``window_rule`` lets the window grow with the text (KVmix)."""
+    ``num_bits`` are the final ones; ``window_rule`` lets the window grow with the text (KVmix).
+    ``stripe_tokens`` are packed together: a whole page, or a part of one where tokens share no scale."""
 
     num_bits: Literal[1, 2, 3, 4, 8, 16]
     axis: Literal["channel", "token"] = "token"
@@ -50,6 +53,7 @@ class PlainFormat:
     param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     quantizer: Quantizer = UNIFORM
     window_rule: WindowRule | None = None
+    stripe_tokens: Stripe = 128
 
     def __post_init__(self) -> None:
         if self.num_bits == RAW_BITS and (self.axis, self.group_size, self.num_sink_tokens, self.recent_window) != (
@@ -73,6 +77,11 @@ class PlainFormat:
             found.append(f"{kinds[0]} does not go with {' and '.join(kinds[1:])}: a format has one kind of pages")
         if self.window_rule is not None and self.recent_window:
             found.append(f"recent_window = {self.recent_window} and window_rule are given; expected one of them")
+        if self.stripe_tokens < PAGE_TOKENS and not (self.packs_by_token and self.window_rule is None):
+            found.append(
+                f"stripe_tokens = {self.stripe_tokens} is for pages whose tokens have scales of their own and a fixed "
+                f"window: expected {PAGE_TOKENS}"
+            )
         if self.quantizer not in self.quantizers():
             found.append(f"quantizer = {self.quantizer!r}, expected one of {self.quantizers()}")
         return found
@@ -83,6 +92,11 @@ class PlainFormat:
     def ways(self) -> list[Way]:
         """The ways in which it stores pages."""
         return [RAW_PAGES if self.num_bits == RAW_BITS else UNIFORM_PAGES]
+
+    @property
+    def packs_by_token(self) -> bool:
+        """Whether a token's part of a page depends on this token alone, and no byte is of two stripes."""
+        return False
 
     @property
     def kind(self) -> str:
@@ -131,14 +145,29 @@ class PlainFormat:
     def ring_tokens(self, lookahead: int = 0) -> int:
         """Tokens that the ring of unquantized recent tokens has room for, with so many drafts
         (kvcal.kernels.operands says where each lies)."""
-        return self.max_window + PAGE_TOKENS + lookahead
+        return self.max_window + self.stripe_tokens + lookahead
+
+    def tokens_packed(self, num_tokens: int) -> int:
+        """Tokens of a sequence of ``num_tokens`` that are in pages: a stripe is packed in the step that fills
+        it."""
+        return num_tokens - num_tokens % self.stripe_tokens
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a sequence of ``num_tokens`` tokens, the last of which may be incomplete."""
+        return -(-self.tokens_packed(num_tokens) // PAGE_TOKENS)
+
+    def tokens_read(self, num_tokens: int) -> int:
+        """Tokens that attention reads from pages, of the past of ``num_tokens``; those after them are in the
+        ring. Never falls as tokens come."""
+        if self.window_rule is None:
+            return self.tokens_packed(max(0, num_tokens - self.recent_window))
+        return PAGE_TOKENS * self.pages_read(num_tokens)
 
     def pages_read(self, num_tokens: int) -> int:
-        """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in
-        the ring. Never falls as tokens come."""
+        """Pages that hold them, the last of which may have tokens that are not read there."""
         rule = self.window_rule
         if rule is None:
-            return max(0, num_tokens - self.recent_window) // PAGE_TOKENS
+            return -(-self.tokens_read(num_tokens) // PAGE_TOKENS)
         # Where the paged window jumps up, pages that were read just before it stay so: the ring has lost
         # their tokens.
         jumps = range(PAGE_TOKENS - 1, min(num_tokens, rule.last_jump), PAGE_TOKENS)
@@ -154,11 +183,11 @@ class PlainFormat:
 
     def tokens_to_next_event(self, num_tokens: int, columns: int) -> int:
         """New tokens that are stored and read together as they are one by one; a row has ``num_tokens`` of
-        the batch's ``columns``. After them another page is read, or written with the help of queries, or
-        pages get other bits."""
-        read = self.pages_read(num_tokens)
+        the batch's ``columns``. After them another stripe is read, or a page written with the help of queries,
+        or pages get other bits."""
+        read = self.tokens_read(num_tokens)
         most = self.ring_tokens() + PAGE_TOKENS
-        events = [1 + bisect_left(range(1, most + 1), read + 1, key=lambda new: self.pages_read(num_tokens + new))]
+        events = [1 + bisect_left(range(1, most + 1), read + 1, key=lambda new: self.tokens_read(num_tokens + new))]
         if self.needs_queries:
             events.append(PAGE_TOKENS - num_tokens % PAGE_TOKENS)
         # An update begins by changing bits: the one that reaches the count comes alone.
@@ -195,7 +224,7 @@ class PlainFormat:
         """The same bytes by what takes them."""
         columns = max(lengths, default=0) if columns is None else columns
         token_bytes = len(lengths) * num_heads * head_dim * ITEM_BYTES[cache_dtype]
-        pages = sum(count * num_pages(length) for length, count in Counter(lengths).items())
+        pages = sum(count * self.num_pages(length) for length, count in Counter(lengths).items())
         layout = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns))
         records = pages * layout.records_per_page(num_heads)
         statistic = len(lengths) * num_heads * head_dim * QUERY_ITEM_BYTES
@@ -203,13 +232,12 @@ class PlainFormat:
             "codes": records * layout.code_bytes,
             "scales": records * (layout.record_bytes - layout.code_bytes),
             "windows": self.max_window * token_bytes,
-            "open_pages": PAGE_TOKENS * token_bytes,
+            "open_pages": self.stripe_tokens * token_bytes,
             "sinks": self.num_sink_tokens * token_bytes,
             "query_statistics": statistic if self.needs_queries else 0,
         }
 
 
 def num_pages(num_tokens: int) -> int:
-    """Pages of a sequence of ``num_tokens`` tokens, whatever its format: a page is packed in the step that
-    fills it."""
+    """Complete pages of a sequence of ``num_tokens`` tokens."""
     return num_tokens // PAGE_TOKENS

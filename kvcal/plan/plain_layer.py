@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 
 from kvcal.geometry import AttentionGeometry, CacheDtype, LayerGeometry, StateGeometry
 from kvcal.lazy_torch import Tensor
-from kvcal.pages.layout_protocol import AXES, Layout
+from kvcal.pages.layout_protocol import AXES, PAGE_TOKENS, Layout
 from kvcal.pages.ways import LATENTS as LATENT_WAY
 from kvcal.pages.ways import NO_KERNELS, SLIDING_WINDOW, STATE, STATE_BESIDES, Way
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
@@ -132,6 +132,8 @@ class PlainLayer:
             found.append("has k_pages 'pre': k_rescale is for keys after RoPE")
         if self.k_pages == "pre" and self.needs_queries:
             found.append("has k_pages 'pre' and a query score: queries are known after RoPE")
+        if self.k_pages == "pre" and self.format("k").stripe_tokens < PAGE_TOKENS:
+            found.append("has k_pages 'pre', which are packed whole: expected stripe_tokens = 128")
         for side in SIDES:
             fmt, others = self.format(side), [way for way in self.transforms(side) if way not in (FEEDBACK, BASIS)]
             if self.feedback(side) and not fmt.takes_feedback:

@@ -9,6 +9,7 @@ by themselves. So a step of many layers costs the host one small addition.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvcal.kernels.operands import Place
@@ -23,7 +24,8 @@ FIRST_TOKENS = 4096
 
 class GrowingSteps:
     """See the module's docstring. For all layers of a dynamic cache on one device: ``lengths`` int32 [B] before
-    the step, ``table`` int32 [B, pages], ``scratch``. Errors of kernels are awaited where pages are packed."""
+    the step, ``tables`` int32 [B, pages] of the layers that pack as many tokens at once, ``scratch``. Errors of
+    kernels are awaited where a page begins."""
 
     is_awaited = True
 
@@ -34,10 +36,11 @@ class GrowingSteps:
     def _begin(self, batch: int) -> None:
         """Nothing on the device until the first step."""
         self.batch = batch
-        self.lengths = self.table = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.lengths = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.tables: dict[int, Tensor] = {}
         self._scratch: StepScratch | None = None
-        self._lengths, self._version = list[int](), -1
-        self._latest: tuple[Rows, int, int, int] | None = None
+        self._lengths, self._versions = list[int](), dict[int, int]()
+        self._latest: tuple[Rows, int, int] | None = None
 
     @property
     def scratch(self) -> StepScratch:
@@ -50,9 +53,9 @@ class GrowingSteps:
     def nbytes(self) -> int:
         """Bytes on the device."""
         held = () if self._scratch is None else self._scratch.tensors
-        return sum(tensor.nbytes for tensor in (self.lengths, self.table, *held))
+        return sum(tensor.nbytes for tensor in (self.lengths, *self.tables.values(), *held))
 
-    def pool(self, record: tuple[int, int]) -> GrowingPool:
+    def pool(self, record: tuple[int, int], fmt: Format) -> GrowingPool:
         return GrowingPool(self.batch, record, self.device)
 
     def check(self) -> None:
@@ -61,26 +64,31 @@ class GrowingSteps:
             require_no_error(self._scratch.error)
 
     def place(self, rows: Rows, columns: int, tokens: int, pool: GrowingPool, k: Format, v: Format) -> Place:
-        """The places of so many tokens after ``columns``; ``pool``: any of the layers', with room for their pages.
-        NonFiniteActivations: a page that an earlier step completed could not be stored."""
-        latest = rows, columns, tokens, pool.version
+        """The places of so many tokens after ``columns``; ``pool``: that of a layer in these formats, with room for
+        their pages. NonFiniteActivations: what an earlier step packed could not be stored."""
+        latest = rows, columns, tokens
         if self._latest != latest:
             if rows.batch != self.batch:
                 self._begin(rows.batch)
-            self._follow(rows.lengths(columns), tokens, pool)
+            self._follow(rows.lengths(columns), tokens)
             self._latest = latest
-        scratch = self.scratch
-        return Place(self.lengths, self.table, scratch.read_at(k), scratch.read_at(v), scratch.none)
+        scratch, table = self.scratch, self._table(k.stripe_tokens, pool)
+        return Place(self.lengths, table, scratch.read_at(k), scratch.read_at(v), scratch.none)
 
-    def _follow(self, lengths: list[int], tokens: int, pool: GrowingPool) -> None:
+    def _table(self, stripe_tokens: int, pool: GrowingPool) -> Tensor:
+        """Of the layers that pack so many tokens at once, whose pools grow alike."""
+        if self._versions.get(stripe_tokens) != pool.version:
+            require_no_error(self.scratch.error)
+            slots = pad_sequence([torch.tensor(row, dtype=torch.int32) for row in pool.table], batch_first=True)
+            self.tables[stripe_tokens] = slots.to(self.device)
+            self._versions[stripe_tokens] = pool.version
+        return self.tables[stripe_tokens]
+
+    def _follow(self, lengths: list[int], tokens: int) -> None:
         moved = {after - before for before, after in zip(self._lengths, lengths, strict=False)}
         if len(moved) == 1:
             self.lengths = self.lengths + moved.pop()
         else:
             self.lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self._lengths = lengths
-        if self._version != pool.version:
-            require_no_error(self.scratch.error)
-            slots = pad_sequence([torch.tensor(row, dtype=torch.int32) for row in pool.table], batch_first=True)
-            self.table, self._version = slots.to(self.device), pool.version
         self.scratch.reach(max(lengths) + tokens)

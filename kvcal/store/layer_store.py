@@ -22,7 +22,7 @@ from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
 from kvcal.kernels.variants import variant_of
 from kvcal.pages.codec import PageCodec
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Side, num_pages
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Block, Rows
@@ -60,7 +60,8 @@ class LayerStore:
         self._tensors, group = state.tensors_on(steps.device), plan.attention.group_heads
         for side in SIDES:
             codec = PageCodec.of_layer(plan, side, self.cache_dtype, self._tensors)
-            pool, kernels, predict = steps.pool(codec.record), self._kernels(side), self.prediction.of(side)
+            pool = steps.pool(codec.record, codec.format)
+            kernels, predict = self._kernels(side), self.prediction.of(side)
             self.sides[side] = PagedTensor(codec, group, steps.batch, pool, predict, kernels, state.lookahead)
         self.prediction.attach(self.sides)
 
@@ -80,9 +81,8 @@ class LayerStore:
 
     def resize(self, lengths: list[int]) -> None:
         """Room for the pages of sequences of these lengths."""
-        counts = [num_pages(length) for length in lengths]
         for part in self.parts:
-            part.pool.resize(counts)
+            part.resize(lengths)
 
     def read(self, side: Side, rows: Rows, columns: int, new: int, dtype: torch.dtype) -> Tensor:
         """[B, N, S + new, D]: the past at its S columns, zero at padding; the last columns are left to the
@@ -127,7 +127,7 @@ class LayerStore:
         rows, columns, part = new.rows, new.columns, self.sides[side]
         if states.shape[2] == 1 and columns >= rows.width and part.store_step(rows.lengths(columns), states):
             return
-        part.pool.resize([num_pages(length) for length in rows.lengths(new.stop)])
+        part.resize(rows.lengths(new.stop))
         for block in rows.blocks:
             intervals = rows.intervals(block, columns, new.stop)
             if intervals:

@@ -21,7 +21,6 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Memory, QueryStatistic
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite
-from kvcal.plan.page_format import num_pages
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.sinks_ring_pages import Pack, Part, row_map
 from kvcal.store.step import KernelCodec
@@ -130,10 +129,11 @@ class PagedTensor(Part):
 
     def store(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose
-        pages the pool has room; returns the pages packed."""
-        total = num_tokens + x.shape[2]
-        first, stop = num_pages(num_tokens), num_pages(total)
-        spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
+        pages the pool has room; returns the pages packed, or of which a part was."""
+        total, fmt = num_tokens + x.shape[2], self.format
+        begin, end = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
+        first, stop = begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)
+        spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if begin < end else []
         pack = self._packing(spans, total) if spans else _nothing
         is_launched = self.kernels is not None and self.codec.basis is None
         self.write(
@@ -146,14 +146,19 @@ class PagedTensor(Part):
 
     def store_step(self, num_tokens: list[int], x: Tensor) -> bool:
         """Store one token x [B, n, 1, D] of every row, as :meth:`store` would, if it is no sink and completes
-        no page; else do nothing and return False. One indexed write instead of a loop over the rows of a
+        no stripe; else do nothing and return False. One indexed write instead of a loop over the rows of a
         ragged batch."""
-        is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
+        fmt = self.format
+        is_special = (n < fmt.num_sink_tokens or (n + 1) % fmt.stripe_tokens == 0 for n in num_tokens)
         if any(is_special):
             return False
         numbers = torch.tensor(num_tokens, device=x.device).unsqueeze(1)
         self.put(row_map(slice(0, len(num_tokens)), x.device), numbers, self.entered(x))
         return True
+
+    def resize(self, lengths: Sequence[int]) -> None:
+        """Room for the pages of sequences of these lengths."""
+        self.pool.resize([self.format.num_pages(length) for length in lengths])
 
     def read_spans(self, rows: slice, num_tokens: int) -> list[Span]:
         """The pages that a read of ``num_tokens`` of each of ``rows`` takes tokens from."""
@@ -162,10 +167,12 @@ class PagedTensor(Part):
     def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
         """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
         ``decoded`` [.., n, 128, D] is :meth:`decode` of their ``read_spans``."""
-        paged = PAGE_TOKENS * self.format.pages_read(num_tokens)
+        paged = self.format.tokens_read(num_tokens)
         if paged:
             of_rows = decoded.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
-            out[:, :, :paged].unflatten(2, (-1, PAGE_TOKENS)).copy_(of_rows)
+            whole, rest = divmod(paged, PAGE_TOKENS)
+            out[:, :, : paged - rest].unflatten(2, (whole, PAGE_TOKENS)).copy_(of_rows[:, :, :whole])
+            out[:, :, paged - rest : paged] = of_rows[:, :, -1, :rest]
         every_row = row_map(rows, out.device)
         out[:, :, paged:] = self.newest(every_row, paged, num_tokens)
         self.put_sinks(every_row, 0, out)
@@ -204,7 +211,7 @@ class PagedTensor(Part):
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What
         the ring has lost of those that it should hold then comes from pages, which the caller drops."""
-        first = PAGE_TOKENS * self.format.pages_read(kept_tokens)
+        first = self.format.tokens_read(kept_tokens)
         oldest = max(self.oldest[rows.start], num_tokens - self.ring.shape[2])
         self.refill(rows, first, min(kept_tokens, oldest))
         self.oldest[rows] = [min(first, oldest)] * (rows.stop - rows.start)
@@ -255,23 +262,23 @@ class PagedTensor(Part):
             query_mean = QueryStatistic(self.query_sum, self.query_since).mean(rows, total, self.group_heads)
         slots = self.pool.slots(spans).view(len(spans), -1)
 
-        def pack(tokens: Tensor, pages: range) -> None:
-            part = slice(pages.start - first, pages.stop - first)
+        ordinals = ordinals_of(spans, slots.device).view(slots.shape)
+
+        def pack(tokens: Tensor, start: int) -> None:
+            page, begin = divmod(start, PAGE_TOKENS)
+            part = slice(page - first, page - first - (-(begin + tokens.shape[2]) // PAGE_TOKENS))
             if self.kernels is not None:
-                self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), query_mean)
+                self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), begin, query_mean)
                 return
-            predicted = None if prediction is None else prediction[:, part].flatten(0, 1)
-            mean = None if query_mean is None else query_mean.repeat_interleave(len(pages), dim=0)
-            ordinals = torch.arange(pages.start, pages.stop, device=tokens.device).repeat(len(spans))
-            x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
-            records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
-            self.pool.records[slots[:, part].flatten()] = records
+            predicted = None if prediction is None else prediction[:, part]
+            places = self.pool.records, slots[:, part], begin
+            self.codec.put(*places, tokens, self.num_bits, ordinals[:, part], query_mean, predicted)
 
         return pack
 
 
-def _nothing(tokens: Tensor, pages: range) -> None:
-    raise AssertionError("no page is complete")
+def _nothing(tokens: Tensor, start: int) -> None:
+    raise AssertionError("no stripe is complete")
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """A *part*: one layer's keys, or values, as sinks, a ring of recent tokens, and packed pages.
 
-Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the call that completes it.
-Besides the pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read
-prefers them. Page 0 holds the sinks, too, but they do not stretch its ranges: they are packed as copies of
-the first token after them.
+Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the call that completes it, or
+stripe by stripe (``Format.stripe_tokens``) by the calls that complete these. Besides the pages lie the first
+tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read prefers them. Page 0 holds the sinks,
+too, but they do not stretch its ranges: they are packed as copies of the first token after them.
 
 Who owns the memory says where things lie: which rows of sinks and ring are a call's sequences (a *row map*),
 and which slots hold their pages (a *slot map*). Engines have rings and blocks of requests, windows have no
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from kvcal.kernels.operands import ring_slot
 from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
-from kvcal.plan.page_format import Format, num_pages
+from kvcal.plan.page_format import Format
 
-# Stores tokens [b, n, 128 P, D] as they are held, as these pages of their sequences.
-Pack = Callable[[Tensor, range], None]
+# Stores tokens [b, n, T, D] as they are held, whole stripes, of which the first has this number in its sequence.
+Pack = Callable[[Tensor, int], None]
 
 
 def row_map(rows: slice, device: torch.device) -> Tensor:
@@ -54,23 +54,21 @@ class Part:
         self.put(rows, torch.arange(total - last.shape[2], total, device=x.device), self.entered(last))
 
     def write(self, rows: Tensor, num_tokens: int, x: Tensor, pack: Pack, pages_at_once: int) -> None:
-        """Store x after ``num_tokens``: sinks, the pages that they complete, and the last ones in the ring.
+        """Store x after ``num_tokens``: sinks, the stripes that they complete, and the last ones in the ring.
         ``pages_at_once``: of all sequences, which bounds the scratch."""
-        total = num_tokens + x.shape[2]
+        total, fmt = num_tokens + x.shape[2], self.format
         sinks = x[:, :, : max(0, self.format.num_sink_tokens - num_tokens)]
         if sinks.shape[2]:
             self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = self.entered(sinks)
-        first, stop = num_pages(num_tokens), num_pages(total)
-        begin, at_once = PAGE_TOKENS * first, max(1, pages_at_once // len(rows))
-        held = self.newest(rows, begin, num_tokens) if first < stop else x
-        for start in range(first, stop, at_once):
-            pages = range(start, min(start + at_once, stop))
-            a, b = PAGE_TOKENS * pages.start - begin, PAGE_TOKENS * pages.stop - begin
+        begin, stop = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
+        at_once = PAGE_TOKENS * max(1, pages_at_once // len(rows))
+        held = self.newest(rows, begin, num_tokens) if begin < stop else x
+        for start in (begin, *range(begin - begin % PAGE_TOKENS + at_once, stop, at_once)) if begin < stop else ():
+            a, b = start - begin, min(start - start % PAGE_TOKENS + at_once, stop) - begin
             tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
-            tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
-            pack(tokens, pages)
+            pack(without_sinks(tokens, fmt.num_sink_tokens, start, fmt.stripe_tokens), start)
         self.put_last(rows, total, x)
 
     def entered(self, x: Tensor) -> Tensor:

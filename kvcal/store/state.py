@@ -23,7 +23,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.operands import Place
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Format, Side, num_pages
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Padding, Rows
@@ -98,7 +98,7 @@ class Serving:
 
 class StepState:
     """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed,
-    padding included; ``table`` int32 [B, pages], the slot of every page; ``scratch`` of steps. ``shared`` is
+    padding included; ``tables`` of pages' slots, by their number of pages; ``scratch`` of steps. ``shared`` is
     the plan's state; ``in_prompt``: a prompt with padding is to come, or has not ended."""
 
     is_awaited = False  # a step's errors: ``check`` tells
@@ -110,7 +110,8 @@ class StepState:
         self.in_prompt = in_prompt
         self.longest = 0
         self.serving: Serving | None = None
-        self.lengths = self.columns = self.table = torch.empty(0)
+        self.lengths = self.columns = torch.empty(0)
+        self.tables: dict[int, Tensor] = {}
         self.scratch = StepScratch(0, max_tokens, torch.device("cpu"))
         self._evicted: dict[tuple[Side, int, int], Tensor] = {}
 
@@ -166,17 +167,23 @@ class StepState:
         self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
         self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
         self.scratch = StepScratch(batch, self.max_tokens, device)
-        pages = num_pages(self.max_tokens)
-        slots = torch.arange(batch * pages, dtype=torch.int32, device=device)
-        self.table = fixed(slots.view(batch, pages))
+        self.tables = {}
+
+    def table(self, fmt: Format) -> Tensor:
+        """int32 [B, pages]: the slot of every page; one for all formats of as many pages."""
+        pages = fmt.num_pages(self.max_tokens)
+        if pages not in self.tables:
+            slots = torch.arange(self.batch * pages, dtype=torch.int32, device=self.device)
+            self.tables[pages] = fixed(slots.view(self.batch, pages))
+        return self.tables[pages]
 
     def place(self, k: Format, v: Format) -> Place:
-        """As the operators are given it, for pages of these formats."""
+        """As the operators are given it, for pages of these formats, which are as many."""
         scratch = self.scratch
-        return Place(self.lengths, self.table, scratch.read_at(k), scratch.read_at(v), scratch.none)
+        return Place(self.lengths, self.table(k), scratch.read_at(k), scratch.read_at(v), scratch.none)
 
-    def pool(self, record: tuple[int, int]) -> TablePool:
-        return TablePool(self.table, record)
+    def pool(self, record: tuple[int, int], fmt: Format) -> TablePool:
+        return TablePool(self.table(fmt), record)
 
     def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
         """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops).
@@ -190,7 +197,7 @@ class StepState:
     @property
     def nbytes(self) -> int:
         """Bytes of the control state."""
-        held = [self.lengths, self.columns, self.table, *self.scratch.tensors, *self._evicted.values()]
+        held = [self.lengths, self.columns, *self.tables.values(), *self.scratch.tensors, *self._evicted.values()]
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def is_step(self, tokens: int) -> bool:

@@ -101,10 +101,11 @@ class KernelCodec:
         """The reverse, in the dtype of y."""
         return ops.leave(y, basis.operands, y.dtype)
 
-    def pack(self, x: Tensor, pages: Tensor, slots: Tensor, query_mean: Tensor | None) -> None:
-        """Tokens x [b, n, 128 P, D] to pages[slots], int32 [b, P]; ``query_mean`` [b, n, D] fp32."""
+    def pack(self, x: Tensor, pages: Tensor, slots: Tensor, begin: int, query_mean: Tensor | None) -> None:
+        """Tokens x [b, n, T, D] to pages[slots], int32 [b, P], from token ``begin`` of the first one on, whole
+        stripes; ``query_mean`` [b, n, D] fp32."""
         mean = x.new_empty(0, dtype=torch.float32) if query_mean is None else query_mean
-        ops.pack(x, pages, slots, mean, *self._operands(self.error))
+        ops.pack(x, pages, slots, begin, mean, *self._operands(self.error))
         if self.is_awaited:
             require_no_error(self.error)
 

@@ -97,7 +97,7 @@ class _Part:
     num_heads: int
 
     def num_pages(self, lengths: Counter[int]) -> int:
-        return sum(count * num_pages(length) for length, count in lengths.items())
+        return sum(count * self.format.num_pages(length) for length, count in lengths.items())
 
     def page_bytes(self, lengths: Counter[int], columns: int) -> int:
         return self.num_pages(lengths) * self._bytes_of_page(columns)

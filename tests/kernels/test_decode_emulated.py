@@ -31,6 +31,8 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("2 bits", 128, 1), ("2 bits", 128, 7), ("2 bits", 96, 16), ("3 bits", 64, 8), ("4 bits", 128, 8),
         ("Kitty", 128, 4), ("Kitty", 64, 8), ("odd slots", 96, 4), ("MixKVQ", 64, 4), ("K per token", 128, 8),
         ("rotated 2 bits", 128, 4), ("rotated 2 bits", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
+        ("stripes", 128, 4), ("stripes", 64, 8), ("stripes, 3 and 4 bits", 128, 8),
+        ("stripes, sinks beyond a page", 64, 2),
     ),
 )  # fmt: skip
 def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
@@ -38,7 +40,7 @@ def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "group", "tokens"), (("2 bits", 4, 2), ("rotated 2 bits", 3, 2)))
+@pytest.mark.parametrize(("name", "group", "tokens"), (("2 bits", 4, 2), ("rotated 2 bits", 3, 2), ("stripes", 4, 2), ("stripes", 2, 2)))
 def test_drafts(name: str, group: int, tokens: int) -> None:
     case = EmulatedDrafts(drafts(name, group, tokens), (0, 125, 127, 383), heads=1, seed=tokens)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE

@@ -46,8 +46,8 @@ class DraftCase(Case):
                 ring[row, :, recent % size] = x[row, :, recent]
             self.stores[side] = memory._replace(ring=ring)
 
-    def _packed(self, side: Side, row: int, page: int, record: Tensor) -> Tensor:
-        self.decoded[side, row, page] = super()._packed(side, row, page, record)
+    def _packed(self, side: Side, row: int, page: int, record: Tensor, count: int) -> Tensor:
+        self.decoded[side, row, page] = super()._packed(side, row, page, record, count)
         return self.decoded[side, row, page]
 
     def workspace(self) -> Tensor:
@@ -76,8 +76,10 @@ class DraftCase(Case):
     def _seen(self, side: Side, row: int, before: int) -> Tensor:
         """fp64 [n G, before + 1, D]: what the query after so many tokens attends to."""
         fmt, x = self.variant.format(side), self.dense[side][row].double()[:, : before + 1].clone()
+        read = fmt.tokens_read(before)
         for page in range(fmt.pages_read(before)):
-            x[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = self.decoded[side, row, page]
+            at = slice(page * PAGE_TOKENS, min(read, (page + 1) * PAGE_TOKENS))
+            x[:, at] = self.decoded[side, row, page][:, : at.stop - at.start]
         x[:, : fmt.num_sink_tokens] = self.dense[side][row].double()[:, : min(fmt.num_sink_tokens, before + 1)]
         return x.repeat_interleave(self.variant.group_heads, 0)
 
@@ -103,6 +105,7 @@ def test_groups_and_tokens(name: str, group: int, tokens: int) -> None:
     (
         "3 bits", "16 bits", "groups of 32", "K per token", "sinks and windows", "sinks beyond a page", "Kitty",
         "MixKVQ", "bf16 params", "rotated 2 bits", "rotated V", "V window longer", "K 2 V 16",
+        "stripes", "stripes, 3 and 4 bits",
     ),
 )  # fmt: skip
 def test_formats(name: str, tokens: int) -> None:

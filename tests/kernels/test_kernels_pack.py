@@ -56,7 +56,7 @@ def pack(case: Case, x: Tensor, pages: Tensor, slots: list[list[int]], mean: Ten
     mean = torch.empty(0) if mean is None else mean
     table = torch.tensor(slots, dtype=torch.int32, device=device)
     ops.pack(
-        x.to(device), pages, table, mean.to(device), list(case.transform(device)), error,
+        x.to(device), pages, table, 0, mean.to(device), list(case.transform(device)), error,
         SIDES.index(case.side), case.variant.number,
     )  # fmt: skip
     return int(error)

@@ -11,8 +11,8 @@ from kernel_oracle import GROUP_HEADS, Case, Paged, boosted, reference_pages
 from test_kernels_pack import N, assert_same, poisoned_pages, variant_of
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels import ops
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels import ops, reference
+from kvcal.kernels.operands import NOTHING, Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.packing import PackShape, append_defines, append_shape, pack_defines, pack_shape
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import Variant
@@ -66,7 +66,7 @@ def test_a_prompt_is_packed_as_the_codec_does(case: Case) -> None:
     x = case.tokens(1, 5 + 2 * 128, N).transpose(1, 2)[:, :, 5:]
     mean = torch.rand(1, N, case.dim, generator=torch.Generator().manual_seed(11)) * 3
     error, table = torch.zeros(1, dtype=torch.int32), torch.tensor([slots], dtype=torch.int32)
-    ops.launch_pack(x, pages, table, mean, case.transform("cpu"), error, case.side, case.variant)
+    ops.launch_pack(x, pages, table, 0, mean, case.transform("cpu"), error, case.side, case.variant)
     expected = reference_pages(case, codec, x[0], mean[0] if case.fmt.needs_queries else None)
     wrong = (pages[slots] != expected).nonzero()
     assert int(error) == 0 and not len(wrong), (len(wrong), wrong[:3].tolist())
@@ -110,7 +110,26 @@ class EmulatedPaged(Paged):
         ops.launch_append(k_new, v_new, q, k, v, queries, place, transform, self.error, self.variant)
 
 
+@pytest.mark.parametrize("case", [PACKED[0], PACKED[2], PACKED[5]], ids=lambda case: case.name)
+def test_chunks_of_stripes_are_packed_as_the_reference_does(case: Case) -> None:
+    """At several places of a page, over its end, and of a whole page: a page that is begun is 0 besides."""
+    case = replace(case, fmt=replace(case.fmt, stripe_tokens=16))
+    ours, theirs = (poisoned_pages(case, "cpu") for _ in range(2))
+    x, error, start = case.tokens(1, 640, N).transpose(1, 2), torch.zeros(1, dtype=torch.int32), 0
+    for stop in (16, 112, 160, 192, 496, 512, 640):
+        slots = torch.tensor([[3, 0, 6, 2, 5]], dtype=torch.int32)[:, start // 128 : -(-stop // 128)]
+        given = case.transform("cpu"), error, case.side, case.variant
+        ops.launch_pack(x[:, :, start:stop], ours, slots, start % 128, NOTHING, *given)
+        reference.pack(x[:, :, start:stop], theirs, slots, start % 128, None, *given)
+        wrong = (ours != theirs).nonzero()
+        assert int(error) == 0 and not len(wrong), (stop, len(wrong), wrong[:3].tolist())
+        start = stop
+    whole = reference_pages(case, case.codec(), x[0, :, :640], None)
+    assert torch.equal(ours[[3, 0, 6, 2, 5]], whole)
+
+
 TOKENS = Format(2, "token", 64, 4, quantizer="rotated")
+STRIPES = replace(TOKENS, recent_window=9, stripe_tokens=16)
 KITTY = boosted("query_magnitude", Tier(4, 0.125))
 
 
@@ -118,6 +137,8 @@ KITTY = boosted("query_magnitude", Tier(4, 0.125))
     ("k", "v"),
     [
         (Case("k", TOKENS, feedback=True), Case("v", TOKENS, feedback=True, gain=True)),
+        (Case("k", STRIPES, feedback=True), Case("v", replace(STRIPES, num_bits=3), feedback=True, gain=True)),
+        (Case("k", STRIPES, 64), Case("v", replace(STRIPES, num_sink_tokens=21), 64)),
         (Case("k", KITTY, 64), Case("v", replace(TOKENS, num_bits=3), 64, feedback=True)),
         (Case("k", Format(2, "channel", 32, 4, 30), 64), Case("v", Format(3, "token", 64, 4), 64)),
     ],
@@ -136,15 +157,16 @@ def test_steps_store_what_the_reference_stores(k: Case, v: Case) -> None:
     assert int(ours.error) == 0 and ours.place.lengths.tolist() == [131, 128, 131]
 
 
-def test_steps_with_drafts_store_what_the_reference_stores() -> None:
-    """Three tokens a step, of which one or three stay: a page that rejected ones completed is packed again by
-    what takes their place. The second page has no room."""
-    k, v = (Case(side, TOKENS, 64, feedback=True) for side in SIDES)
+@pytest.mark.parametrize("fmt", [TOKENS, STRIPES], ids=["pages", "stripes"])
+def test_steps_with_drafts_store_what_the_reference_stores(fmt: Format) -> None:
+    """Three tokens a step, of which one or three stay: what rejected ones completed is packed again by what takes
+    their place. The second page has no room."""
+    k, v = (Case(side, fmt, 64, feedback=True) for side in SIDES)
     variant = replace(variant_of(k, v), lookahead=2, query_tokens=3)
     ours, theirs = (kind(variant, 1, 1, "cpu", N) for kind in (EmulatedPaged, Paged))
     k_new, v_new, q = (k.tokens(1, 300, heads) for heads in (N, N + 1, N * GROUP_HEADS))
     v_new = v_new[:, :, 1:]
-    while (tokens := int(ours.place.lengths)) < 256:
+    while (tokens := int(ours.place.lengths)) < 128 + fmt.stripe_tokens:
         are_kept = tokens % 5 == 0
         step = [tokens, tokens + 1, tokens + 2] if are_kept else [tokens, 290, 291]
         for paged in (ours, theirs):

@@ -53,9 +53,10 @@ class History:
 
     def _record(self, side: Side, row: int, page: int) -> Tensor:
         """[n, record_bytes]."""
-        num_sinks, end = self.variant.format(side).num_sink_tokens, 128 * page + 127
-        tokens = [max(token, min(num_sinks, end)) for token in range(128 * page, end + 1)]
-        values = torch.stack([self.x[side][row, token] for token in tokens], dim=1)  # [n, 128, D]
+        fmt, last = self.variant.format(side), self.x[side].shape[1] - 1
+        numbers, stripe = range(128 * page, 128 * page + 128), fmt.stripe_tokens
+        tokens = [max(token, min(fmt.num_sink_tokens, token // stripe * stripe + stripe - 1)) for token in numbers]
+        values = torch.stack([self.x[side][row, min(token, last)] for token in tokens], dim=1)  # [n, 128, D]
         rescale, offset, *_ = self.paged.transform
         mean = self.query_mean(row, page) if self.variant.k.needs_queries else None
         if side == "k" and self.variant.offset:
@@ -73,7 +74,7 @@ class History:
     def read(self, side: Side, row: int, token: int, length: int) -> Tensor:
         """[n, D] fp64: a token as attention of the step at ``length`` reads it."""
         fmt, page = self.variant.format(side), token // 128
-        if token < fmt.num_sink_tokens or page >= fmt.pages_read(length):
+        if token < fmt.num_sink_tokens or token >= fmt.tokens_read(length):
             return self.x[side][row, token].double()
         return self.page(side, row, page)[:, token % 128]
 
@@ -107,7 +108,17 @@ class History:
                 records = self.paged.records(side, row)
                 for page in range(length // 128):
                     assert torch.equal(records[page], self.record(side, row, page)), (row, page)
-                assert bool((records[length // 128 :] == POISON).all())
+                begun = length // 128
+                if length % 128 // fmt.stripe_tokens:  # stripes of a page that is not complete, and zeros
+                    packed = length % 128 // fmt.stripe_tokens * fmt.stripe_tokens
+                    layout, operands = self.variant.layout(side), self.operands(side)
+                    found = layout.decode_pages(records[begun], HEADS, operands)
+                    whole = layout.decode_pages(self.record(side, row, begun), HEADS, operands)
+                    assert torch.equal(found[:, :packed], whole[:, :packed]), (row, begun)
+                    nothing = layout.decode_pages(torch.zeros_like(records[begun]), HEADS, operands)
+                    assert torch.equal(found[:, packed:], nothing[:, packed:]), (row, begun)
+                    begun += 1
+                assert bool((records[begun:] == POISON).all())
                 for token in range(max(0, length - fmt.ring_tokens()), length):
                     assert torch.equal(memory.ring[row, :, token % fmt.ring_tokens()].cpu(), self.x[side][row, token])
                 held = min(length, fmt.num_sink_tokens)
@@ -203,7 +214,7 @@ def test_what_a_prompt_packs_is_what_steps_pack(name: str) -> None:
         memory = history.paged.memory[side]
         pages, x = torch.full_like(memory.pages, POISON), history.x[side].transpose(1, 2)
         slots, transform, mean = history.paged.place.table[:, :2], list(history.paged.transform), torch.empty(0)
-        ops.pack(x, pages, slots, mean, transform, history.paged.error, number, history.variant.number)
+        ops.pack(x, pages, slots, 0, mean, transform, history.paged.error, number, history.variant.number)
         assert torch.equal(pages, memory.pages)
         out = torch.empty(2, HEADS, 256, DIM)
         ops.unpack(pages, slots, out, transform, number, history.variant.number)

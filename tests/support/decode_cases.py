@@ -27,6 +27,7 @@ from kvcal.systems.kvmix.window_rule import WindowRule
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("magnitude", (Tier(16, 1 / 64), Tier(4, 0.25)))
 ROTATED = {"quantizer": "rotated"}
+STRIPES = ROTATED | {"stripe_tokens": 16}
 EMPTY_ROOM = Boost("magnitude", (Tier(16, 1 / 32, 1e9), Tier(8, 0.25, 2.0)))
 # Of a row and head, relative, against fp64 over what the pages hold; outputs in fp32 or fp16.
 TOLERANCE = 1e-3
@@ -89,6 +90,18 @@ CASES = {
     "rotated K, groups of 32": (
         k_format(2, "token", 32, **ROTATED),
         v_format(2, 64, **ROTATED),
+    ),
+    "stripes": (
+        k_format(2, "token", **STRIPES, num_sink_tokens=8, recent_window=112),
+        v_format(2, **STRIPES, num_sink_tokens=8, recent_window=112),
+    ),
+    "stripes, 3 and 4 bits": (
+        k_format(3, "token", 64, **STRIPES, num_sink_tokens=37, recent_window=7),
+        v_format(4, 32, **STRIPES, num_sink_tokens=37, recent_window=7),
+    ),
+    "stripes, sinks beyond a page": (
+        k_format(4, "token", **STRIPES, num_sink_tokens=130),
+        v_format(3, **STRIPES, num_sink_tokens=130),
     ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }
@@ -169,22 +182,25 @@ class Case:
         shape = (table.numel(), all_heads, layout.record_bytes)
         pages = torch.full(shape, 255, dtype=torch.uint8, device=self.device)[:, own]
         for row, length in enumerate(lengths):
-            for page in range((length + 1) // PAGE_TOKENS):
-                decoded = self._packed(side, row, page, pages[int(table[row, page])])
+            for page in range(fmt.num_pages(length + 1)):
+                packed = min(PAGE_TOKENS, fmt.tokens_packed(length + 1) - PAGE_TOKENS * page)
+                decoded = self._packed(side, row, page, pages[int(table[row, page])], packed)
                 first = max(page * PAGE_TOKENS, fmt.num_sink_tokens)
-                if page < fmt.pages_read(length) and first < (page + 1) * PAGE_TOKENS:
-                    self.seen[side][row, :, first : (page + 1) * PAGE_TOKENS] = decoded[:, first % PAGE_TOKENS :]
+                stop = min((page + 1) * PAGE_TOKENS, fmt.tokens_read(length))
+                if first < stop:
+                    self.seen[side][row, :, first:stop] = decoded[:, first % PAGE_TOKENS :][:, : stop - first]
             stored = min(fmt.num_sink_tokens, length + 1)
             sinks[row, :, :stored] = x[row, :, :stored]
             recent = torch.arange(max(0, length + 1 - fmt.ring_tokens()), length + 1, device=self.device)
             ring[row, :, recent % fmt.ring_tokens()] = x[row, :, recent]
         return Memory(sinks, ring, pages)
 
-    def _packed(self, side: Side, row: int, page: int, record: Tensor) -> Tensor:
-        """The page's tokens, as they are read back; their record is written."""
+    def _packed(self, side: Side, row: int, page: int, record: Tensor, count: int) -> Tensor:
+        """The first ``count`` of the page's tokens, as they are read back; their record is written."""
         fmt, layout = self.variant.format(side), self.variant.layout(side)
-        end = (page + 1) * PAGE_TOKENS
-        tokens = torch.arange(page * PAGE_TOKENS, end, device=self.device).clamp(min=min(fmt.num_sink_tokens, end - 1))
+        tokens = torch.arange(page * PAGE_TOKENS, page * PAGE_TOKENS + count, device=self.device)
+        last = tokens // fmt.stripe_tokens * fmt.stripe_tokens + fmt.stripe_tokens - 1
+        tokens = tokens.maximum(last.clamp(max=fmt.num_sink_tokens))
         values = self.dense[side][row][:, tokens]
         if side == "k" and self.variant.offset:
             values = values.float() - self.offset[:, None]
@@ -196,8 +212,9 @@ class Case:
             decoded = layout.decode(record).double()
         else:
             operands = {"signs": self.signs[side]}
-            record.copy_(layout.encode_pages(values, operands))
-            decoded = layout.decode_pages(record, len(record), operands).double()
+            whole = count == PAGE_TOKENS
+            record.copy_(layout.encode_pages(values, operands) if whole else layout.encode_tokens(values, operands, 0))
+            decoded = layout.decode_pages(record, len(record), operands).double()[:, :count]
         if side == "k" and self.variant.rescale:
             decoded = decoded * self.rescale.double()[:, None]
         if side == "k" and self.variant.offset:

@@ -305,6 +305,14 @@ PAIRS = {
     "keys of a longer window": (Format(4, "channel", 32, 130, 128), Format(2, "token", 32, 130)),
     "window rules": (Format(3, "channel", 32, 4, window_rule=RULE), Format(4, "token", 32, 4, window_rule=PAGED)),
     "rotated": (Format(2, "token", 32, 4, 32, quantizer="rotated"), Format(3, "token", 128, 4, quantizer="rotated")),
+    "stripes": (
+        Format(2, "token", 32, 4, 32, quantizer="rotated", stripe_tokens=16),
+        Format(3, "token", 128, 4, 32, quantizer="rotated", stripe_tokens=16),
+    ),
+    "stripes of sinks": (
+        Format(4, "token", 64, 37, 7, quantizer="rotated", stripe_tokens=16),
+        Format(2, "token", 32, 37, 7, quantizer="rotated", stripe_tokens=16),
+    ),
     "rotated values": (Format(2, "channel", 32), Format(2, "token", 32, quantizer="rotated")),
     "keys of 16 bits": (RAW, Format(2, "token", 32, 33)),
     "values of 16 bits": (Format(2, "channel", 32, 33, 32), RAW),

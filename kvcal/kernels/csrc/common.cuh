@@ -243,19 +243,24 @@ KV_INLINE void kv_load_codes(const unsigned char* planes, int row, int column, u
 
 // ---- which pages are read, and where things lie
 
-// Pages that attention reads after `tokens` tokens (Format.pages_read). read_at: token count from which each page is
-// read, for a window that moves with the text; 0 without one. Such a window is at most `ring` - 128 tokens: few entries
-// are left to look at.
-KV_INLINE int kv_pages(int tokens, int window, int ring, const int* read_at, int length) {
-    if (read_at == nullptr) {
-        return kv_max(0, tokens - window) / KV_PAGE_TOKENS;
-    }
+// Pages that attention reads after `tokens` tokens where the window moves with the text (Format.pages_read). read_at:
+// token count from which each page is read. Such a window is at most `ring` - 128 tokens: few entries are left to look
+// at.
+KV_INLINE int kv_pages(int tokens, int ring, const int* read_at, int length) {
     int pages = kv_max(0, tokens - (ring - KV_PAGE_TOKENS)) / KV_PAGE_TOKENS;
     int most = kv_min(tokens / KV_PAGE_TOKENS, length);
     while (pages < most && read_at[pages] <= tokens) {
         ++pages;
     }
     return pages;
+}
+
+// Tokens that attention reads from pages after `tokens` tokens (Format.tokens_read): whole stripes.
+KV_INLINE int kv_tokens_read(int tokens, int window, int ring, int stripe, const int* read_at, int length) {
+    if (read_at == nullptr) {
+        return kv_max(0, tokens - window) / stripe * stripe;
+    }
+    return KV_PAGE_TOKENS * kv_pages(tokens, ring, read_at, length);
 }
 
 // The row of sinks and ring of a sequence: with RING_ROWS from a table of rows, else sequences follow one another.

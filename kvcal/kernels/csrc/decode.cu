@@ -69,23 +69,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const i64 q_token = 0;
 #endif
     const Args a = {q, q_row, q_head, q_token, heads, k_rescale, k_offset, s_aux, parts, counters, out};
-    // Pages that are read after so many tokens.
-    auto k_pages_behind = [&](int tokens) {
-        return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
+    // Tokens that are read from pages after so many.
+    const int in_pages = (int)table_width * PAGE;
+    auto k_read_behind = [&](int tokens) {
+        return WHOLE_RING ? 0 : min(in_pages, kv_tokens_read(tokens, K_WINDOW, K_RING, K_STRIPE, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
     };
-    auto v_pages_behind = [&](int tokens) {
-        return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, V_WINDOW, V_RING, HAS_WINDOW_RULE ? v_read_at : nullptr, (int)v_events));
+    auto v_read_behind = [&](int tokens) {
+        return WHOLE_RING ? 0 : min(in_pages, kv_tokens_read(tokens, V_WINDOW, V_RING, V_STRIPE, HAS_WINDOW_RULE ? v_read_at : nullptr, (int)v_events));
     };
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int per_row = (int)(heads * PASSES);
     if (warp == 0) {
         // Beyond what was allocated nothing is read, whatever the lengths say (`append` reports it).
-        const int room = WHOLE_RING ? 1 + K_RING : (int)table_width * PAGE + min(K_RING, V_RING);
+        const int room = WHOLE_RING ? 1 + K_RING : in_pages + min(K_RING, V_RING);
         int total = 0, of_first = 0;
         for (int from = 0; from < rows; from += 32) {
             int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - QUERY_TOKENS) : 0;
             const int last = tokens + QUERY_TOKENS - 1;
-            if (row < rows) count = Cut(K_LEADS ? k_pages_behind(last) : 0, v_pages_behind(last), v_pages_behind(tokens)).units(last + 1);
+            if (row < rows) count = Cut(K_LEADS ? k_read_behind(last) : 0, v_read_behind(last), v_read_behind(tokens)).units(last + 1);
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) { int other = __shfl_up_sync(0xffffffffu, count, step); if (lane >= step) count += other; }
             if (row < rows) { shared.units[row] = total + count; shared.lengths[row] = tokens; }
@@ -126,13 +127,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         const int head_index = in_row / PASSES, pass = in_row % PASSES;
         const int before = shared.lengths[row], before_last = before + QUERY_TOKENS - 1, stored = kv_row_of(ring_rows, row);
+        const int k_read = k_read_behind(before_last), v_read = v_read_behind(before_last);
         const Head head = {k_sinks + kv_row_start(stored, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
                            k_ring + kv_row_start(stored, k_ring_row) + (i64)head_index * (K_RING * DIM),
                            v_sinks + kv_row_start(stored, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
                            v_ring + kv_row_start(stored, v_ring_row) + (i64)head_index * (V_RING * DIM),
                            k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
-                           table + row * table_row, k_pages_behind(before_last), v_pages_behind(before_last), before_last + 1};
-        const Cut cut(head.num_k_pages, head.num_v_pages, QUERY_TOKENS > 1 ? v_pages_behind(before) : head.num_v_pages);
+                           table + row * table_row, kv_ceil_div(k_read, PAGE), kv_ceil_div(v_read, PAGE), before_last + 1};
+        const Cut cut(k_read, v_read, QUERY_TOKENS > 1 ? v_read_behind(before) : v_read);
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 
         // Units first + warp, + WARPS, ...: pages, then what is not packed. The next record is on its way while one is in work.
@@ -178,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #if QUERY_TOKENS > 1
         if (thread < HEADS) {
             const int tokens = before + min((pass * HEADS + (int)thread) / TOKEN_HEADS, QUERY_TOKENS - 1);
-            shared.seen_from[thread] = V_PACKED ? v_pages_behind(tokens) * PAGE : 0;
+            shared.seen_from[thread] = V_PACKED ? v_read_behind(tokens) : 0;
             shared.seen_to[thread] = tokens + 1;
-            shared.packed_keys[thread] = k_pages_behind(tokens) * PAGE;
+            shared.packed_keys[thread] = k_read_behind(tokens);
         }
-        if (thread == 0) { shared.shared_pages = v_pages_behind(before); shared.shared_key_pages = k_pages_behind(before); }
+        if (thread == 0) { shared.shared_pages = v_read_behind(before) / PAGE; shared.shared_key_pages = k_read_behind(before) / PAGE; }
 #endif
         if (thread == WARPS * 32 - 1) {
             shared.virtual_head = row * per_row + in_row;
@@ -219,8 +221,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                     for (int i = 0; i < (WIDE ? PAGE / 8 : kv_ceil_div(BASE % PAGE, 8)); i++)
                         if (score_token(i) + lane_token(lane) < BASE % PAGE) s[n][i] = -INFINITY;
             }
+#if HAS_STRIPES && QUERY_TOKENS == 1
+            if ((page + 1) * PAGE > cut.start) {  // tokens that are read in the ring, or not there yet
+                const int seen = cut.start - page * PAGE - lane_token(lane);
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+                    for (int i = 0; i < PAGE / 8; i++)
+                        if (score_token(i) >= seen) s[n][i] = -INFINITY;
+            }
+#endif
             cap(s, softcap);
-#if QUERY_TOKENS > 1
+#if HAS_STRIPES && QUERY_TOKENS > 1
+            if (page >= shared.shared_pages)
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++) {
+                    const int seen = shared.seen_from[4 * n + (lane & 3)] - page * PAGE - lane_token(lane);
+#pragma unroll
+                    for (int i = 0; i < PAGE / 8; i++)
+                        if (score_token(i) >= seen) s[n][i] = UNSEEN;
+                }
+#elif QUERY_TOKENS > 1
             if (page >= shared.shared_pages)
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++)

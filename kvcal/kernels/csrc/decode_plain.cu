@@ -200,19 +200,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
         const int last = (int)min((long long)tiles, first + end - position), head = in_row / PASSES;
         const int tokens = shared.lengths[row], num_tokens = tokens + 1;
         const long long virtual_head = (long long)row * per_row + in_row;
-        const int width = WHOLE_RING ? 0 : (int)table_width, stored = kv_row_of(ring_rows, row);
+        const int width = WHOLE_RING ? 0 : (int)table_width * KV_PAGE_TOKENS, stored = kv_row_of(ring_rows, row);
         const Head keys = {
             k_sinks + kv_row_start(stored, k_sink_row) + (long long)head * (Keys::sinks * DIM),
             k_ring + kv_row_start(stored, k_ring_row) + (long long)head * (Keys::ring * DIM),
-            min(width, kv_pages(tokens, Keys::window, Keys::ring, k_read_at, (int)k_events))};
+            min(width, kv_tokens_read(tokens, Keys::window, Keys::ring, Keys::stripe, k_read_at, (int)k_events))};
         const Head values = {
             v_sinks + kv_row_start(stored, v_sink_row) + (long long)head * (Values::sinks * DIM),
             v_ring + kv_row_start(stored, v_ring_row) + (long long)head * (Values::ring * DIM),
-            min(width, kv_pages(tokens, Values::window, Values::ring, v_read_at, (int)v_events))};
+            min(width, kv_tokens_read(tokens, Values::window, Values::ring, Values::stripe, v_read_at, (int)v_events))};
         // Of the page that a tile lies in, if one is read.
         auto slot_of = [&](int tile) {
             const int page = tile * TOKENS / KV_PAGE_TOKENS;
-            const bool is_read = tile < last && page < max(keys.num_pages, values.num_pages);
+            const bool is_read = tile < last && tile * TOKENS < max(keys.read, values.read);
             return is_read ? table[row * table_row + page] : 0;
         };
 

@@ -37,6 +37,9 @@
 #define TOKEN_PARAMETERS
 #endif
 
+constexpr int STRIPE = Keys::stripe;  // tokens that are packed together
+static_assert(STRIPE == Values::stripe && STRIPE % 16 == 0 && KV_PAGE_TOKENS % STRIPE == 0, "alike on both sides");
+
 // One side of a head range: the new tokens of every sequence, its memory, and what its pages need.
 struct Store {
     const unsigned short* incoming;
@@ -59,9 +62,12 @@ struct Step {
     const float *rescale, *offset;
     int* error;
 
-    KV_INLINE bool completes_page(int sequence) const {
-        return lengths[sequence] % KV_PAGE_TOKENS >= KV_PAGE_TOKENS - QUERY_TOKENS;
+    // Whether the step completes a stripe, or a page where these are packed whole.
+    KV_INLINE bool completes_stripe(int sequence) const {
+        return lengths[sequence] % STRIPE >= STRIPE - QUERY_TOKENS;
     }
+    // The first token of the stripe that the next token lies in, within its page.
+    KV_INLINE int stripe_start(int sequence) const { return lengths[sequence] % KV_PAGE_TOKENS / STRIPE * STRIPE; }
 };
 
 template <class S>
@@ -100,10 +106,10 @@ KV_INLINE unsigned char* record_of(const Store& store, const Step& step, int seq
 template <class S>
 KV_INLINE Source source_of(const Store& store, const Step& step, int sequence, int head) {
     const int stored = step.lengths[sequence], first = stored / KV_PAGE_TOKENS * KV_PAGE_TOKENS;
-    // Sinks do not stretch the page's ranges.
+    // Sinks do not stretch the ranges of what is packed.
     return Source{
         ring_of<S>(store, step, sequence, head), S::dim, step.rescale + head * S::dim, step.offset + head * S::dim,
-        S::ring, first, kv_min(S::sinks, first + KV_PAGE_TOKENS - 1), store.feedback + head * FACTOR<S>, store.signs,
+        S::ring, first, kv_min(S::sinks, first + step.stripe_start(sequence) + STRIPE - 1), store.feedback + head * FACTOR<S>, store.signs,
         store.incoming + sequence * store.row_stride + head * store.head_stride, store.token_stride, stored};
 }
 
@@ -130,7 +136,7 @@ KV_INLINE void append_page(
         }
         __syncthreads();
     }
-    if (!step.completes_page(sequence)) {
+    if (!step.completes_stripe(sequence)) {
         return;
     }
     if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
@@ -153,14 +159,14 @@ KV_INLINE void append_page(
 
 #if PART_TOKENS
 
-// Finds the sequences that complete a page. All lanes of a warp ask.
+// Finds the sequences that complete a stripe. All lanes of a warp ask.
 struct Completed {
     const Step& step;
 
     // Which of 32 sequences from the first on.
     KV_INLINE unsigned of(int first) const {
         const int sequence = first + threadIdx.x % 32;
-        return __ballot_sync(0xffffffffu, sequence < step.sequences && step.completes_page(sequence));
+        return __ballot_sync(0xffffffffu, sequence < step.sequences && step.completes_stripe(sequence));
     }
 
     KV_INLINE int count() const {
@@ -189,11 +195,16 @@ struct Completed {
 
 template <class S>
 KV_INLINE void append_part(
-    const Store& store, const Step& step, void* memory, int sequence, int head, int first, int count) {
+    const Store& store, const Step& step, void* memory, int sequence, int head, const Tokens& tokens) {
     if constexpr (S::is_rotated) {
         if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
             const Source source = source_of<S>(store, step, sequence, head);
-            pack_part<S>(source, *(PartScratch<S>*)memory, record, first, count, step.error);
+            if (STRIPE < KV_PAGE_TOKENS && tokens.begin == 0) {  // nothing is read of what was there before
+                for (int i = threadIdx.x; i < S::record / 16; i += THREADS) {
+                    ((uint4*)record)[i] = make_uint4(0, 0, 0, 0);
+                }
+            }
+            pack_part<S>(source, *(PartScratch<S>*)memory, record, tokens, step.error);
             __syncthreads();
         }
     }
@@ -202,8 +213,8 @@ KV_INLINE void append_part(
 #endif
 
 // Any number of blocks, but where pages of a side are packed whole, one for every sequence, head and side. Stores the new
-// tokens of B sequences and n heads, and packs the pages that they complete; the ring has room for the page and the tokens
-// after it. New tokens of a page are read where they come from: no block waits for another.
+// tokens of B sequences and n heads, and packs the stripes or pages that they complete; the ring has room for these and the
+// tokens after them. New tokens of a page are read where they come from: no block waits for another.
 //   k_new, v_new  [B, QUERY_TOKENS, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it
@@ -269,19 +280,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const Completed completed{step};
     const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
     const int pages = completed.count() * of_sequence;
-    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does.
-    int parts = KV_PAGE_TOKENS / PART_TOKENS;
-    while (parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
+    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does. Stripes have a
+    // block each.
+    int parts = STRIPE < KV_PAGE_TOKENS ? 1 : KV_PAGE_TOKENS / PART_TOKENS;
+    while (STRIPE == KV_PAGE_TOKENS && parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
         parts *= 2;
     }
-    const int count = KV_PAGE_TOKENS / parts;
+    const int count = STRIPE < KV_PAGE_TOKENS ? 32 : KV_PAGE_TOKENS / parts;
     for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
-        const int page = unit / parts, first = unit % parts * count;
-        const int sequence = completed.number(page / of_sequence), item = page % of_sequence, head = item % step.heads;
+        const int page = unit / parts, sequence = completed.number(page / of_sequence);
+        const int item = page % of_sequence, head = item % step.heads;
+        const int first = STRIPE < KV_PAGE_TOKENS ? step.stripe_start(sequence) : unit % parts * count;
+        const Tokens tokens{first, count, first, first + kv_min(count, STRIPE)};
         if (Keys::is_rotated && item < step.heads) {
-            append_part<Keys>(k, step, memory, sequence, head, first, count);
+            append_part<Keys>(k, step, memory, sequence, head, tokens);
         } else {
-            append_part<Values>(v, step, memory, sequence, head, first, count);
+            append_part<Values>(v, step, memory, sequence, head, tokens);
         }
     }
 #endif
@@ -298,7 +312,7 @@ typedef Values Packed;
 #endif
 
 // Grid (pages P, or their parts; n heads, b sequences).
-//   x            [b, n, 128 P, D] in DTYPE, by strides in elements
+//   x            [b, n, T, D] in DTYPE, by strides in elements: tokens `begin` to `end` - 1, as the first page counts them
 //   pages        records of the n heads of a slot side by side
 //   slots        [b, P] int32, rows slot_stride elements apart
 //   rescale, offset  fp32 [n, D] of these heads, or 0; k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], or 0
@@ -309,19 +323,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(
     const unsigned short* x, long long row_stride, long long head_stride, long long token_stride, unsigned char* pages,
     long long page_stride, const int* slots, long long slot_stride, const float* rescale,
     const float* offset, const unsigned short* k_feedback, const unsigned short* v_feedback, const signed char* k_signs,
-    const signed char* v_signs, const float* query_mean, int* error) {
+    const signed char* v_signs, const float* query_mean, int* error, long long begin, long long end) {
     SHARED_MEMORY(sizeof(Scratch<Packed>))
     constexpr int PARTS = PART_TOKENS ? KV_PAGE_TOKENS / kv_max(PART_TOKENS, 1) : 1;
     const int page = blockIdx.x / PARTS, head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
-    const long long first_token = (long long)page * KV_PAGE_TOKENS, slot = slots[row * slot_stride + page];
+    const long long first_token = (long long)page * KV_PAGE_TOKENS - begin, slot = slots[row * slot_stride + page];
     const Source source{
         x + row * row_stride + head * head_stride + first_token * token_stride, token_stride,
         rescale + head * Packed::dim, offset + head * Packed::dim, 0, 0, 0,
         (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>, SIDE == 0 ? k_signs : v_signs};
     unsigned char* record = pages + slot * page_stride + head * Packed::record;
 #if PART_TOKENS
-    pack_part<Packed>(
-        source, *(PartScratch<Packed>*)memory, record, blockIdx.x % PARTS * PART_TOKENS, PART_TOKENS, error);
+    const int first = blockIdx.x % PARTS * PART_TOKENS, before = (int)page * KV_PAGE_TOKENS;
+    const Tokens tokens{
+        first, PART_TOKENS, kv_max(first, (int)begin - before), kv_min(first + PART_TOKENS, (int)end - before)};
+    if (tokens.begin < tokens.end) {
+        pack_part<Packed>(source, *(PartScratch<Packed>*)memory, record, tokens, error);
+    }
 #else
     const float* query = query_mean + ((long long)row * heads + head) * Packed::dim;
     pack_page<Packed>(source, *(Scratch<Packed>*)memory, record, query, 1.0f, error);

@@ -1,5 +1,6 @@
 // Rotated pages (kvcal/systems/basis/rotated.py), of which every token has scales of its own: a block packs
-// some of a page's 128 tokens, and parts need nothing of each other.
+// some of a page's 128 tokens, and parts need nothing of each other. So pages need not be complete: stripes of 16 tokens
+// have whole bytes of a record, and are packed as they come. A warp packs 32 tokens, half of which are then copies.
 
 #include "feedback.cuh"
 #include "hadamard.cuh"
@@ -116,11 +117,19 @@ KV_INLINE void round_part(PartScratch<S>& scratch, int count) {
     }
 }
 
+// The tokens of a page that a block packs: `count` from `first` on, 32 or a multiple, of which those from `begin` to `end`
+// - 1 are there and are stored, whole stripes.
+struct Tokens {
+    int first, count, begin, end;
+
+    KV_INLINE bool are_there(int token) const { return first + token >= begin && first + token < end; }
+};
+
 // Which candidate of every token costs least, the first of equals; and the scales, to the record.
 template <class S>
-KV_INLINE void choose_scales(PartScratch<S>& scratch, unsigned char* record, int first, int count) {
+KV_INLINE void choose_scales(PartScratch<S>& scratch, unsigned char* record, const Tokens& tokens) {
 #pragma unroll 1
-    for (int token = threadIdx.x; token < count; token += THREADS) {
+    for (int token = threadIdx.x; token < tokens.count; token += THREADS) {
         int chosen = 0;
         if constexpr (S::has_feedback) {
             float least = scratch.cost[chain_of(token, 0)];
@@ -132,8 +141,8 @@ KV_INLINE void choose_scales(PartScratch<S>& scratch, unsigned char* record, int
             }
         }
         scratch.chain[token] = S::has_feedback ? chain_of(token, chosen) : token;
-        for (int group = 0; group < Part<S>::groups; ++group) {
-            record[S::scale + group * KV_PAGE_TOKENS + first + token] =
+        for (int group = 0; tokens.are_there(token) && group < Part<S>::groups; ++group) {
+            record[S::scale + group * KV_PAGE_TOKENS + tokens.first + token] =
                 (unsigned char)(scratch.lowest[group * Part<S>::tokens + token] + chosen);
         }
     }
@@ -141,12 +150,15 @@ KV_INLINE void choose_scales(PartScratch<S>& scratch, unsigned char* record, int
 
 // The codes of the chains that were chosen, to the planes of the record.
 template <class S>
-KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, int first, int count) {
+KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, const Tokens& tokens) {
     constexpr int ROWS = Page<S>::rows, COLUMNS = Page<S>::columns, CHAINS = Part<S>::chains, WORDS = Part<S>::words;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count * Part<S>::blocks; i += THREADS) {
+    for (int i = threadIdx.x; i < tokens.count * Part<S>::blocks; i += THREADS) {
         const int block = i / 32 % Part<S>::blocks, token = i / 32 / Part<S>::blocks * 32 + i % 32;  // of keys
         const int channel = i % Page<S>::padded, column = i / Page<S>::padded * BLOCK;               // of values
+        if (S::stripe < KV_PAGE_TOKENS && !tokens.are_there(S::side == 0 ? token : column)) {
+            continue;
+        }
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
             const bool is_pair = word < S::bits / 2;
@@ -162,8 +174,8 @@ KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, 
                                      : (of_token >> channel % BLOCK & 1) << k;
                 }
             }
-            const int at_row = S::side == 0 ? first + token : channel;
-            const int at_column = S::side == 0 ? block * BLOCK : first + column;
+            const int at_row = S::side == 0 ? tokens.first + token : channel;
+            const int at_column = S::side == 0 ? block * BLOCK : tokens.first + column;
             unsigned char* plane = record + word * kv_plane_bytes(ROWS, COLUMNS, 2);
             if (is_pair) {
                 kv_store_unit<ROWS, COLUMNS, 2>(plane, at_row, at_column, codes);
@@ -174,16 +186,17 @@ KV_INLINE void store_part(const PartScratch<S>& scratch, unsigned char* record, 
     }
 }
 
-// `count` tokens of a page, 32 or a multiple, from `first` on, by the whole block.
+// These tokens of a page, by the whole block.
 template <class S>
 KV_INLINE void pack_part(
-    const Source& source, PartScratch<S>& scratch, unsigned char* record, int first, int count, int* error) {
+    const Source& source, PartScratch<S>& scratch, unsigned char* record, const Tokens& tokens, int* error) {
+    const int count = tokens.count;
     static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than a part takes");
     const Turn<S, 8> turn(source);
     if constexpr (S::has_feedback) {
         fetch_factor<S>(source.feedback, scratch);
     }
-    copy_tokens<S>(scratch.tile, Part<S>::stride, source, first, count);
+    copy_tokens<S>(scratch.tile, Part<S>::stride, source, tokens.first, count, tokens.begin, tokens.end);
     __syncthreads();
     if constexpr (S::has_feedback) {
         order_factor<S>(scratch);
@@ -198,7 +211,7 @@ KV_INLINE void pack_part(
         round_part<S>(scratch, count);
     }
     __syncthreads();
-    choose_scales<S>(scratch, record, first, count);
+    choose_scales<S>(scratch, record, tokens);
     __syncthreads();
-    store_part<S>(scratch, record, first, count);
+    store_part<S>(scratch, record, tokens);
 }

@@ -1,7 +1,8 @@
 // A tile, the next 32 tokens of a head, as fp32 in shared memory: whatever they are stored as.
 //
-// Tiles begin at every 32nd token of the sequence. So a tile lies in one page, or in none, and a page's 16 codes of a
-// channel of values, which lie together, in one tile; sinks among its tokens then take the place of what was decoded.
+// Tiles begin at every 32nd token of the sequence. So a tile lies in one page, and the first tokens of it, a multiple of
+// 16, are read there, all or none unless pages are packed in stripes. A page's 16 codes of a
+// channel of values, which lie together, lie in one tile; sinks among its tokens then take the place of what was decoded.
 // Codes of keys lie together by channels, and every token is found by itself.
 
 #include "stored.cuh"
@@ -15,17 +16,17 @@ constexpr int PADDED = Page<Keys>::padded, UNITS = PADDED / 16;
 constexpr int STRIDE = PADDED + 4;
 static_assert(DIM % 8 == 0 && DIM == Values::dim, "tokens are loaded 8 channels at a time");
 
-// What one sequence and head stores of one side next to its pages, and how many of these are read.
+// What one sequence and head stores of one side next to its pages, and how many tokens are read from these.
 struct Head {
     const unsigned short* sinks;
     const unsigned short* ring;
-    int num_pages;
+    int read;
 };
 
 // Whether a token is read from a page of codes.
 template <class S>
 KV_INLINE bool is_coded(const Head& head, int token) {
-    return !Page<S>::is_raw && token >= S::sinks && token / KV_PAGE_TOKENS < head.num_pages;
+    return !Page<S>::is_raw && token >= S::sinks && token < head.read;
 }
 
 // A token that is stored as it is: a sink, in a page of 16 bits, or in the ring, all of which a sliding window reads
@@ -35,7 +36,7 @@ KV_INLINE const unsigned short* token_of(const Head& head, const unsigned char* 
     if (token < S::sinks) {
         return head.sinks + token * S::dim;
     }
-    if (Page<S>::is_raw && token / KV_PAGE_TOKENS < head.num_pages) {
+    if (Page<S>::is_raw && token < head.read) {
         return (const unsigned short*)record + token % KV_PAGE_TOKENS * S::dim;
     }
     return head.ring + (WHOLE_RING ? token - 1 : token % S::ring) * S::dim;
@@ -221,8 +222,9 @@ template <class S>
 KV_INLINE void load_value_tile(
     float* tile, const Head& head, const unsigned char* record, int first, int num_tokens) {
     if constexpr (!Page<S>::is_raw) {
-        if (is_coded<S>(head, first + TOKENS - 1)) {
-            for (int i = threadIdx.x; i < TOKENS / 16 * S::dim; i += THREADS) {
+        const int coded = kv_min(TOKENS, head.read - first);
+        if (coded > 0 && first + TOKENS > S::sinks) {
+            for (int i = threadIdx.x; i < coded / 16 * S::dim; i += THREADS) {
                 const int channel = i % S::dim, row = i / S::dim * 16;
                 const int column = first % KV_PAGE_TOKENS + row;
                 const int place = channel / S::group * Page<S>::others + column;
@@ -247,6 +249,10 @@ KV_INLINE void load_value_tile(
             }
             if (first < S::sinks) {
                 copy_values<S>(tile, head, record, first, S::sinks, num_tokens);
+            }
+            if constexpr (S::stripe < KV_PAGE_TOKENS) {
+                const int rest = kv_max(first + coded, S::sinks);
+                copy_values<S>(tile + (rest - first) * STRIDE, head, record, rest, first + TOKENS, num_tokens);
             }
             return;
         }

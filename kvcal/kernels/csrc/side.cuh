@@ -47,7 +47,7 @@ struct Tier {
 struct Keys {
     static constexpr int side = 0, dim = K_DIM, bits = K_BITS, axis = K_AXIS, group = K_GROUP, param = K_PARAM;
     static constexpr int record = K_RECORD, scale = K_SCALE, zero = K_ZERO;
-    static constexpr int sinks = K_SINKS, window = K_WINDOW, ring = K_RING;
+    static constexpr int sinks = K_SINKS, window = K_WINDOW, ring = K_RING, stripe = K_STRIPE;
     static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
     static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
     static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET, has_feedback = K_FEEDBACK && bits != RAW_BITS;
@@ -81,7 +81,7 @@ struct Keys {
 struct Values {
     static constexpr int side = 1, dim = V_DIM, bits = V_BITS, axis = V_AXIS, group = V_GROUP, param = V_PARAM;
     static constexpr int record = V_RECORD, scale = V_SCALE, zero = V_ZERO;
-    static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING;
+    static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING, stripe = V_STRIPE;
     static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
     static constexpr bool has_rescale = false, has_offset = false, has_feedback = V_FEEDBACK && bits != RAW_BITS;
     static constexpr bool has_gain = V_GAIN && bits != RAW_BITS;
@@ -153,14 +153,17 @@ struct Source {
     }
 };
 
-// Copies `count` tokens of a page from `first` on, `stride` elements from one to the next, 16 bytes a thread.
+// Copies `count` tokens of a page from `first` on, `stride` elements from one to the next, 16 bytes a thread. In place of
+// tokens before `begin`, and from `end` on, come the nearest of the others.
 template <class S>
-KV_INLINE void copy_tokens(unsigned short* to, int stride, const Source& source, int first, int count) {
+KV_INLINE void copy_tokens(
+    unsigned short* to, int stride, const Source& source, int first, int count, int begin = 0,
+    int end = KV_PAGE_TOKENS) {
     constexpr int LOADS = S::dim / 8;
 #pragma unroll 4
     for (int i = threadIdx.x; i < count * LOADS; i += THREADS) {
         const int token = i / LOADS, load = i % LOADS;
-        ((uint4*)(to + token * stride))[load] = ((const uint4*)source.at(first + token))[load];
+        ((uint4*)(to + token * stride))[load] = ((const uint4*)source.at(kv_min(kv_max(first + token, begin), end - 1)))[load];
     }
 }
 

@@ -23,17 +23,17 @@ GROWTH = 256
 
 
 class DecodedLayer(PagedLayer):
-    """``dense`` [B, N, >= columns, D] of a side; ``pages``: of every sequence that are in it, of a side, and
-    at how many bits."""
+    """``dense`` [B, N, >= columns, D] of a side; ``paged``: how many tokens of every sequence it has from pages,
+    of a side, and of how many bits these are."""
 
     def __init__(self, plan: LayerPlan, state: PlanState) -> None:
         super().__init__(plan, state)
         self.dense: dict[Side, Tensor] = {}
-        self.pages: dict[Side, tuple[list[int], int]] = {}
+        self.paged: dict[Side, tuple[list[int], int]] = {}
 
     def forget(self) -> None:
         """Decode all pages anew with the next update."""
-        self.dense, self.pages = {}, {}
+        self.dense, self.paged = {}, {}
 
     def is_served(self, device: torch.device) -> bool:
         """Every token is read from the copy."""
@@ -66,12 +66,12 @@ class DecodedLayer(PagedLayer):
         return old is None
 
     def _refresh(self, side: Side, rows: Rows, columns: int, is_new: bool) -> None:
-        """Take in the pages that have come to be read since; all, and what is not in pages, where the copy is
+        """Take in the stripes that have come to be read since; all, and what is not in pages, where the copy is
         new or pages have other bits."""
         part = self.sides[side]
-        counts = [part.format.pages_read(length) for length in rows.lengths(columns)]
-        before, bits = self.pages.get(side, ([0] * rows.batch, part.num_bits))
-        self.pages[side] = counts, part.num_bits
+        counts = [part.format.tokens_read(length) for length in rows.lengths(columns)]
+        before, bits = self.paged.get(side, ([0] * rows.batch, part.num_bits))
+        self.paged[side] = counts, part.num_bits
         is_stale = is_new or bits != part.num_bits
         has_more = [is_stale or old != new for old, new in zip(before, counts, strict=True)]
         changed = [block for block in rows.blocks if has_more[block.rows.start]]

@@ -1,8 +1,8 @@
 """A full-attention layer as dense tensors, for measuring plans: what a ``PagedLayer`` gives, bit for bit,
 without records, tables and byte counts, which take the host longer than the layer takes a GPU.
 
-Tokens stay exact until attention comes to read their page. Then the page is encoded, decoded and written over
-them. By then pages of other layers are due, too, and of other caches that are fed the same chunks: those that
+Tokens stay exact until attention comes to read their page, or stripe. Then it is encoded, decoded and written
+over them. By then pages of other layers are due, too, and of other caches that are fed the same chunks: those that
 are stored alike go through one call of the codec (``UnreadPages``). A page that is never read is never
 encoded, whatever it holds.
 """
@@ -47,7 +47,7 @@ class UnreadPages:
         for layer in filter(None, (held() for held in self._layers)):
             for page in layer.take_due(num_tokens):
                 tokens = page.tokens
-                kind = page.number, page.part.codec.kind, len(tokens), tokens.dtype, tokens.device
+                kind = page.first, page.part.codec.kind, tokens.shape, tokens.dtype, tokens.device
                 alike.setdefault(kind, []).append(page)
         for pages in alike.values():
             tokens = pages[0].tokens
@@ -62,25 +62,28 @@ def values_at_once(device: torch.device) -> int:
 
 
 class _Page(NamedTuple):
-    """Page ``number`` of each of B sequences; ``tokens`` [B, n, 128, D]: where they lie."""
+    """A page, or stripes of one, of each of B sequences; ``tokens`` [B, n, T, D], the ``first`` and those after it:
+    where they lie."""
 
     part: _Part
-    number: int
+    first: int
     tokens: Tensor
 
 
 def _read_back(pages: Sequence[_Page]) -> None:
     """Write pages of one kind over their tokens, but for sinks."""
-    number, rows = pages[0].number, len(pages[0].tokens)
+    (_, first, some), number = pages[0], pages[0].first // PAGE_TOKENS
+    rows, count = len(some), some.shape[2]
     codec = PageCodec.joined([page.part.codec for page in pages], rows)
     fmt, cache_dtype = codec.format, CACHE_DTYPES[codec.cache_dtype]
-    tokens = torch.cat([without_sinks(page.tokens, fmt.num_sink_tokens, number) for page in pages]).to(cache_dtype)
+    given = [without_sinks(page.tokens, fmt.num_sink_tokens, first, fmt.stripe_tokens) for page in pages]
+    tokens = torch.cat(given).to(cache_dtype)
     mean = torch.cat([page.part.query_means.pop(number) for page in pages]) if fmt.needs_queries else None
     ordinals = torch.full((len(tokens),), number, device=tokens.device)
     at_once = ENCODE_PAGES if len(pages) == 1 else len(tokens)
     records = codec.encode(tokens, ordinals, fmt.num_bits, mean, at_once=at_once)
-    decoded = codec.restore(codec.decode(records, fmt.num_bits), ordinals, fmt.num_bits)
-    sinks = min(PAGE_TOKENS, max(0, fmt.num_sink_tokens - PAGE_TOKENS * number))
+    decoded = codec.restore(codec.decode(records, fmt.num_bits), ordinals, fmt.num_bits)[:, :, :count]
+    sinks = min(count, max(0, fmt.num_sink_tokens - first))
     for page, found in zip(pages, decoded.split(rows), strict=True):
         page.tokens[:, :, sinks:] = found[:, :, sinks:]
 
@@ -96,14 +99,15 @@ class _Part:
         self.query_means: dict[int, Tensor] = {}
 
     def is_behind(self, num_tokens: int) -> bool:
-        """Whether attention reads a page of ``num_tokens`` tokens that was not read back."""
-        return self.codec.format.pages_read(num_tokens) > self._num_read
+        """Whether attention reads what was not read back of a page, of ``num_tokens`` tokens."""
+        return self.codec.format.tokens_read(num_tokens) > self._num_read
 
     def take_due(self, num_tokens: int, dense_BNSD: Tensor) -> Iterator[_Page]:
-        first, self._num_read = self._num_read, self.codec.format.pages_read(num_tokens)
-        for number in range(first, self._num_read):
-            begin = PAGE_TOKENS * number
-            yield _Page(self, number, dense_BNSD[:, :, begin : begin + PAGE_TOKENS])
+        first, self._num_read = self._num_read, self.codec.format.tokens_read(num_tokens)
+        while first < self._num_read:
+            stop = min(self._num_read, first - first % PAGE_TOKENS + PAGE_TOKENS)
+            yield _Page(self, first, dense_BNSD[:, :, first:stop])
+            first = stop
 
     def observe(self, num_tokens: int, num_new: int, query_sum: Tensor) -> None:
         """Take ``query_sum`` [B, n, D], the sum of |q| over the ``num_new`` last of ``num_tokens`` tokens."""

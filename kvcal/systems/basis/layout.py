@@ -34,6 +34,10 @@ class Format(PlainFormat):
         return [ROTATED_PAGES] if self.quantizer == ROTATED else super().ways()
 
     @property
+    def packs_by_token(self) -> bool:
+        return self.quantizer == ROTATED or super().packs_by_token
+
+    @property
     def kind(self) -> str:
         return ROTATED if self.quantizer == ROTATED else super().kind
 

@@ -23,6 +23,7 @@ would spread over the head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,7 +32,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.error_feedback import factor_gains, factor_weights, round_with_feedback
 from kvcal.pages.hadamard import random_signs, rotate, unrotate
-from kvcal.pages.layout_protocol import PARAM_DTYPES, double_bits, require_finite, sum_by_halves
+from kvcal.pages.layout_protocol import PAGE_TOKENS, PARAM_DTYPES, double_bits, require_finite, sum_by_halves
 from kvcal.pages.uniform import UniformLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 
@@ -81,6 +82,9 @@ class RotatedLayout(UniformLayout):
         return random_signs(self.head_dim, seed)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.encode_tokens(x, operands, 0)
+
+    def encode_tokens(self, x: Tensor, operands: Mapping[str, Tensor], first: int) -> Tensor:
         factor = operands.get("feedback")
         if factor is not None and (gain := factor_gains(factor, self.head_dim)).numel():
             x = x.float() * gain.unsqueeze(1)
@@ -92,7 +96,17 @@ class RotatedLayout(UniformLayout):
             codes = steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
         else:
             codes, scale_bits = self._searched(rotated, scale_bits, factor)
-        scale = scale_bits.to(torch.uint8).view(PARAM_DTYPES[SCALE_DTYPE])
+        return self._records(codes, scale_bits.to(torch.uint8), first)
+
+    def token_bytes(self, first: int, stop: int) -> Tensor:
+        return _token_bytes(self, first, stop)
+
+    def _records(self, codes: Tensor, scale_bits: Tensor, first: int) -> Tensor:
+        """Records of codes [..., T, D] and scales [..., T, num_groups], both uint8, of the tokens from ``first``
+        on; 0 besides."""
+        around = (0, 0, first, PAGE_TOKENS - first - codes.shape[-2])
+        codes, scale_bits = (torch.nn.functional.pad(x, around) for x in (codes, scale_bits))
+        scale = scale_bits.view(PARAM_DTYPES[SCALE_DTYPE])
         return self.pack(self._turned(codes), self._turned(scale), scale)
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
@@ -134,3 +148,11 @@ class RotatedLayout(UniformLayout):
         reason = f"a group of {size} values holds NaN, infinity, or has a norm beyond float16"
         require_finite(half.float(), f"keys or values cannot be quantized: {reason}", hint="check the model's outputs")
         return (half.view(torch.int16).int() + (0 if has_feedback else 0x80)) >> 8
+
+
+@functools.cache
+def _token_bytes(layout: RotatedLayout, first: int, stop: int) -> Tensor:
+    """As ``token_bytes``: what a record of the largest codes and scales has there."""
+    count, groups = stop - first, num_groups(layout.head_dim, layout.group_size)
+    codes = torch.full((count, layout.head_dim), layout.levels, dtype=torch.uint8)
+    return layout._records(codes, torch.full((count, groups), 255, dtype=torch.uint8), first) != 0

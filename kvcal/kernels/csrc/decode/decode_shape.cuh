@@ -20,6 +20,8 @@
 #define PAGE 128
 #define K_PACKED (K_BITS != 16)
 #define V_PACKED (V_BITS != 16)
+#define HAS_STRIPES (V_STRIPE < PAGE)                        // of pages, the last of which is read in part: both sides have
+                                                             // them, and equal windows and sinks
 #define BASE (V_PACKED ? V_SINKS : K_PACKED ? K_SINKS : 0)  // tokens before it are read from sinks, the others from pages
 #define FIRST_PAGE (BASE / PAGE)                             // that is read
 #define TILES (DIM / 16)
@@ -152,15 +154,15 @@ struct Args {
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from
 // ``start`` on, of which those before ``from`` are left out. While no page has a token after the sinks, all tokens from 0
 // on are one run, and no key is read from a page of codes (from = -1). Of several query tokens, the first meets ``v_first``
-// pages and the last ``v_pages``: what is a page for some and not for others is a unit of both kinds.
+// tokens in pages and the last ``v_read``: what is in a page for some and not for others is in units of both kinds.
 struct Cut {
     int pages, sinks, start, from;
 
-    __device__ __forceinline__ Cut(int k_pages, int v_pages, int v_first) {
-        const bool has_pages = V_PACKED && v_pages > FIRST_PAGE, is_split = has_pages || (K_LEADS && k_pages > FIRST_PAGE);
-        pages = has_pages ? v_pages - FIRST_PAGE : 0;
+    __device__ __forceinline__ Cut(int k_read, int v_read, int v_first) {
+        const bool has_pages = V_PACKED && v_read > BASE, is_split = has_pages || (K_LEADS && k_read > BASE);
+        pages = has_pages ? kv_ceil_div(v_read, PAGE) - FIRST_PAGE : 0;
         sinks = is_split ? (BASE + UNIT - 1) / UNIT : 0;
-        start = has_pages ? v_first * PAGE : is_split ? BASE / UNIT * UNIT : 0;
+        start = has_pages ? v_first : is_split ? BASE / UNIT * UNIT : 0;
         if (QUERY_TOKENS > 1 && has_pages) start = max(start, BASE / UNIT * UNIT);
         from = is_split ? BASE : -1;
     }
