@@ -145,7 +145,10 @@ def fill(cache: PlanCache, workload: Workload) -> None:
         stored.store.write(NewTokens(keys, values, static.rows, 0), query_sum)
         for part in stored.parts:
             part.ring.normal_()
-            pages, written = part.pool.records.unflatten(0, static.table(part.format).shape), WRITTEN_TOKENS // PAGE_TOKENS
+            pages, written = (
+                part.pool.records.unflatten(0, static.table(part.format).shape),
+                WRITTEN_TOKENS // PAGE_TOKENS,
+            )
             for first in range(written, pages.shape[1], written):
                 pages[:, first : first + written] = pages[:, : min(written, pages.shape[1] - first)]
     static.set_columns(workload.context - 1)
@@ -155,7 +158,8 @@ def layers_times(layers: Sequence[StaticPages], workload: Workload) -> StepTimes
     """Of one layer, in the mean of these of a cache."""
     static, calls = layers[0].static, step_calls(layers)
     assert static is not None
-    return step_times(lambda: [call() for call in calls], static.lengths, workload, len(calls))
+    stripe = min(layer.plan.format("k").stripe_tokens for layer in layers)
+    return step_times(lambda: [call() for call in calls], static.lengths, workload, len(calls), stripe_tokens=stripe)
 
 
 def step_calls(layers: Sequence[StaticPages]) -> list[Callable[[], Tensor]]:
@@ -168,13 +172,15 @@ def step_calls(layers: Sequence[StaticPages]) -> list[Callable[[], Tensor]]:
     return [partial(layer.step, q, k, v, None, heads.k_head_dim**-0.5, 0.0) for layer in layers]
 
 
-def step_times(step: Call, lengths: Tensor, workload: Workload, layers: int = 1, rounds: int = 2) -> StepTimes:
-    """Of ``step`` on rows of ``lengths`` int32 [B], which each replay is given anew, divided by ``layers``. A
-    replay is made ``rounds`` times, of which the shortest counts: they do the same."""
+def step_times(
+    step: Call, lengths: Tensor, workload: Workload, layers: int = 1, rounds: int = 2, stripe_tokens: int = PAGE_TOKENS
+) -> StepTimes:
+    """Of ``step``, which packs so many tokens together, on rows of ``lengths`` int32 [B], which each replay is given
+    anew, divided by ``layers``. A replay is made ``rounds`` times, of which the shortest counts: they do the same."""
     phase = torch.randint(PAGE_TOKENS, (workload.batch,), generator=torch.Generator().manual_seed(0))
     number, first = torch.arange(PAGE_TOKENS).unsqueeze(1), max(0, workload.context - PAGE_TOKENS)
     spread = first + (phase + number) % min(PAGE_TOKENS, workload.context)
-    unpacked = spread - ((spread + 1) % PAGE_TOKENS == 0).long()
+    unpacked = spread - ((spread + 1) % stripe_tokens == 0).long()
     in_phase = first + number.expand_as(spread) % min(PAGE_TOKENS, workload.context)
     rows = torch.cat([spread, unpacked, in_phase]).to(lengths.device, lengths.dtype)
     found = replay_us(step, [partial(lengths.copy_, row) for _ in range(rounds) for row in rows])

@@ -9,7 +9,7 @@ Unknown keys are errors. ``kvcal.recipe_files`` reads recipes and changes single
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ from kvcal.errors import UsageError
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.ways import Engine
 from kvcal.plan.layer import FormatsSpec
-from kvcal.plan.page_format import UNIFORM
+from kvcal.plan.page_format import UNIFORM, Stripe
 from kvcal.plan.plan import RAW, Format, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
 from kvcal.strict import STRICT, Bits, GroupSize, Size, SizeOrNone, TextTokens, Tokens, dump, knob
@@ -108,9 +108,18 @@ class CacheSpec:
     num_sink_tokens: SizeOrNone = knob(4, "First tokens kept at 16 bits.")
     k_recent_window: SizeOrNone = knob(64, "Most recent tokens whose keys stay at 16 bits.")
     v_recent_window: SizeOrNone = knob(64, "Most recent tokens whose values stay at 16 bits.")
+    # Left out of JSON by default, as a format's quantizer.
+    stripe_tokens: Stripe = knob(
+        128, "Tokens that are packed together where each has its own scales (rotated pages): 16, or a page of 128."
+    )
     param_dtype: Literal["float16", "bfloat16", "float32"] = knob(
         "float16", "Of scales and zeros; scales of rotated pages always have 8 bits (e5m2)."
     )
+
+    def __post_init__(self) -> None:
+        k, v = self.k_recent_window, self.v_recent_window
+        if self.stripe_tokens < PAGE_TOKENS and k != v:
+            raise ValueError(f"stripe_tokens = {self.stripe_tokens} and windows of {k} and {v}: expected equal ones")
 
     @property
     def first_from_page(self) -> int:
@@ -124,7 +133,7 @@ class CacheSpec:
         if num_bits == RAW.num_bits:
             return RAW
         window = self.k_recent_window if side == "k" else self.v_recent_window
-        return Format(
+        found = Format(
             num_bits,  # type: ignore[arg-type]
             axis,  # type: ignore[arg-type]
             group_size,  # type: ignore[arg-type]
@@ -133,6 +142,7 @@ class CacheSpec:
             self.param_dtype if quantizer == UNIFORM else "float16",
             quantizer=quantizer,
         )
+        return replace(found, stripe_tokens=self.stripe_tokens) if found.packs_by_token else found
 
 
 @dataclass(frozen=True, config=STRICT)

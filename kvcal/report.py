@@ -49,7 +49,7 @@ PARTS = {
     "codes": ("Codes", "keys and values in few bits"),
     "scales": ("Scales", "with zeros and indices, of the codes"),
     "windows": ("Recent tokens", "kept at 16 bits"),
-    "open_pages": ("Open pages", "the 128 tokens that are packed next, at 16 bits"),
+    "open_pages": ("Open pages", "the tokens that are packed next, a page or a stripe, at 16 bits"),
     "sinks": ("Sinks", "the first tokens, kept at 16 bits"),
     "query_statistics": ("Query sums", "by which channels are chosen"),
     "sliding_windows": ("Sliding layers", "read their last tokens alone, and stay at 16 bits"),

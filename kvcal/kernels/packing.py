@@ -2,8 +2,8 @@
 memory.
 
 A block packs a page of one head and side, or of rotated pages a part of one (``csrc/pack_part.cuh``), such as a
-stripe: error feedback rounds the channels of a token one after the other, so tokens are all that can be done at the same
-time, and parts let a single page occupy many SMs.
+stripe: error feedback rounds the channels of a token one after the other, so tokens are all that can be done at
+the same time, and parts let a single page occupy many SMs.
 """
 
 from __future__ import annotations

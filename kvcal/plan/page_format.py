@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.plan.plain_format import NEVER, SIDES, UNIFORM, PlainFormat, Side, num_pages
+from kvcal.plan.plain_format import NEVER, SIDES, UNIFORM, PlainFormat, Side, Stripe, num_pages
 from kvcal.strict import STRICT
 from kvcal.systems import extended
 from kvcal.systems.kitty.boost import Boost, Tier
 
-__all__ = ["NEVER", "RAW", "SIDES", "UNIFORM", "Boost", "Format", "Side", "Tier", "num_pages"]
+__all__ = ["NEVER", "RAW", "SIDES", "UNIFORM", "Boost", "Format", "Side", "Stripe", "Tier", "num_pages"]
 
 
 @extended("layout")

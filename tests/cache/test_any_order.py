@@ -29,11 +29,14 @@ from kvcal.plan.plan import Plan
 HEADS, POOL, MAX_TOKENS = 2, 4000, 640
 FINE = Format(8, "token", 32, recent_window=9)
 ROTATED = replace(FINE, num_sink_tokens=4, quantizer="rotated")
+STRIPES = replace(ROTATED, num_sink_tokens=21, recent_window=23, stripe_tokens=16)
 TIERED = Format(4, "channel", 32, 5, 20, boost=Boost("magnitude", (Tier(16, 0.25), Tier(8, 0.25))))
 FORMATS: dict[str, tuple[Format, Format]] = {
     "uniform": (Format(8, "channel", 128, 3), FINE),
     "rotated": (ROTATED, replace(ROTATED, recent_window=70)),
     "basis": (ROTATED, replace(ROTATED, recent_window=70)),
+    "stripes": (STRIPES, STRIPES),
+    "stripes, basis": (STRIPES, STRIPES),
     "tiered": (TIERED, FINE),
     "lattice": (Format(4, lattice_dim=2, num_sink_tokens=3), Format(4, lattice_dim=2, recent_window=33)),
     "16 bits": (RAW, RAW),
@@ -52,9 +55,9 @@ TOKENS: dict[Side, Tensor] = {
 def plan_of(name: str) -> Plan:
     """Gains near 1, which are not undone when pages are read."""
     plan = llama_plan(*FORMATS[name], HEADS, "bfloat16", 1)
-    if name != "basis":
+    if not name.endswith("basis"):
         return plan
-    plan = with_transforms(plan, "basis", 0.05)
+    plan = with_transforms(plan, name, 0.05)
     gain = {"layers.0.v_gain": 1 + plan.tensors["layers.0.v_gain"] / 32}
     return replace(plan, tensors={**plan.tensors, **gain})
 
@@ -150,7 +153,7 @@ class AnyOrder(RuleBasedStateMachine):
                 read = found[number][:, columns].transpose(0, 1).flatten(1)
                 errors = [*((read - expected).norm(dim=1) / expected.norm(dim=1)).tolist()]
                 assert max(errors, default=0.0) < NEAR, side
-                exact = range(128 * fmt.pages_read(length), length)
+                exact = range(fmt.tokens_read(length), length)
                 assert all(errors[number] < EXACT for number in exact if columns[number] >= self.exact_from), side
 
 

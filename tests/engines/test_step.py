@@ -44,6 +44,7 @@ STORED = ("2 bits by channel", "3 bits by channel", "keys by token", "16 bits", 
 PLANS = {name: plan_for(name) for name in STORED} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
 PLANS["rotated, basis"] = based(plan_for("rotated"))
 BESIDE = {name: plan_for(name) for name in UNSHARED} | {"windows, λ": transformed(plan_for("windows"))}
+BESIDE["stripes, basis"] = based(plan_for("stripes"))
 
 
 def config(plan: Plan):
@@ -84,7 +85,8 @@ class Both:
 
     def check_pages(self) -> None:
         for side in SIDES:
-            held = self.sequence.memory.pages(side, self.sequence.blocks[: self.length // PAGE])
+            pages = self.plan.layers[0].format(side).num_pages(self.length)
+            held = self.sequence.memory.pages(side, self.sequence.blocks[:pages])
             for ours, theirs in zip(held, cache_records(self.cache, side), strict=True):
                 assert torch.equal(ours, theirs)
 

@@ -40,7 +40,9 @@ def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "group", "tokens"), (("2 bits", 4, 2), ("rotated 2 bits", 3, 2), ("stripes", 4, 2), ("stripes", 2, 2)))
+@pytest.mark.parametrize(
+    ("name", "group", "tokens"), (("2 bits", 4, 2), ("rotated 2 bits", 3, 2), ("stripes", 4, 2), ("stripes", 2, 2))
+)
 def test_drafts(name: str, group: int, tokens: int) -> None:
     case = EmulatedDrafts(drafts(name, group, tokens), (0, 125, 127, 383), heads=1, seed=tokens)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE

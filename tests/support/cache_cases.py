@@ -175,7 +175,7 @@ def after_crop(plan: Plan, side: Side, read: Tensor, raw: Tensor, kept: int) -> 
     ``read`` and ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no
     more, tokens are raw, if the ring still has them."""
     expected, fmt = read[:, :, :kept].clone(), plan.layers[0].format(side)
-    first = max(read.shape[2] - fmt.ring_tokens(), 128 * fmt.pages_read(kept), 0)
+    first = max(read.shape[2] - fmt.ring_tokens(), fmt.tokens_read(kept), 0)
     expected[:, :, first:] = raw[:, :, first:kept]
     return expected
 

@@ -50,6 +50,10 @@ UNSHARED: dict[str, tuple[Format, Format]] = {
         replace(boosted("query_magnitude"), num_sink_tokens=5, recent_window=128),
         Format(3, "token", 32, num_sink_tokens=5, recent_window=128),
     ),
+    "stripes": (
+        Format(4, "token", 64, 21, 23, quantizer="rotated", stripe_tokens=16),
+        Format(3, "token", 32, 21, 23, quantizer="rotated", stripe_tokens=16),
+    ),
     "window rules": (
         Format(4, "channel", 32, window_rule=WindowRule("paged", 0.6, 200)),
         Format(2, "token", 64, window_rule=WindowRule("clamped", 0.5, 200), num_sink_tokens=1),

@@ -229,7 +229,7 @@ def begin_sums(cache: PlanCache, tokens: int) -> None:
 def decode_windows(cache: PlanCache, tokens: int) -> None:
     """As a request that begins after so many cached tokens: windows are what their pages have."""
     for part in itertools.chain.from_iterable(map(parts_of, cache.layers)):
-        part.refill(slice(0, 1), PAGE * part.format.pages_read(tokens), tokens)
+        part.refill(slice(0, 1), part.format.tokens_read(tokens), tokens)
 
 
 def assert_replayed(

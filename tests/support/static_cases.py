@@ -13,7 +13,7 @@ from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_layer import AttentionLayer
 from kvcal.pages.error_feedback import factor_spec
-from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.paged_tensor import PagedTensor
 from kvcal.systems.basis.basis import Basis, rounded
 from kvcal.systems.kvmix.window_rule import WindowRule
@@ -39,6 +39,10 @@ FORMATS: dict[str, tuple] = {
     ),
     "16-bit values": (Format(2, "channel", 32), RAW),
     "rotated": (Format(3, "token", 64, 5, 9, quantizer="rotated"), replace(V, num_sink_tokens=5, quantizer="rotated")),
+    "stripes": (
+        Format(3, "token", 64, 5, 9, quantizer="rotated", stripe_tokens=16),
+        Format(2, "token", 32, 5, 9, quantizer="rotated", stripe_tokens=16),
+    ),
     "rotated values": (KIVI_2[0], replace(KIVI_2[1], quantizer="rotated")),
     "16 bits": (RAW, RAW),
 }
@@ -46,6 +50,7 @@ FORMATS: dict[str, tuple] = {
 # Plans with transforms: the formats that they have.
 TRANSFORMED = {
     "transformed": "queries", "feedback": "queries", "rotated, feedback": "rotated", "basis": "rotated",
+    "stripes, basis": "stripes",
 }  # fmt: skip
 
 
@@ -65,9 +70,10 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
 def with_transforms(plan: Plan, name: str, feedback_scale: float) -> Plan:
     """The plan with those of TRANSFORMED's ``name`` in all layers."""
     generator, tensors, has_feedback = torch.Generator().manual_seed(0), dict(plan.tensors), name != "transformed"
+    has_basis = name.endswith("basis")
     for index, layer in enumerate(plan.layers):
         shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
-        if name == "basis":
+        if has_basis:
             tensors |= random_bases(f"layers.{index}", *shape, generator)
         else:
             tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
@@ -76,9 +82,9 @@ def with_transforms(plan: Plan, name: str, feedback_scale: float) -> Plan:
             for side in SIDES:
                 factor = torch.randn(factor_spec(*shape).extents, generator=generator) * feedback_scale
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-        if name == "basis":
+        if has_basis:
             tensors[f"layers.{index}.v_gain"] = (torch.rand(shape, generator=generator) + 0.5).half()
-    changes = dict.fromkeys(("k_basis", "v_basis", "v_gain") if name == "basis" else ("k_rescale", "k_offset"), True)
+    changes = dict.fromkeys(("k_basis", "v_basis", "v_gain") if has_basis else ("k_rescale", "k_offset"), True)
     changes |= dict.fromkeys(("k_feedback", "v_feedback"), has_feedback)
     layers = tuple(replace(layer, **changes) for layer in plan.layers)
     return replace(plan, layers=layers, tensors=tensors)
@@ -134,7 +140,7 @@ def assert_same_queries(our: PagedTensor, their: PagedTensor, lengths: list[int]
 
 def pages_of(part: PagedTensor, row: int, length: int) -> Tensor:
     """[pages, r, record_bytes]: what is stored of one row of so many tokens."""
-    return part.pool.records[part.pool.slots([(row, 0, num_pages(length))])]
+    return part.pool.records[part.pool.slots([(row, 0, part.format.num_pages(length))])]
 
 
 def assert_generate_compiles_one_graph(model: PreTrainedModel, plan: Plan, ids: Tensor, num_new: int) -> None:

@@ -54,14 +54,15 @@ def solved(
     split = _split(problem, profile, spec, reserved)
     smallest = problem.nbytes(problem.smallest)
     setup, cache_dtype, workload = profile.setup, profile.setup.geometry.cache_dtype, problem.workload
+    beyond = 0  # what options take together, and do not take alone
     while True:  # what lies next to the pages follows from the choice
-        solution = solve(problem.units, max(smallest, _capacity(split)))
+        solution = solve(problem.units, max(smallest, _capacity(split) - beyond))
         split = replace(split, engine=_beside_pages(problem, spec, setup.identity, split.fixed, solution.choice))
-        if solution.nbytes <= _capacity(split):
+        layers = problem.layers_of(solution.choice)
+        split = replace(split, paged=layer_bytes(layers, cache_dtype, workload)[1])
+        beyond = max(beyond, split.paged - solution.nbytes)
+        if split.paged <= _capacity(split):
             break
-    layers = problem.layers_of(solution.choice)
-    split = replace(split, paged=layer_bytes(layers, cache_dtype, workload)[1])
-    assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
     proven = solution.loss, solution.bound, solution.gap, solution.proof
     return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
 
@@ -176,16 +177,21 @@ class Problem:
         return sum(unit.options[number].nbytes for unit, number in zip(self.units, choice, strict=True))
 
     def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
-        """The layers that a choice (an option number per unit) stands for."""
+        """The layers that a choice (an option number per unit) stands for. Next to 16 bits, pages are packed
+        whole: both sides of a layer are packed together."""
         chosen: dict[tuple[int, Side], Format] = {}
         for formats, number in zip(self.formats, choice, strict=True):
             chosen |= formats[number]
         return tuple(
-            replace(layer, k=chosen[layer.geometry.index, "k"], v=chosen[layer.geometry.index, "v"])
-            if layer.is_paged
-            else layer
+            _packed_alike(layer, *(chosen[layer.geometry.index, side] for side in SIDES)) if layer.is_paged else layer
             for layer in bare_layers(self.geometry)
         )
+
+
+def _packed_alike(layer: LayerPlan, k: Format, v: Format) -> LayerPlan:
+    """The layer in these formats, whose sides pack as many tokens together."""
+    most = max(k.stripe_tokens, v.stripe_tokens)
+    return replace(layer, k=replace(k, stripe_tokens=most), v=replace(v, stripe_tokens=most))
 
 
 def option_name(fmt: Format) -> str:

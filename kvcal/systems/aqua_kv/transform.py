@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.rescale_and_rope import rotary_spec
 from kvcal.pages.ways import NO_KERNELS, Way
 from kvcal.plan.page_format import SIDES, Side
@@ -102,6 +103,8 @@ class LayerPlan(PlainLayer):
             read = (source.format(side), *self.formats) if side == "v" else (source.format("k"), self.format("k"))
             if any(fmt.changes_at for fmt in read):
                 raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
+            if any(fmt.stripe_tokens < PAGE_TOKENS for fmt in read):
+                raise ValueError(f"{place}, page by page: expected stripe_tokens = {PAGE_TOKENS}")
             if source.basis(side) or (side == "v" and self.k_basis):
                 raise ValueError(f"{place}, and what it reads is held in a basis: expected none there")
 
