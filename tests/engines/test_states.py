@@ -13,6 +13,8 @@ CONFIGS["zamba2"] = {
     "model_type": "zamba2", "n_mamba_heads": 4, "mamba_headdim": 32, "mamba_ngroups": 2, "mamba_expand": 2,
     "hidden_size": 64, "mamba_d_state": 16, "mamba_d_conv": 4,
 }  # fmt: skip
+CONFIGS["narrow"] = CONFIGS["lfm2-2.6b"] | {"conv_dim": 512}
+CONFIGS["wide"] = {"model_type": "lfm2_moe", "hidden_size": 2048, "conv_L_cache": 4}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,8 @@ CONFIGS["zamba2"] = {
         ("falcon-h1-7b", 1, 0, (3072 + 2 * 256) * 3 * 2 + 24 * 128 * 256 * 2),
         ("jamba-mini", 1, 3, 8192 * 3 * 2 + 8192 * 16 * 2),  # drafts add nothing
         ("lfm2-2.6b", 2, 3, 1024 * 2 * 2),
+        ("narrow", 1, 0, 512 * 2 * 2),
+        ("wide", 1, 0, 2048 * 3 * 2),
         ("zamba2", 1, 0, (128 + 2 * 2 * 16) * 3 * 2 + 4 * 32 * 16 * 2),
     ],
 )
