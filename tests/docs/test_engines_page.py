@@ -1,5 +1,5 @@
-"""Command lines of docs/engines.md that start an engine are those that ``kvcal serve-args`` prints; tests/engines/test_page.py
-asks the engines themselves."""
+"""Command lines of docs/engines.md that start an engine are those that ``kvcal serve-args`` prints;
+tests/engines/test_page.py asks the engines themselves."""
 
 import json
 import re
