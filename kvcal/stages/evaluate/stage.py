@@ -405,5 +405,5 @@ def _measure(
         tasks=tasks,
         task_bits=measured_bits(plan, [length for task in tasks for length in task.lengths]) if tasks else None,
         seconds=round(time.monotonic() - started, 3),
-        drafts=drafts and measure_drafts(loaded, plan, drafts, reporter),
+        drafts=None if drafts is None else measure_drafts(loaded, plan, drafts, reporter),
     )
