@@ -2,11 +2,12 @@
 
     python lab/bench_pack.py
     python lab/bench_pack.py --step-tokens 128 64 32 --prompt-tokens 64 32 --bits 2 3 --prompt 32768
+    python lab/bench_pack.py --stripe-tokens 16 128
 
 Needs a CUDA device. One layer of 8 KV heads of 128 channels, bf16, 8 sinks, a window of 64. For `append`:
-microseconds of a launch in a CUDA graph of 20, each of which packs the pages that so many of all sequences
-complete. ``--step-tokens``, ``--prompt-tokens``: of a part that a block packs, at most. Factors are random: which
-codes are chosen takes no time.
+microseconds of a launch in a CUDA graph of 20, each of which packs the pages, or the stripes, that so many of all
+sequences complete. ``--step-tokens``, ``--prompt-tokens``: of a part that a block packs, at most. Factors are random:
+which codes are chosen takes no time.
 """
 
 from __future__ import annotations
@@ -113,14 +114,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-tokens", type=int, nargs="+", default=list(packing.STEP_TOKENS[:1]))
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=list(packing.PROMPT_TOKENS[:1]))
+    parser.add_argument("--stripe-tokens", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--bits", type=int, nargs="+", default=[2])
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048, 32768])
     given = parser.parse_args()
     print(torch.cuda.get_device_name())
-    for bits, fed in itertools.product(given.bits, (True, False)):
-        fmt = Format(bits, "token", 128, 8, 64, quantizer="rotated")
+    for bits, stripe, fed in itertools.product(given.bits, given.stripe_tokens, (True, False)):
+        fmt = Format(bits, "token", 128, 8, 64, quantizer="rotated", stripe_tokens=stripe)
         variant = Variant(fmt, fmt, DIM, "bfloat16", GROUP, False, False, k_feedback=fed, v_feedback=fed, v_gain=fed)
-        print(f"{bits} bits, {'with' if fed else 'without'} feedback")
+        print(f"{bits} bits, {'with' if fed else 'without'} feedback, {stripe} tokens at once")
         for tokens in given.step_tokens:
             packing.STEP_TOKENS = (tokens,)
             ops._append_kernel.cache_clear()

@@ -8,9 +8,9 @@ from cache_cases import attended, llama_plan, random_qkv, tiny_llama
 from static_cases import pages_of, with_transforms
 from torch import Tensor
 
-from kvcal import Plan, PlanCache
+from kvcal import Plan, PlanCache, attached
 from kvcal.plan.page_format import RAW, SIDES, Format
-from kvcal.plan.plan import Workload
+from kvcal.plan.tensors import layout_tensors
 
 HEADS, TOKENS = 2, 420
 STRIPES = Format(3, "token", 64, 5, 9, quantizer="rotated", stripe_tokens=16)
@@ -97,13 +97,9 @@ def test_layers_of_pages_and_of_stripes_share_a_dynamic_cache_and_a_static_one()
     """Each with as many pages as it has."""
     plan = llama_plan(*FORMATS, HEADS, "bfloat16", 2)
     other = replace(plan.layers[1], k=Format(2, "channel", 32), v=RAW)
-    plan = replace(plan, layers=(plan.layers[0], other), workload=Workload(1, 300))
-    plan = replace(plan, tensors={name: x for name, x in plan.tensors.items() if name.startswith("layers.0")})
-    ids = torch.randint(3, 60, (1, 150))
-    model = tiny_llama(HEADS, 2)
-    from kvcal import attached
-
-    found = []
+    layers = plan.layers[0], other
+    plan = replace(plan, layers=layers, tensors=layout_tensors(layers))
+    ids, model, found = torch.randint(3, 60, (1, 150)), tiny_llama(HEADS, 2), []
     with attached(model), torch.no_grad():
         for max_tokens in (None, 300):
             cache = PlanCache(plan, model.config, max_tokens=max_tokens)

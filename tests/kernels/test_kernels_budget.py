@@ -26,6 +26,7 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 ROTATED = Format(2, quantizer="rotated")
+STRIPES = Format(2, "token", 128, 8, 112, quantizer="rotated", stripe_tokens=16)
 # name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append
 # at most)
 VARIANTS = {
@@ -34,6 +35,7 @@ VARIANTS = {
     "4 bits": (Format(4, "channel"), Format(4), 4650, 0, 2250),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4800, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 4700),
+    "stripes": (STRIPES, STRIPES, 5400, 0, 4700),
     "rotated values": (Format(2, "channel", boost=KITTY), ROTATED, 5000, 0, 4600),
     "16 bits": (RAW, RAW, 2900, 32, 750),
 }
