@@ -119,6 +119,7 @@ def _attention(
         return layer.attend(query, key, value, more.get("s_aux"), scale, softcap), None
     if isinstance(layer, StaticLayer):
         _require_same_padding(module, layer, attention_mask, key.shape[2])
+    attention_mask = layer.mask_of(attention_mask, query, base)
     attended = _base_attention(base, module, query, key, value, attention_mask, more)
     layer.observe(query)
     return attended

@@ -59,6 +59,10 @@ class PlanLayer:
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Take the queries of the last update, once its attention is computed."""
 
+    def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
+        """The mask of the last update's attention, by the implementation ``base``: mostly the model's."""
+        return attention_mask
+
     def tokens_to_next_page(self) -> int:
         """New tokens that are stored and read together as one by one (evaluation cuts its chunks there)."""
         return NO_PAGE

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -44,7 +43,7 @@ from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import parameter_bytes, require_smaller
-from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.cache import DenseCache, looking_ahead
 from kvcal.stages.measuring.dense_layer import UnreadPages
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
@@ -113,7 +112,7 @@ def lockstep(
     start, length, numbers = 0, tokens_BT.shape[1], range(len(caches))
     is_shared = set(begins) != {WHOLE}
     with (
-        attached_for(model, *(cache.plan for cache in caches)),
+        looking_ahead(model, caches),
         kept_inputs(model) if is_shared else nullcontext(LayerInputs(can_begin_later=False)) as inputs,
     ):
         while start < length:

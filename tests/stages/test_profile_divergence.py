@@ -1,5 +1,6 @@
 """Divergence through the packed cache: decode-faithful feeding, and the KL itself."""
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from kvcal.models import forwards
 from kvcal.models.forwards import decoder_layers
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import PageCodec
-from kvcal.plan.plan import Format, Plan
+from kvcal.plan.plan import RAW, SIDES, Format, Plan
 from kvcal.plan.tensors import needed_tensors
 from kvcal.stages import divergence
 from kvcal.stages.divergence import (
@@ -166,7 +167,10 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
             (name, "bfloat16")
             for name in ("kivi", "kitty", "queries", "different sinks", "clamped window", "transformed")
         ),
-        *((name, "float32") for name in ("rotated, feedback", "lattice", "16 bits", "basis")),
+        *(
+            (name, "float32")
+            for name in ("rotated, feedback", "lattice", "16 bits", "basis", "stripes", "stripes, basis")
+        ),
     ],
 )
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +192,38 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
     for expected, logits_BTV in zip(*found, strict=True):
         # What leaves a basis rounds by the number of tokens that leave it at once.
         torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5 if name == "basis" else 0)
-    own = name in ("feedback", "rotated, feedback", "basis", "lattice")  # tensors of a layer or of its heads
+    own = name in (
+        "feedback",
+        "rotated, feedback",
+        "basis",
+        "stripes, basis",
+        "lattice",
+    )  # tensors of a layer or of its heads
     assert own or max(num_pages) == 2 * (3 if name == "16 bits" else 4)  # sequences; layers, one of the second cache
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("sides", ["both", "k", "v"])
+def test_chunks_longer_than_stripes_read_what_tokens_read_one_by_one(
+    sides: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of 70 tokens lets chunks reach over four ends of stripes. Errors of codes would be beyond these."""
+    fmt = Format(4, "token", 64, 5, 70, quantizer="rotated", stripe_tokens=16)
+    k, v = (fmt if sides in (side, "both") else RAW for side in SIDES)
+    plan, raw = llama_plan(k, v, 2, "float32", 3), llama_plan(RAW, RAW, 2, "float32", 3)
+    model, unread = copy.deepcopy(tiny_llama(2, 3)), UnreadPages()
+    model.set_attn_implementation(implementation)
+    dense = [DenseCache(one, model.config, unread) for one in (plan, plan, raw)]
+    monkeypatch.setattr(DenseLayer, "can_stand_for", lambda layer: False)
+    found, counts = [], []
+    for caches in ([DenseCache(one, model.config) for one in (plan, plan, raw)], dense):
+        chunks = [(number, logits) for number, _, logits in lockstep(model, caches, drifting_ids(1, 260))]
+        found.append([torch.cat([logits for own, logits in chunks if own == number], 1) for number in range(3)])
+        counts.append(len(chunks) // 3)
+    assert counts[1] < counts[0] / 2
+    for expected, logits_BTV in zip(*found, strict=True):
+        torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=2e-5)
+    assert (found[0][0] - found[0][2]).abs().max() > 1e-2
 
 
 def test_layers_that_read_another_ones_keys_run_from_the_first_on() -> None:

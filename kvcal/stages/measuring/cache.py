@@ -7,14 +7,19 @@ DecodedCache   is the packed cache, with a dense copy of it: for generation whos
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from kvcal.cache.attached import attached, attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.sliding_window import BoundedLayer
+from kvcal.errors import UnsupportedModel
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Plan
 from kvcal.stages.measuring.decoded_layer import DecodedLayer
 from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
@@ -28,6 +33,10 @@ class DenseCache(PlanCache):
     def __init__(self, plan: Plan, config: PretrainedConfig, unread: UnreadPages | None = None) -> None:
         self._unread = unread or UnreadPages()
         super().__init__(plan, config)
+
+    @property
+    def unread(self) -> UnreadPages:
+        return self._unread
 
     def empty_layers(self) -> list[Any]:
         return [
@@ -46,6 +55,28 @@ class DenseCache(PlanCache):
                 layer.cumulative_length += tokens
             elif isinstance(layer, PagedLayer | DenseLayer):
                 layer.columns += tokens
+
+
+@contextmanager
+def looking_ahead(model: PreTrainedModel, caches: Sequence[PlanCache]) -> Iterator[None]:
+    """The context in which a model is fed in lockstep with ``caches``: ``attached`` where one of them needs it, or
+    packs in stripes, of which attention then reads several in a chunk. A model whose attention cannot be replaced
+    is fed stripe by stripe."""
+    plans = [cache.plan for cache in caches]
+    dense = [cache for cache in caches if isinstance(cache, DenseCache)]
+    has_stripes = any(
+        fmt.stripe_tokens < PAGE_TOKENS for plan in plans for layer in plan.layers for fmt in layer.formats
+    )
+    with ExitStack() as context:
+        try:
+            context.enter_context(attached(model) if has_stripes and dense else attached_for(model, *plans))
+        except UnsupportedModel:
+            if any(plan.needs_queries for plan in plans):
+                raise
+            dense = []
+        for cache in dense:
+            cache.unread.looks_ahead = has_stripes
+        yield
 
 
 class DecodedCache(PlanCache):

@@ -6,6 +6,10 @@ over them. By then pages of other layers are due, too, and of other caches that 
 are stored alike go through one call of the codec (``UnreadPages``). A page that is never read is never
 encoded, whatever it holds.
 
+Stripes come to be read after every few tokens. So that chunks may be longer, attention is given the stripes that
+come to be read within one twice, exact and decoded, and a mask that shows each query what it reads
+(``UnreadPages.looks_ahead``, within ``kvcal.attached``).
+
 In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they are
 encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to the last
 bits of fp32.
@@ -37,21 +41,23 @@ VALUES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 class UnreadPages:
-    """Pages that hold exact tokens still; of one cache, or of several that are fed in lockstep."""
+    """Pages that hold exact tokens still; of one cache, or of several that are fed in lockstep. ``looks_ahead``:
+    whether attention obeys the masks of layers."""
 
     def __init__(self) -> None:
         self._layers: list[weakref.ref[DenseLayer]] = []  # which hold this object, and are freed with their cache
+        self.looks_ahead = False
 
     def add(self, layer: DenseLayer) -> None:
         """A layer that comes as far as the others with every chunk."""
         self._layers.append(weakref.ref(layer))
 
-    def read_back(self, num_tokens: int) -> None:
-        """Decode what attention reads of ``num_tokens`` tokens. NonFiniteActivations: NaN or infinity in a
-        page."""
+    def read_back(self, num_tokens: int, last: int) -> None:
+        """Decode what attention reads of ``num_tokens`` tokens, and beside that, what comes to be read by the time
+        there are ``last``. NonFiniteActivations: NaN or infinity in a page."""
         alike: dict[object, list[_Page]] = {}
         for layer in filter(None, (held() for held in self._layers)):
-            for page in layer.take_due(num_tokens):
+            for page in layer.take_due(num_tokens, last):
                 tokens = page.tokens
                 kind = page.first, page.part.codec.kind, tokens.shape, tokens.dtype, tokens.device
                 alike.setdefault(kind, []).append(page)
@@ -104,27 +110,37 @@ class _Part:
 
     def __init__(self, side: Side, codec: PageCodec, group_heads: int) -> None:
         self.side, self.codec, self._group_heads = side, codec, group_heads
-        self._num_read = 0
+        self._num_read, self._last = 0, -1
+        self.ahead: Tensor | None = None  # decoded tokens that come to be read within a chunk, after those
         self._entered: Tensor | None = None  # in a basis, tokens that were not read back
         self._query_sum, self._query_since = torch.zeros(()), 0
         self.query_means: dict[int, Tensor] = {}
 
-    def is_behind(self, num_tokens: int) -> bool:
-        """Whether attention reads what was not read back of a page, of ``num_tokens`` tokens."""
-        return self.codec.format.tokens_read(num_tokens) > self._num_read
+    def is_behind(self, last: int) -> bool:
+        """Whether attention reads what was not read back of a page, by the time there are ``last`` tokens."""
+        return last > self._last and (self.ahead is not None or self.codec.format.tokens_read(last) > self._num_read)
 
-    def take_due(self, num_tokens: int, dense_BNSD: Tensor) -> Iterator[_Page]:
-        first, self._num_read = self._num_read, self.codec.format.tokens_read(num_tokens)
-        if first == self._num_read:
+    def take_due(self, num_tokens: int, last: int, dense_BNSD: Tensor) -> Iterator[_Page]:
+        fmt, first, self._last = self.codec.format, self._num_read, last
+        if self.ahead is not None:
+            count = self.ahead.shape[2]
+            dense_BNSD[:, :, first : first + count] = self.ahead
+            first, self.ahead = first + count, None
+        self._num_read, stop = fmt.tokens_read(num_tokens), fmt.tokens_read(last)
+        if first == stop:
             return
-        due = dense_BNSD[:, :, first : self._num_read]
-        exact, count = due, due.shape[2]
+        exact = dense_BNSD[:, :, first:stop]
         if self._entered is not None:
-            exact, self._entered = self._entered[:, :, :count], self._entered[:, :, count:]
-        bounds = sorted({first, *range(first - first % PAGE_TOKENS + PAGE_TOKENS, self._num_read, PAGE_TOKENS)})
-        sizes = [b - a for a, b in pairwise([*bounds, self._num_read])]
-        for start, tokens, page in zip(bounds, due.split(sizes, 2), exact.split(sizes, 2), strict=True):
-            yield _Page(self, start, tokens, page)
+            exact, self._entered = self._entered[:, :, : stop - first], self._entered[:, :, stop - first :]
+        read = self._num_read
+        ahead = dense_BNSD[:, :, read:stop].clone()
+        self.ahead = ahead if stop > read else None
+        pages = range(first - first % PAGE_TOKENS + PAGE_TOKENS, stop, PAGE_TOKENS)
+        bounds = sorted({first, read, *pages} - {stop})
+        sizes = [b - a for a, b in pairwise([*bounds, stop])]
+        for start, page in zip(bounds, exact.split(sizes, 2), strict=True):
+            held, at = (dense_BNSD, start) if start < read else (ahead, start - read)
+            yield _Page(self, start, held[:, :, at : at + page.shape[2]], page)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """New tokens x [B, n, T, D] in the cache's dtype, as they are read until their page is due, in ``dtype``.
@@ -155,6 +171,31 @@ class _Part:
             self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
+class Ahead(NamedTuple):
+    """Of a chunk of T tokens: tokens ``read`` come to be read from pages within it, which attention is given decoded
+    after all exact ones; ``read_by`` [T]: how many tokens each of its queries reads from pages."""
+
+    read: range
+    read_by: Tensor
+
+    def mask(self, num_tokens: int, query_BHTD: Tensor, base: str) -> Tensor:
+        """[1, 1, T, num_tokens + read]: which of them each query of the last T of ``num_tokens`` attends to, as
+        ``base`` takes it: bool of sdpa, added numbers of eager attention."""
+        device, count = query_BHTD.device, query_BHTD.shape[2]
+        read_by = self.read_by.to(device).unsqueeze(1)
+        own, exact = (
+            torch.arange(num_tokens - count, num_tokens, device=device).unsqueeze(1),
+            torch.arange(num_tokens, device=device),
+        )
+        decoded = torch.arange(self.read.start, self.read.stop, device=device)
+        is_seen = (exact <= own) & ((exact < self.read.start) | (exact >= read_by))
+        is_seen = torch.cat([is_seen, decoded < read_by], 1)[None, None]
+        if base == "sdpa":
+            return is_seen
+        lowest = torch.finfo(query_BHTD.dtype).min
+        return torch.zeros(is_seen.shape, dtype=query_BHTD.dtype, device=device).masked_fill(~is_seen, lowest)
+
+
 class DenseLayer(DynamicLayer, PlanLayer):
     """Keys and values as attention reads them, in the dtype of the new ones. ``unread``: of the cache;
     ``columns``: fed."""
@@ -164,6 +205,7 @@ class DenseLayer(DynamicLayer, PlanLayer):
         self.plan, self.padding, self._state = layer.plan, layer.padding, layer.state
         self._unread, self.columns, self._is_observed = unread, 0, True
         self._parts: list[_Part] = []
+        self._ahead: Ahead | None = None
         self._needs_queries = layer.plan.needs_queries
 
     @staticmethod
@@ -189,11 +231,18 @@ class DenseLayer(DynamicLayer, PlanLayer):
                 self._parts.append(_Part(side, codec, self.plan.attention.group_heads))
         self._unread.add(self)
 
-    def take_due(self, num_tokens: int) -> Iterator[_Page]:
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether attention is given tokens twice: its sides come to read the same ones."""
+        alike = {(fmt.stripe_tokens, fmt.recent_window) for fmt in self.plan.formats if fmt != RAW}
+        return self._unread.looks_ahead and len(alike) == 1 and min(alike)[0] < PAGE_TOKENS
+
+    def take_due(self, num_tokens: int, last: int) -> Iterator[_Page]:
+        last = last if self._looks_ahead else num_tokens
         for part in self._parts:
             dense_BNSD = self.keys if part.side == "k" else self.values
             assert dense_BNSD is not None
-            yield from part.take_due(num_tokens, dense_BNSD)
+            yield from part.take_due(num_tokens, last, dense_BNSD)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As ``PagedLayer.update``."""
@@ -203,14 +252,30 @@ class DenseLayer(DynamicLayer, PlanLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_tokens, cache_dtype = self.get_seq_length(), CACHE_DTYPES[self._state.plan.cache_dtype]
-        if any(part.is_behind(num_tokens) for part in self._parts):
-            self._unread.read_back(num_tokens)
+        last = num_tokens + key_states.shape[2] - 1
+        if any(part.is_behind(last if self._looks_ahead else num_tokens) for part in self._parts):
+            self._unread.read_back(num_tokens, last)
         self._is_observed = not self._needs_queries
         self.columns += key_states.shape[2]
         # In the model's dtype, which holds what the cache's dtype has left of its numbers.
         kept = {side: x.to(cache_dtype) for side, x in zip(SIDES, (key_states, value_states), strict=True)}
         kept |= {part.side: part.kept(kept[part.side], key_states.dtype) for part in self._parts}
-        return super().update(*(x.to(key_states.dtype) for x in kept.values()))
+        keys, values = super().update(*(x.to(key_states.dtype) for x in kept.values()))
+        ahead = {part.side: part.ahead for part in self._parts if part.ahead is not None}
+        self._ahead = None
+        if not ahead:
+            return keys, values
+        fmt, some = self._parts[0].codec.format, next(iter(ahead.values()))
+        read = range(fmt.tokens_read(num_tokens), fmt.tokens_read(last))
+        assert len(read) == some.shape[2]
+        self._ahead = Ahead(read, torch.tensor([fmt.tokens_read(n) for n in range(num_tokens, last + 1)]))
+        exact = (keys[:, :, read.start : read.stop], values[:, :, read.start : read.stop])
+        beside = (ahead.get(side, x) for side, x in zip(SIDES, exact, strict=True))
+        twice = [torch.cat([whole, more], 2) for whole, more in zip((keys, values), beside, strict=True)]
+        return twice[0], twice[1]
+
+    def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
+        return attention_mask if self._ahead is None else self._ahead.mask(self.columns, query_BHTD, base)
 
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Take the queries of the last update, where pages are packed by them."""
@@ -224,7 +289,12 @@ class DenseLayer(DynamicLayer, PlanLayer):
                 part.observe(self.get_seq_length(), q_post_BHTD.shape[2], per_head)
 
     def tokens_to_next_page(self) -> int:
-        return tokens_to_next_event(self.plan, self.padding.rows, self.get_seq_length())
+        found = tokens_to_next_event(self.plan, self.padding.rows, self.get_seq_length())
+        if not self._looks_ahead:
+            return found
+        # What the last of them reads from pages is there before the first.
+        fmt, held = next(fmt for fmt in self.plan.formats if fmt != RAW), self.get_seq_length()
+        return max(found, fmt.recent_window + fmt.tokens_packed(held) + fmt.stripe_tokens - held)
 
     def get_seq_length(self) -> int:
         return self.columns
