@@ -28,7 +28,7 @@ from kvcal.pages.layout_protocol import RAW_BITS
 from kvcal.plan.page_format import Side
 from kvcal.stages.measuring.cache import DenseCache
 from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
-from kvcal.systems.basis.rotated import DISTORTION, SCALE_DTYPE, STEPS, RotatedLayout
+from kvcal.systems.basis.rotated import SCALE_DTYPE, STEPS, RotatedLayout
 
 Change = Callable[[int, Side, PageCodec], PageCodec]
 
@@ -93,7 +93,9 @@ class ValuesCodec(PageCodec):
 
     def layout_of(self, num_bits: float) -> RotatedLayout:
         """``num_bits``: the logarithm of the number of levels."""
-        return RotatedLayout(self.side, num_bits, "token", 128, self.head_dim, SCALE_DTYPE, self.cache_dtype)
+        return RotatedLayout(
+            self.side, num_bits, "token", self.format.group_size, self.head_dim, SCALE_DTYPE, self.cache_dtype
+        )
 
 
 def scalar(rotated: Tensor, layout: RotatedLayout, factor: Tensor) -> Tensor:
@@ -137,9 +139,9 @@ class LevelsCodec(ValuesCodec):
     def coded(self, x: Tensor) -> Tensor:
         assert self.feedback is not None
         gain = factor_gains(self.feedback, self.head_dim)
-        slopes = (1 - DISTORTION[2]) / (1 - distortion_of(self.levels))
+        slopes = (1 - distortion_of(4)) / (1 - distortion_of(self.levels))
         layout = self.layout_of(math.log2(self.levels))
-        STEPS[layout.num_bits] = best_step(self.levels)
+        STEPS.setdefault(layout.num_bits, best_step(self.levels))
         return unrotate(scalar(self.rotated(x, gain * slopes), layout, self.feedback), self.heads_signs())
 
 

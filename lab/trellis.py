@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from choice_of_bits import Bench
 
 STATE_BITS = {2: 8, 3: 9}
-STREAMS, ROUNDS, CHECKED = 4096, 40, 16384  # Gaussian streams of a page's tokens that a table is trained on, and tested
+# Gaussian streams of a page's tokens that a table is trained on, and tested with; rounds of training.
+STREAMS, ROUNDS = {"cpu": 128, "cuda": 8192}, {"cpu": 4, "cuda": 40}
 STEPS_AT_ONCE = 16  # whose errors are computed together
 VALUES = 1 << 25  # of a search at once: streams times states
 # Texts of each kind of text, and of each of some tasks, and their tokens: a search takes long.
@@ -193,8 +194,8 @@ def _table(bits: int, device: torch.device) -> Tensor:
     states = 2 ** STATE_BITS[bits]
     quantiles = torch.special.ndtri((torch.arange(states) + 0.5) / states)
     table_S = quantiles[torch.randperm(states, generator=generator)].to(device)
-    x_NT = torch.randn(STREAMS, PAGE_TOKENS, generator=generator).to(device)
-    for _ in range(ROUNDS):
+    x_NT = torch.randn(STREAMS[device.type], PAGE_TOKENS, generator=generator).to(device)
+    for _ in range(ROUNDS[device.type]):
         path_NT = _path(x_NT, torch.ones_like(x_NT), table_S, bits).flatten()
         sums_S = torch.zeros_like(table_S).index_add_(0, path_NT, x_NT.flatten())
         counts_S = path_NT.bincount(minlength=states)
@@ -204,5 +205,5 @@ def _table(bits: int, device: torch.device) -> Tensor:
 
 def _of_gaussians(bits: int, device: torch.device) -> float:
     """The squared error of unit Gaussians that the table was not trained on."""
-    x_NT = torch.randn(CHECKED, PAGE_TOKENS, generator=torch.Generator().manual_seed(7)).to(device)
+    x_NT = torch.randn(STREAMS[device.type], PAGE_TOKENS, generator=torch.Generator().manual_seed(7)).to(device)
     return float((searched(x_NT, torch.ones_like(x_NT), bits) - x_NT).square().mean())
