@@ -79,8 +79,7 @@ def test_right_padding_leaves_real_tokens_as_they_are() -> None:
 
 
 def test_kl_is_that_of_the_definition_in_any_number_of_rows(monkeypatch) -> None:
-    """Near ones, whose KL is far below the rounding of fp32 log-probabilities, and destroyed ones among
-    them."""
+    """Near ones, with KL far below the rounding of fp32 log-probabilities, among destroyed ones."""
     p_nV = 4 * torch.randn(12, 50)
     q_nV = p_nV + torch.randn(12, 50) * torch.tensor([1e-4, 1e-2, 1.0, 300.0]).repeat(3)[:, None] + 7
     expected = [
@@ -119,8 +118,7 @@ def test_kl_counts_the_positions_that_predict_loss_tokens() -> None:
 
 
 def sharing_plans(loaded: LoadedModel) -> list[Plan]:
-    """One layer's side alone, of every layer in turn; then two plans that differ from the first in the last
-    layer."""
+    """One side of each layer in turn; then two plans that differ from the first in the last layer."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     paged = [layer.geometry.index for layer in reference.layers if layer.is_paged]
     plans = [
@@ -168,12 +166,11 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
             (name, "bfloat16")
             for name in ("kivi", "kitty", "queries", "different sinks", "clamped window", "transformed")
         ),
-        *((name, "float32") for name in ("rotated, feedback", "lattice", "16 bits")),
+        *((name, "float32") for name in ("rotated, feedback", "lattice", "16 bits", "basis")),
     ],
 )
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another dtype than the model's, too; pages of several layers and caches are read back by one
-    call."""
+    """In other dtypes than the model's, too; pages of layers and caches are read back by one call."""
     plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
     plans = [plan, plan, plan_for("kivi" if name == "rotated" else "rotated", 2, 3, cache_dtype)]
     model, unread = tiny_llama(2, 3), UnreadPages()
@@ -189,8 +186,9 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
         assert {cache.get_seq_length() for cache in caches} == {600}
         monkeypatch.setattr(PageCodec, "encode", lambda *a, **b: num_pages.append(len(a[1])) or encode(*a, **b))
     for expected, logits_BTV in zip(*found, strict=True):
-        assert torch.equal(logits_BTV, expected)
-    own = name in ("feedback", "rotated, feedback", "lattice")  # tensors of a layer that not every page can have
+        # What leaves a basis rounds by the number of tokens that leave it at once.
+        torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5 if name == "basis" else 0)
+    own = name in ("feedback", "rotated, feedback", "basis", "lattice")  # tensors of a layer or of its heads
     assert own or max(num_pages) == 2 * (3 if name == "16 bits" else 4)  # sequences; layers, one of the second cache
 
 
