@@ -21,11 +21,6 @@ class Piece(NamedTuple):
     pages: slice
     first: int
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether they fill their pages."""
-        return self.tokens.stop - self.tokens.start == PAGE_TOKENS * (self.pages.stop - self.pages.start)
-
 
 def pieces(begin: int, num_tokens: int) -> Iterator[Piece]:
     """Of so many tokens, the first of which is number ``begin`` of its page: a part of a page, whole pages, a part of

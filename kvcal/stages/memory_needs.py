@@ -156,9 +156,10 @@ def pays_from(plan: Plan) -> int | None:
 
     if plan.is_progressive or not pays(PAGE_TOKENS * MAX_PAGES):
         return None
-    # A page adds less than its tokens take at 16 bits, and within a page the plan takes no more.
+    # A page adds less than its tokens take at 16 bits. Within a page the plan takes no more, once it is begun.
     pages = bisect_left(range(1, MAX_PAGES), True, key=lambda count: pays(PAGE_TOKENS * count)) + 1
-    last = range(PAGE_TOKENS * (pages - 1) + 1, PAGE_TOKENS * pages)
+    stripes = [fmt.stripe_tokens for layer in plan.layers for fmt in layer.formats if fmt.stripe_tokens < PAGE_TOKENS]
+    last = range(PAGE_TOKENS * (pages - 1) + max(stripes, default=1), PAGE_TOKENS * pages)
     return last.start + bisect_left(last, True, key=pays)
 
 
