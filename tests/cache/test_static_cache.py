@@ -57,7 +57,8 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
     assert held == sum(tensor.nbytes for tensor in plan.tensors.values())
     served(cache, random_ids(3, 1), layers=2)
     assert cache.nbytes == plan.nbytes([max_tokens] * 3, max_tokens)
-    numbers = 4 * 3 + 8 + 4 + 4 * 3 * (max_tokens // 128)  # lengths, columns, error, the table of slots
+    pages = plan.layers[0].format("k").num_pages(max_tokens)
+    numbers = 4 * 3 + 8 + 4 + 4 * 3 * pages  # lengths, columns, error, the table of slots
     starts = 2 * 4 * 3 * 2 if plan.needs_queries else 0
     rules = {fmt for layer in plan.layers for fmt in layer.formats if fmt.window_rule is not None}
     tables = sum(4 * (fmt.pages_read(max_tokens) + 1) for fmt in rules)
@@ -368,7 +369,7 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
         "leave": (q.float(), bases, torch.bfloat16),
         "append": (k, v, queries, *held, list(step.statistic), place, transform, error, variant),
         "decode": (q, *held, place, transform, scratch.nothing, step.workspace, 0.5, 0.0, variant),
-        "pack": (x, step.k.pages, slots, mean, transform, error, 0, variant),
+        "pack": (x, step.k.pages, slots, 0, mean, transform, error, 0, variant),
         "unpack": (*packed, transform, 0, variant),
     }
     for op, args in calls.items():

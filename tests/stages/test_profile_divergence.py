@@ -190,8 +190,9 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
         assert {cache.get_seq_length() for cache in caches} == {600}
         monkeypatch.setattr(PageCodec, "encode", lambda *a, **b: num_pages.append(len(a[1])) or encode(*a, **b))
     for expected, logits_BTV in zip(*found, strict=True):
-        # What leaves a basis rounds by the number of tokens that leave it at once.
-        torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5 if name == "basis" else 0)
+        # What leaves a basis rounds by the number of tokens that leave it at once; of stripes chunks are longer.
+        is_rounded = name == "basis" or name.startswith("stripes")
+        torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5 if is_rounded else 0)
     own = name in (
         "feedback",
         "rotated, feedback",
