@@ -123,10 +123,10 @@ class CacheSpec:
 
     @property
     def first_from_page(self) -> int:
-        """The first token predicted from a quantized page, which is read after the window and not all of
-        sinks."""
-        pages = self.num_sink_tokens // PAGE_TOKENS + 1
-        return max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS * pages + 1
+        """The first token predicted from a quantized page, or stripe, which is read after the window and not all
+        of sinks."""
+        stripes = self.num_sink_tokens // self.stripe_tokens + 1
+        return max(self.k_recent_window, self.v_recent_window) + self.stripe_tokens * stripes + 1
 
     def format(self, side: Side, num_bits: int, axis: str, group_size: int, quantizer: str = UNIFORM) -> Format:
         """The Format of a candidate under this cache."""
@@ -258,6 +258,10 @@ class Recipe:
                 self.chooses_in_a_basis and quantizers != ["rotated"]
             ),
         }
+        wrong[
+            f"cache.stripe_tokens = {self.cache.stripe_tokens} is of rotated pages; profile.quantizers = {quantizers}, "
+            "expected ['rotated']"
+        ] = self.cache.stripe_tokens < PAGE_TOKENS and allocate and not self.search and quantizers != ["rotated"]
         for name, spec in sections.items():
             wrong |= {f"[{other}] and [{name}]: {why}": other in sections for other, why in spec.excludes.items()}
         if allocate is not None:

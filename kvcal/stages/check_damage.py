@@ -101,8 +101,8 @@ def _say(damage: Damage, reporter: Reporter) -> None:
 
 def _texts(plan: Plan, loaded: LoadedModel, sources: Sequence[str], reporter: Reporter) -> Texts | None:
     formats = [fmt for layer in plan.layers for fmt in layer.formats if fmt != RAW]
-    # Every read page is complete, and its tokens have left the window.
-    first = max((PAGE_TOKENS + fmt.max_window for fmt in formats), default=1)
+    # What is read from pages is packed, and has left the window.
+    first = max((fmt.stripe_tokens + fmt.max_window for fmt in formats), default=1)
     device = loaded.model.device.type
     count, length = TEXTS.get(device, 2), max(TOKENS.get(device, 512), first + PAGE_TOKENS)
     if plan.is_progressive:  # its bits change on a schedule for no more

@@ -68,7 +68,8 @@ class Part:
             tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
-            pack(without_sinks(tokens, fmt.num_sink_tokens, start, fmt.stripe_tokens), start)
+            tokens = without_sinks(tokens, fmt.num_sink_tokens, start, fmt.stripe_tokens)
+            pack(tokens, start)
         self.put_last(rows, total, x)
 
     def entered(self, x: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from kvcal.geometry import ExpandedHeads
 from kvcal.plan.layer import FormatsSpec, LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
+from kvcal.plan.tensors import layout_tensors, needed_nbytes, tensors_nbytes
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, Recipe
 from kvcal.stages.allocate.budget import (
     compile_plan,
     require_budget,
@@ -298,3 +298,30 @@ def test_a_budget_beyond_16_bits_is_that_of_16_bits(budget: str) -> None:
     assert found.split.budget in (10**12, 10**30)
     layers = made_progressive(replace(fixed(), split=found.split), ProgressiveSpec(), 0).layers
     assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in layer.formats)
+
+
+def test_layers_with_a_side_at_16_bits_pack_whole_pages_within_the_budget() -> None:
+    """Both sides of a layer are packed together; what the other side's ring then takes more is counted."""
+    cache = CacheSpec(num_sink_tokens=8, k_recent_window=48, v_recent_window=48, stripe_tokens=16)
+    rotated = ProfileSpec(num_bits=(2, 4), k_axes=("token",), group_sizes=(128,), quantizers=("rotated",), kl_samples=0)
+    found, stripes = profile(spec=rotated, cache=cache), set()
+    for bits in (4.0, 6.0, 9.0, 12.0, 16.5):
+        spec = AllocateSpec(bits=bits, batch=BATCH, context=CONTEXT, objective="sensitivity")
+        chosen = allocate(found, spec, {}, 6 * 32)  # the signs of rotated sides
+        assert compile_plan(chosen, tensors=layout_tensors(chosen.layers)).bits_per_value() <= bits
+        for layer in chosen.layers:
+            sizes = {fmt.stripe_tokens for fmt in layer.formats}
+            assert sizes == ({128} if RAW in layer.formats else {16})
+            stripes |= {(RAW in layer.formats, layer.k == layer.v == RAW)}
+    assert stripes == {(False, False), (True, False), (True, True)} or stripes == {(False, False), (True, False)}
+
+
+def test_stripes_are_for_equal_windows_and_rotated_pages() -> None:
+    with pytest.raises(ValueError, match="windows of 64 and 32"):
+        CacheSpec(v_recent_window=32, stripe_tokens=16)
+    spec = CacheSpec(num_sink_tokens=8, k_recent_window=112, v_recent_window=112, stripe_tokens=16)
+    assert spec.format("k", 2, "token", 128, "rotated").ring_tokens() == 128
+    assert spec.format("k", 2, "channel", 128).stripe_tokens == 128
+    assert spec.first_from_page == 129
+    with pytest.raises(ValueError, match="of rotated pages"):
+        Recipe("stripes", cache=spec, allocate=AllocateSpec(bits=2.5))
