@@ -50,8 +50,6 @@ SHAPES = {
 # convolution over their channels and twice 8.
 BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}
 LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}
-WITHOUT_K_PRE = {"llama4"}  # its keys are normalised after RoPE
-WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}, "llama4": {3}}
 
 
 class Nudging(DynamicCache):

@@ -8,7 +8,7 @@ from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
 from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 from kvcal.stages.evaluate.text import TextQuality
 
-K3, K4, V2, V8 = Format(3, "channel", 64), Format(4, "token", 32), Format(2, "token", 32), Format(8, "token", 128)
+K3, V2, V8 = Format(3, "channel", 64), Format(2, "token", 32), Format(8, "token", 128)
 
 
 def attention(index: int, window: int | None = None) -> AttentionGeometry:

@@ -338,6 +338,7 @@ def test_keys_that_are_not_finite_name_layer_and_sequence(monkeypatch: pytest.Mo
 
 RECIPE = """
 [data]
+source = "tasks"
 num_samples = 4
 seq_len = 280
 [formats]
