@@ -163,9 +163,9 @@ def as_loaded(
     return LoadedModel(model, tokenizer, identity, geometry_of(model, cache_dtype), "tiny")
 
 
-def batch(length: int = 9) -> dict[str, torch.Tensor]:
-    """Two sequences, the second left-padded by 3."""
-    ids = torch.randint(3, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(1))
+def batch() -> dict[str, torch.Tensor]:
+    """Two sequences of 9, the second left-padded by 3."""
+    ids = torch.randint(3, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     return {"input_ids": ids, "attention_mask": mask}
