@@ -50,6 +50,8 @@ def test_weights_are_what_an_error_does_to_the_output(group: int, sinks: int, wi
                 expected[n] += p[s] ** 2 * (error @ error) * torch.outer(q[head, t].double(), q[head, t].double())
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(weight, cost.sqrt() / cost.sqrt().mean(1, keepdim=True), atol=1e-3, rtol=1e-3)
+    none = key_costs(q, k, v, projection.mT @ projection, 0.4, sinks, TOKENS)  # nothing is packed
+    assert not any(part.any() for part in none)
 
 
 def test_moments_of_parts_are_those_of_the_whole() -> None:
@@ -61,6 +63,7 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
         torch.testing.assert_close(covariance[head], x[head].double().T.cov(correction=0))
     mean, second = mean_and_covariance(sums, False)
     assert not mean.any()
+    assert not any(part.any() for part in mean_and_covariance(torch.zeros(1, 3, 3).double(), True))
     torch.testing.assert_close(second, covariance + torch.einsum("ni,nj->nij", *[x.double().mean(1)] * 2))
 
 
