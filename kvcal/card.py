@@ -32,10 +32,9 @@ from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, InfeasibleBudget, UnsupportedModel
 from kvcal.folder import Folder
 from kvcal.geometry import StateGeometry
-from kvcal.measured_rows import decimal
 from kvcal.plan.damage import LIMITS, MAX_KL, MIN_KL, MIN_TOP1, is_destroyed
 from kvcal.plan.plan import Plan, load_plan
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, format_kl
 from kvcal.recipe import BUDGET_KINDS
 from kvcal.stages.allocate.stage import allocation_of
 from kvcal.stages.evaluate.stage import ALL_TASKS, Evaluation, Gates, Row, load_evaluation, table_columns
@@ -172,7 +171,7 @@ def _findings(figures: Figures, row: Row | None, gates: Gates, before: Figures |
         yield Finding("KL to 16 bits", f"{MAX_KL:g}", "", "unchecked")
         return
     destroyed = is_destroyed(figures.kl, figures.top1)
-    shown = f"{decimal(figures.kl, figures.kl_error)}, top-1 {figures.top1:.1%}"
+    shown = f"{format_kl(figures.kl, figures.kl_error)}, top-1 {figures.top1:.1%}"
     yield Finding("damage", LIMITS.removeprefix("allowed: "), shown, "regression" if destroyed else "accept")
     is_there = {task: task in figures.tasks or (task == ALL_TASKS and bool(row.tasks)) for task in gates.min_accuracy}
     known = {task: share for task, share in gates.min_accuracy.items() if is_there[task]}

@@ -56,8 +56,6 @@ class Folder:
     feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
     evaluation = _File("evaluation.json")
-    bits = _File("bits.png")
-    quality = _File("quality.png")
     report = _File("report.html")
 
     @property
