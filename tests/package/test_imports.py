@@ -35,7 +35,7 @@ LEVELS = (
     {"store"},
     {"cache"},
     {"stages", "systems", "bench", "engines"},
-    {"commands", "console", "tables", "lm_eval", "__main__", "report", "card"},
+    {"commands", "console", "tables", "__main__", "report", "card"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages",
