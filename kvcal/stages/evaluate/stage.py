@@ -46,10 +46,9 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.records import read_json, write_json
-from kvcal.stages.evaluate.estimate import AllPlans
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, mean_interval, measure_reading, measure_tasks
-from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits
+from kvcal.stages.evaluate.text import TEXT, TextQuality, measure_text, reference_logits
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, Amount, NumBytes, flat_records
 
@@ -315,12 +314,12 @@ def evaluate(
             numbers[digest] = number
     logits = reference_logits(loaded, data, spec.batch, reporter) if len(numbers) > 1 else []
 
-    progress = AllPlans(reporter, math.ceil(len(numbers) / world_size()), bool(spec.tasks))
+    progress = _AllPlans(reporter, math.ceil(len(numbers) / world_size()))
 
     def measure(number: int) -> Row:
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
-        progress.begin()
+        progress.num_begun += 1
         return _measure(loaded, name, plan, spec, data, logits, progress)
 
     gather(None)  # all ranks have read the rows that are kept
@@ -330,6 +329,20 @@ def evaluate(
     evaluation = save()
     gather(None)  # until rank 0 has written the file
     return evaluation
+
+
+class _AllPlans:
+    """A Reporter for ``num_plans`` measurements of one text after the other, whose progress it shows as one."""
+
+    def __init__(self, reporter: Reporter, num_plans: int) -> None:
+        self.say, self._reporter, self._num_plans, self.num_begun = reporter.say, reporter, num_plans, 0
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label == TEXT:
+            before = (self.num_begun - 1) * total
+            self._reporter(before + done, self._num_plans * total, f"{TEXT} of all plans")
+        else:
+            self._reporter(done, total, label)
 
 
 def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], reporter: Reporter) -> EvaluateSpec:
