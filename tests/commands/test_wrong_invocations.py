@@ -169,7 +169,7 @@ def test_a_recipe_is_checked_whole_before_anything_runs(
 
 FILES: dict[str, object] = {
     "fifo": FIFO, "bin": b"\xff\x00" * 99, "fd/allocation.safetensors": FIFO, "tuned/study.log": FIFO,
-    "deep.jsonl": '{"text": ' + DEEP + "]" * len(DEEP) + "}\n", "fifo.txt": FIFO,
+    "fifo.txt": FIFO,
 }  # fmt: skip
 GENERATE = "generate --model {model} --plan {plan} --max-new-tokens 1 "
 EVAL = "eval {plan} --model {model} --recipe {recipe} --out {tmp}/o "
@@ -208,7 +208,6 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--seq-len 5000", 2, "greater than the model's context"),
     (PROFILE + "--data {tmp}/none.txt", 2, "none.txt: no such file"),
     (PROFILE + "--data {tmp}/fifo.txt", 2, "is a pipe"),
-    (PROFILE + "--data {tmp}/deep.jsonl", 2, "cannot be read as json: nested more than 100 deep"),
     (PROFILE + "--data tasks --data tasks", 2, "'tasks'"),
     # knobs
     (PROFILE + "--set data.sed=1", 2, "--set data.sed=1: unknown key 'sed' of [data]; allowed: source, num_samples"),
@@ -248,7 +247,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("plan {model} --bits 3 --budget 1GB", 2, "error: --budget and --bits; expected one of --budget, --kv-budget and"),
     ("plan {model} --bits 3 --set allocate.batch=foo", 2, "error: --set allocate.batch: allocate.batch = 'foo': Input"),
     ("generate --model {model}", 2, "error: Missing option '--plan'. hint: `"),
-    ("diff {plan}", 2, "No such command 'diff'. hint: `kvcal inspect PLAN --against OLD` took its place"),
+    ("diff {plan}", 2, "No such command 'diff'."),
     ("list models {plan}", 2, "only recipes are printed"),
     ("transform {run} --model {model} --recipe kivi-2", 2, "recipe 'kivi-2' transforms no chosen formats"),
 ]  # fmt: skip
