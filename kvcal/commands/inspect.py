@@ -1,5 +1,5 @@
-"""``kvcal inspect``: a plan, the options that a layer had, what differs from another plan, the times of its
-layers on a GPU, and what it does to its model. Without the last two no torch is imported."""
+"""``kvcal inspect``: a plan, the options that a layer had, what differs from another plan, and what it does to its
+model. Without the last no torch is imported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 from kvcal import console
 from kvcal.commands import options, values
 from kvcal.commands.decorators import spread
-from kvcal.errors import ArtifactError, KernelError, UsageError
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import lazy_imports
 from kvcal.quantities import format_bytes
 
 with lazy_imports():
-    from kvcal import bench, stored_tensor, strict, tables
     from kvcal import folder as artifacts
+    from kvcal import stored_tensor, strict, tables
     from kvcal.plan import damage as damage_file
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
@@ -47,12 +47,6 @@ def inspect(
     provenance: Annotated[
         bool, typer.Option("--provenance", help="Also what the plan was made from: data, digests, versions.")
     ] = False,
-    times: Annotated[
-        bool,
-        typer.Option(
-            "--times", help="Also time a step of its layers on this GPU, next to 16 bits; exit code 6 without one."
-        ),
-    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -70,10 +64,6 @@ def inspect(
     bytes it predicts, and that it does not destroy the model, by the limits of `kvcal plan`. What was
     measured is kept next to the plan, for later calls and engines.
 
-    With --times, a step is all that a layer's cache does for a new token: storing it, packing pages,
-    attention, and with a basis, entering and leaving it. Rows are at random phases of their pages. Layers
-    that differ in nothing but their index share a row.
-
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
 
     Example: `kvcal inspect plan.safetensors --why 7`
@@ -86,7 +76,6 @@ def inspect(
         "--why": why is not None,
         "--against": against is not None,
         "--provenance": provenance,
-        "--times": times,
         "--model": model is not None,
     }
     together = [name for name, is_asked in asked.items() if is_asked]
@@ -111,9 +100,6 @@ def inspect(
         value["checks"] = [asdict(check) for check in checks]
         rows = [(check.name, check.detail) for check in checks]
         parts.append(console.View("All checks passed", ("check", "detail"), rows))
-    if times:
-        value["times"], view = _times(loaded, plan.name, workload)
-        parts.append(view)
     value |= tables.plan_json(loaded, workload) | {"damage": strict.dump(damage), "is_checked": damage is not None}
     layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
     origin = [tables.origin_table(loaded)] if provenance else []
@@ -141,33 +127,6 @@ def _check(
         checks.append(verify_stage.Check("unchecked", "until now no measurement of its damage lay next to the plan"))
     checks.append(verify_stage.Check("damage", "not measured" if damage is None else str(damage)))
     return checks, damage
-
-
-def _times(plan: plan_file.Plan, name: str, workload: plan_file.Workload) -> tuple[dict[str, Any], console.View]:
-    """The times of a step of each kind of layer. KernelError without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise KernelError(
-            f"--times needs a CUDA device, and torch {torch.__version__} sees none",
-            hint="run it on a machine with an NVIDIA GPU and a CUDA build of torch",
-        )
-    device, rows = torch.cuda.get_device_name(), []
-    timed = bench.time_layers(plan, workload, torch.device("cuda"))
-    for one in timed:
-        row = [f"{len(one.layers)} from {one.layers[0]}", one.k, one.v, format_bytes(one.nbytes)]
-        step, dense = one.step, one.dense_us
-        if step is None:
-            row += [""] * 5
-        else:
-            row += [f"{us:.1f}" for us in (step.us, step.us_99, step.longest_us, step.in_phase_us)]
-            row.append(f"{step.packing:.1%}")
-        factor = "" if step is None or dense is None else f"{dense / step.us:.2f}x"
-        rows.append((*row, "" if dense is None else f"{dense:.1f}", factor or one.reason))
-    headers = ("layers", "K", "V", "cache", "µs", "99 %", "longest", "in phase", "packing", "µs at 16 bits", "factor")
-    title = f"A step of a layer of {name}, for {plan.model.id}, on {device}, batch {workload.batch} x "
-    value = {"device": device, "plan_sha256": plan.sha256, "layers": [asdict(one) for one in timed]}
-    return value, console.View(f"{title}{workload.context} tokens", headers, rows)
 
 
 def _show_differences(

@@ -185,7 +185,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("inspect {model}/model.safetensors", 5, "is not a kvcal artifact"),
     ("inspect " + "a" * 5000, 5, "File name too long"),
     ("inspect {plan} --zap", 2, "No such option"),
-    ("inspect {plan} --why 0 --times", 2, "--why with --times: --why and --against are answers of their own"),
+    ("inspect {plan} --why 0 --provenance", 2, "--why with --provenance: --why and --against are answers of their own"),
     ("inspect {plan} --model ./" + "a" * 300, 5, "File name too long"),
     # generate
     (GENERATE + f"--prompt a --seed {2**70}", 2, "--seed"),

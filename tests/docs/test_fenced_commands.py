@@ -52,7 +52,7 @@ PARSED = {
     "tune": "measures 30 trials", "gsm8k": "needs a data set of the hub", "aqua-kv": "fits predictors of all layers",
     "torchrun": "needs several processes", "kitty": "is no plan of the default recipe",
 }  # fmt: skip
-ENDS = {"inspect plan.safetensors --times": 6, "doctor --engine": 2}  # without a GPU, and without an engine
+ENDS = {"doctor --engine": 2}  # without an engine
 
 
 def lines(path: Path) -> list[str]:

@@ -34,7 +34,7 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "systems", "bench", "engines"},
+    {"stages", "systems", "engines"},
     {"commands", "console", "tables", "__main__", "report", "card"},
 )
 RUNTIME = (
