@@ -119,13 +119,8 @@ class _Legend:
 
 def _protected(layer: LayerPlan) -> str:
     """Sinks and windows, such as "8 + 64"; of keys and of values, where they differ."""
-    found = []
-    for side in SIDES:
-        fmt = layer.format(side)
-        rule, window = fmt.window_rule, str(fmt.recent_window)
-        window = window if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
-        found.append(f"{fmt.num_sink_tokens} + {window}")
-    return found[0] if found[0] == found[1] else f"K {found[0]}, V {found[1]}"
+    k, v = (fmt.kept for fmt in layer.formats)
+    return k if k == v else f"K {k}, V {v}"
 
 
 def search_table(report: SearchReport) -> View:

@@ -144,7 +144,7 @@ class Bench:
         )
         wanted = {side: setup.candidates(side) for side in SIDES}
         full, none = (
-            GradientPass(self.model, self.loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
+            GradientPass(self.model, self.loaded.geometry, candidates, cache)
             for candidates in (wanted, {side: () for side in SIDES})
         )
         variants = [("no candidates", none), ("", full)]

@@ -123,7 +123,7 @@ class BlockLayout:
         """Bytes of the sinks, and of the newest tokens."""
         fmt, token = self.layer.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
         heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens(self.lookahead)
-        return heads * fmt.num_sink_tokens * token, heads * newest * token
+        return heads * fmt.sinks_left() * token, heads * newest * token
 
 
 def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:

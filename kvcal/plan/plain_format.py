@@ -19,7 +19,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout
+from kvcal.lazy_torch import Tensor
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, without_sinks
 from kvcal.pages.uniform import UniformLayout
 from kvcal.pages.ways import RAW_PAGES, UNIFORM_PAGES, Way
 from kvcal.stored_tensor import ITEM_BYTES
@@ -127,6 +128,24 @@ class PlainFormat:
     @property
     def max_window(self) -> int:
         return self.recent_window if self.window_rule is None else self.window_rule.max_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """The most tokens that are kept at 16 bits for good: sinks and the window."""
+        return self.num_sink_tokens + self.max_window
+
+    @property
+    def kept(self) -> str:
+        """The same for people, such as "8 + 64"."""
+        return f"{self.num_sink_tokens} + {self.recent_window if self.window_rule is None else self.window_rule}"
+
+    def sinks_left(self, num_tokens: int = 0) -> int:
+        """Sinks that are to come after the first ``num_tokens`` tokens."""
+        return max(0, self.num_sink_tokens - num_tokens)
+
+    def packed(self, tokens: Tensor, first_page: int = 0) -> Tensor:
+        """Tokens [..., T, D] from page ``first_page`` on, as pages hold them (``without_sinks``)."""
+        return without_sinks(tokens, self.num_sink_tokens, first_page)
 
     def ring_tokens(self, lookahead: int = 0) -> int:
         """Tokens that the ring of unquantized recent tokens has room for, with so many drafts

@@ -64,7 +64,7 @@ class PagedTensor(Part):
         dtype = CACHE_DTYPES[codec.cache_dtype]
         channels = codec.head_dim if fmt.needs_queries else 0
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
-            counts = fmt.num_sink_tokens, fmt.ring_tokens(lookahead)
+            counts = fmt.sinks_left(), fmt.ring_tokens(lookahead)
             sinks, ring = (torch.zeros(*shape, n, codec.head_dim, dtype=dtype, device=device) for n in counts)
             super().__init__(fixed(sinks), fixed(ring), fmt)
             self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
@@ -148,7 +148,7 @@ class PagedTensor(Part):
         """Store one token x [B, n, 1, D] of every row, as :meth:`store` would, if it is no sink and completes
         no page; else do nothing and return False. One indexed write instead of a loop over the rows of a
         ragged batch."""
-        is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
+        is_special = (self.format.sinks_left(n) or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
         if any(is_special):
             return False
         numbers = torch.tensor(num_tokens, device=x.device).unsqueeze(1)

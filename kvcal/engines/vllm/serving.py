@@ -85,7 +85,7 @@ class Serving:
         self.layers: list[Any] = []  # PlanLayer
         self.begun: list[Begun] = []  # while the step runs with which they begin
         formats = (fmt for layer in plan.layers for fmt in layer.formats)
-        if has_prefixes and any(fmt.max_window or fmt.num_sink_tokens for fmt in formats):
+        if has_prefixes and any(fmt.kept_tokens for fmt in formats):
             note_beginnings()
         transfer = config.kv_transfer_config
         if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:

@@ -21,7 +21,7 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_layer import PlanLayer, require_shapes, tokens_to_next_event
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.systems.kitty.scores import query_sum
 
@@ -74,13 +74,13 @@ def _read_back(pages: Sequence[_Page]) -> None:
     number, rows = pages[0].number, len(pages[0].tokens)
     codec = PageCodec.joined([page.part.codec for page in pages], rows)
     fmt, cache_dtype = codec.format, CACHE_DTYPES[codec.cache_dtype]
-    tokens = torch.cat([without_sinks(page.tokens, fmt.num_sink_tokens, number) for page in pages]).to(cache_dtype)
+    tokens = torch.cat([fmt.packed(page.tokens, number) for page in pages]).to(cache_dtype)
     mean = torch.cat([page.part.query_means.pop(number) for page in pages]) if fmt.needs_queries else None
     ordinals = torch.full((len(tokens),), number, device=tokens.device)
     at_once = ENCODE_PAGES if len(pages) == 1 else len(tokens)
     records = codec.encode(tokens, ordinals, fmt.num_bits, mean, at_once=at_once)
     decoded = codec.restore(codec.decode(records, fmt.num_bits), ordinals, fmt.num_bits)
-    sinks = min(PAGE_TOKENS, max(0, fmt.num_sink_tokens - PAGE_TOKENS * number))
+    sinks = min(PAGE_TOKENS, fmt.sinks_left(PAGE_TOKENS * number))
     for page, found in zip(pages, decoded.split(rows), strict=True):
         page.tokens[:, :, sinks:] = found[:, :, sinks:]
 

@@ -79,7 +79,7 @@ def run_profile(
         most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
         if spec.gradients:
             measured = {side: setup.candidates(side) for side in SIDES}
-            gradients = GradientPass(loaded.model, loaded.geometry, measured, cache.num_sink_tokens, cache.param_dtype)
+            gradients = GradientPass(loaded.model, loaded.geometry, measured, cache)
             measure = partial(gradient_means, gradients)
             at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
             most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, label, at_once)

@@ -28,7 +28,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -72,7 +72,7 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     assert score is not None
     N, T, D = k_post_NTD.shape
     P = T // PAGE_TOKENS
-    keys_NTD = without_sinks(k_post_NTD[:, : P * PAGE_TOKENS], fmt.num_sink_tokens)
+    keys_NTD = fmt.packed(k_post_NTD[:, : P * PAGE_TOKENS])
     pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
     magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
     queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
