@@ -78,18 +78,6 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
     return View(title, headers, rows, "\n".join(filter(None, notes)), heat)
 
 
-def layer_cells(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workload) -> dict[int, tuple[str, ...]]:
-    """By layer: K, V, sinks and window, bytes per token, bytes; all in full."""
-    found = {}
-    for layer in layers:
-        nbytes = layer.nbytes(cache_dtype, workload.lengths, workload.context)
-        names = [side_name(layer, side) if layer.is_paged else "bounded" for side in SIDES]
-        protected = _protected(layer) if layer.is_paged else ""
-        per_token = f"{nbytes / (workload.batch * workload.context):.1f}"
-        found[layer.geometry.index] = (*names, protected, per_token, format_bytes(nbytes))
-    return found
-
-
 class _Legend:
     """The meanings of short names of pages, such as "basis"."""
 
