@@ -62,9 +62,9 @@ class TaskFigures:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Figures:
-    """Figures that one card keeps for the next. ``measured_with``: sha256 of texts and settings of the evaluation,
-    None of a plan that was not measured; ``kl`` in nats a token, at ``nbytes`` of cache at the plan's
-    workload."""
+    """Figures that one card keeps for the next. ``measured_with``: sha256 of texts and settings of the
+    evaluation, None of a plan that was not measured; ``kl`` in nats a token, at ``nbytes`` of cache at the
+    plan's workload."""
 
     verdict: Verdict
     model: str
@@ -98,8 +98,8 @@ class Card:
 
 
 def write_card(folder: Folder, gates: Gates, last: Path | None = None, memory: int | None = None) -> Card:
-    """Write README.md next to the plan in ``folder``, of what lies there. ``gates``: further limits; ``last``:
-    a card to be no worse than; ``memory``: bytes of one device for the cache in vLLM.
+    """Write README.md next to the plan in ``folder``, of what lies there. ``gates``: further limits;
+    ``last``: a card to be no worse than; ``memory``: bytes of one device for the cache in vLLM.
 
     Raises:
         ArtifactError: no plan, a damaged artifact, a ``last`` that is no card or of another model, or a README
@@ -144,7 +144,8 @@ def read_card(path: Path) -> Figures:
 
 
 def _measured(folder: Folder, plan: Plan) -> tuple[Evaluation | None, Row | None]:
-    """The evaluation that holds the plan, and its row: in the folder, or of the comparison that it lies in."""
+    """The evaluation that holds the plan, and its row: in the folder, or of the comparison that it lies
+    in."""
     above = folder.path.absolute().parents
     for path in (folder.evaluation, *(Folder(one).evaluation for one in above[2:3])):
         evaluation = load_evaluation(path) if path.is_file() else None

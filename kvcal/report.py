@@ -2,8 +2,8 @@
 what was gained and what was lost, then where the bytes go, the layers, what was measured, and what to do
 next. A part whose artifact is missing is left out.
 
-The page states no date and no path: equal artifacts give equal bytes. Its template is report.html. kvcal's own
-plan is told from its rivals, which are the baselines, and from all others.
+The page states no date and no path: equal artifacts give equal bytes. Its template is report.html. kvcal's
+own plan is told from its rivals, which are the baselines, and from all others.
 """
 
 from __future__ import annotations

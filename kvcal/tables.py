@@ -129,7 +129,8 @@ def search_table(report: SearchReport) -> View:
 
 
 def widths_table(report: WidthsReport) -> View:
-    """The choice by layer next to fixed widths of the same bytes: KL to the 16-bit cache on texts kept apart."""
+    """The choice by layer next to fixed widths of the same bytes: KL to the 16-bit cache on texts kept
+    apart."""
     rows = []
     for one in report.plans:
         name = f"{one.name} (ships)" if one.name == report.shipped else one.name

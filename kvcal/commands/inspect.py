@@ -1,5 +1,5 @@
-"""``kvcal inspect``: a plan, the options that a layer had, and what it does to its model. Only the last imports
-torch."""
+"""``kvcal inspect``: a plan, the options that a layer had, and what it does to its model. Only the last
+imports torch."""
 
 from __future__ import annotations
 

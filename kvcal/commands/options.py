@@ -205,8 +205,8 @@ class RecipeOptions(ModelOptions):
         folder: artifacts.Folder | None,
         others: Mapping[str, Any] | None = None,
     ) -> Iterator[artifacts.Job]:
-        """The recipe on the model, in the folder (None: in none yet), within progress; but `sensitivity`, changed as by
-        ``others``, in place of `default` for latent attention."""
+        """The recipe on the model, in the folder (None: in none yet), within progress; but `sensitivity`,
+        changed as by ``others``, in place of `default` for latent attention."""
         with self.reporting() as reporter:
             loaded = self.load(model, recipe.data if recipe.calibrates else None, reporter)
             if recipe.name == "default" and loaded.geometry.has_latents:

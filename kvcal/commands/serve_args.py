@@ -64,7 +64,8 @@ def serve_args(
     """Print the command line that serves a plan in an engine; with --kv-memory and --context, what fits.
 
     kvcal has to be installed next to the engine. Blocks, tokens and requests that fit are as the engine will
-    count them; `kvcal size` counts weights and workspace, too. Of a model with states its config.json is read.
+    count them; `kvcal size` counts weights and workspace, too. Of a model with states its config.json is
+    read.
 
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
 

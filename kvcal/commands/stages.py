@@ -75,8 +75,8 @@ def allocate(
 ) -> None:
     """Choose every layer's K and V format for a byte budget, exactly.
 
-    Its bytes are those of the compiled plan: transforms, which come later, take part of them
-    (--reserve). A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
+    Its bytes are those of the compiled plan: transforms, which come later, take part of them (--reserve). A
+    second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
 
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context
     32768`

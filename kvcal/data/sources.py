@@ -149,7 +149,8 @@ class Chat:
 
 @dataclass(frozen=True)
 class Marked:
-    """A document in spans, each with whether it is in the loss: what can be looked up in what is before it."""
+    """A document in spans, each with whether it is in the loss: what can be looked up in what is before
+    it."""
 
     spans: tuple[tuple[str, bool], ...]
 

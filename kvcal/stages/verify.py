@@ -64,7 +64,8 @@ def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
 
 @torch.inference_mode()
 def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, reporter: Reporter) -> list[Check]:
-    """All that ``kvcal inspect --model`` checks, on random tokens; the plan file itself was checked by reading it."""
+    """All that ``kvcal inspect --model`` checks, on random tokens; the plan file itself was checked by
+    reading it."""
     require_same_model(plan, loaded)
     checks = [
         Check("file", f"digest, keys, values and predicted bytes ({plan.predicted_bytes}) are sound"),

@@ -1,4 +1,5 @@
-"""A model of transformers with a plan's packed cache, as the lm-evaluation-harness asks it. Needs ``lm_eval``.
+"""A model of transformers with a plan's packed cache, as the lm-evaluation-harness asks it. Needs
+``lm_eval``.
 
 The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; only its two calls of the model
 are replaced. Likelihoods are decode-faithful: context and continuation are fed in chunks that end where pages

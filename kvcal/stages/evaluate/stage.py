@@ -178,8 +178,8 @@ def task_header(task: TaskResult) -> str:
 
 
 def task_cell(task: TaskResult) -> str:
-    """A task's accuracy, in % with its error; of few problems, how many were solved; and the nats that an answer
-    loses."""
+    """A task's accuracy, in % with its error; of few problems, how many were solved; and the nats that an
+    answer loses."""
     solved = (
         f"{task.num_correct} of {task.num_problems}"
         if _is_counted(task)
@@ -332,7 +332,8 @@ def evaluate(
 
 
 class _AllPlans:
-    """A Reporter for ``num_plans`` measurements of one text after the other, whose progress it shows as one."""
+    """A Reporter for ``num_plans`` measurements of one text after the other, whose progress it shows as
+    one."""
 
     def __init__(self, reporter: Reporter, num_plans: int) -> None:
         self.say, self._reporter, self._num_plans, self.num_begun = reporter.say, reporter, num_plans, 0

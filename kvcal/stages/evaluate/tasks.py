@@ -9,8 +9,8 @@ prediction, and everything the model attended to with a fresh read of the packed
 
 Long contexts are read (``kvcal.data.reading``: rows, pairs, late facts and others): texts are fed
 decode-faithfully and next to 16 bits (``divergence.lockstep``), so that every token of an answer reads packed
-pages, as in decoding. The rise of an answer's negative log-likelihood, paired with 16 bits, is far quieter than
-the share of right answers, and tells plans apart that shares cannot.
+pages, as in decoding. The rise of an answer's negative log-likelihood, paired with 16 bits, is far quieter
+than the share of right answers, and tells plans apart that shares cannot.
 
 The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n +
 1 / (4 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
@@ -62,9 +62,9 @@ class TaskResult:
     tokens of each problem, prompt and completion. The harness does not count ``num_correct`` and
     ``num_unfinished``: None.
 
-    Of texts that are read: ``lost``, the nats that an answer's negative log-likelihood is above that at 16 bits,
-    with its standard error over texts (None for one text); ``kl_99`` and ``kl_999``, below which the KL to 16
-    bits lies at 99 and 99.9 % of the answers' tokens. None for other tasks."""
+    Of texts that are read: ``lost``, the nats that an answer's negative log-likelihood is above that at 16
+    bits, with its standard error over texts (None for one text); ``kl_99`` and ``kl_999``, below which the KL
+    to 16 bits lies at 99 and 99.9 % of the answers' tokens. None for other tasks."""
 
     task: str
     accuracy: Share
@@ -119,7 +119,8 @@ def measure_tasks(
 @dataclass(frozen=True, eq=False)
 class Answers:
     """Of one text. ``right_A``: whether greedy decoding gives an answer; ``lost_A``: nats that its negative
-    log-likelihood is above that at 16 bits, fp64; ``kl_n``: KL to 16 bits at the answers' tokens, nats, fp64."""
+    log-likelihood is above that at 16 bits, fp64; ``kl_n``: KL to 16 bits at the answers' tokens, nats,
+    fp64."""
 
     right_A: Tensor
     lost_A: Tensor

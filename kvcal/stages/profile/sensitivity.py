@@ -72,8 +72,8 @@ def quantization_errors(
     side: Side = "k",
 ) -> Errors:
     """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks, not
-    finite where a group's range is one that the cache's ``param_dtype`` cannot hold (``range_refusal``). Does not wait
-    for the device.
+    finite where a group's range is one that the cache's ``param_dtype`` cannot hold (``range_refusal``). Does
+    not wait for the device.
 
     Products, and their sums over at most ``D`` channels, are fp32 (1e-7 relative); all further sums are fp64.
 

@@ -7,8 +7,8 @@ values the sum of W_o' W_o over its query heads, without data. Both are taken to
 query is turned back by ``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are
 stretched as for λ.
 
-With [basis], rotated pages get a basis (kvcal.systems.basis.basis) from the same forwards, of queries and keys
-weighted by what attention makes of an error, with each text at all places of the model's context, and
+With [basis], rotated pages get a basis (kvcal.systems.basis.basis) from the same forwards, of queries and
+keys weighted by what attention makes of an error, with each text at all places of the model's context, and
 feedback works in it. The center of keys stays 0 where attention has logits without a key, or soft caps:
 softmax then sees a constant.
 
