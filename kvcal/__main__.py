@@ -78,10 +78,6 @@ def main() -> None:
         raise
 
 
-def _wants_json() -> bool:
-    return "--json" in sys.argv[1:]
-
-
 def _wrong_argument(refused: Any) -> UsageError:
     """typer's error in a line: the option or argument, what was typed, and what is allowed."""
     context = getattr(refused, "ctx", None)
@@ -111,7 +107,7 @@ def _fail(error: KvcalError) -> NoReturn:
         command = next((word for word in sys.argv[1:2] if word in COMMANDS), "")
         error.hint = f"`kvcal {command}{' ' * bool(command)}--help` tells its arguments and options"
     if distributed.prints_errors():
-        print_error_json(error) if _wants_json() else print_error(error)
+        print_error_json(error) if "--json" in sys.argv[1:] else print_error(error)
     sys.exit(error.exit_code)
 
 

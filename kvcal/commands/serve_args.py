@@ -81,7 +81,9 @@ def serve_args(
     memory = None if kv_memory is None else parse_bytes(kv_memory)
     state = 0
     if heads.num_states:
-        state = states.state_bytes(_config_of(name), tp, drafts, loaded.cache_dtype, state_dtype)
+        location = files.locate(name)
+        config = files.read_json(location.folder / "config.json", location.id)
+        state = states.state_bytes(config, tp, drafts, loaded.cache_dtype, state_dtype)
     draft_bytes = _draft_bytes(draft, loaded, tp) if drafts else 0
     sizes = tp, context or 1, drafts, max_requests, state, draft_bytes
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
@@ -126,11 +128,6 @@ def _draft_bytes(draft: str, plan: plan_file.Plan, num_ranks: int) -> int:
     model = model_config.read_sizes(draft).geometry
     layers = [layer for layer in model.layers if isinstance(layer, geometry.AttentionGeometry)]
     return engine_capacity.draft_token_bytes(layers, model.cache_dtype, num_ranks)
-
-
-def _config_of(model: str) -> dict[str, Any]:
-    location = files.locate(model)
-    return files.read_json(location.folder / "config.json", location.id)
 
 
 def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:

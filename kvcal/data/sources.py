@@ -184,8 +184,11 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
     wrong type, no item at all.
     """
     name = source.name
-    if name in INSTALLED:
-        yield from _installed(name, purpose)
+    if name == CHAT:
+        yield from (Chat(tuple(talk), index) for index, talk in enumerate(installed_chats(purpose)))
+        return
+    if name in INSTALLED:  # which is dealt by file: of a long one the beginning, so that no file is the sample
+        yield from (Piece(text[:LONG_CHARS]) for text in installed_texts(name, purpose))
         return
     items: Iterator[Dealt]
     if source.is_local:
@@ -206,15 +209,6 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
             yield item
     if is_empty:
         raise UsageError(f"source = {name} is empty", hint="it needs at least one text that is not blank")
-
-
-def _installed(name: str, purpose: Purpose) -> Iterator[Item]:
-    """Installed text, which is dealt by file: of a long one the first LONG_CHARS, so that no file is the
-    sample."""
-    if name == CHAT:
-        yield from (Chat(tuple(talk), index) for index, talk in enumerate(installed_chats(purpose)))
-    else:
-        yield from (Piece(text[:LONG_CHARS]) for text in installed_texts(name, purpose))
 
 
 def _kind(name: str | Path) -> str | None:

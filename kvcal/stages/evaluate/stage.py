@@ -137,8 +137,7 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
     if len(rows[0].tasks) > 1:
         means = [percent(*mean_accuracy(row.tasks), mean_interval(row.tasks)) for row in rows]
         columns.append(("all tasks %", means))
-    tops = [(row.text.top1_agreement, row.text.top1_se) for row in rows]
-    columns.append(("top-1 %", [percent(top, error, _cut(top, error or 0.0)) for top, error in tops]))
+    columns.append(("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]))
     columns.append(("cache", [format_bytes(row.total_bytes) for row in rows]))
     for results in zip(*(row.tasks for row in rows), strict=True):
         columns.append((task_header(results[0]), [task_cell(task) for task in results]))
@@ -155,17 +154,13 @@ def _with_error(value: float, error: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def percent(share: float, error: float | None, interval: tuple[float, float]) -> str:
+def percent(share: float, error: float | None, interval: tuple[float, float] | None = None) -> str:
     """A cell: a share and its standard error, None if unknown, in %; or its interval, where the error would
-    lead out of 0 to 100 %."""
+    lead out of 0 to 100 %: the error's own, cut there, unless given."""
     if error is None or 0 <= share - error <= share + error <= 1:
         return _with_error(100 * share, None if error is None else 100 * error, 1)
-    low, high = interval
+    low, high = interval or (max(0.0, share - error), min(1.0, share + error))
     return f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def _cut(share: float, error: float) -> tuple[float, float]:
-    return max(0.0, share - error), min(1.0, share + error)
 
 
 def _is_counted(task: TaskResult) -> bool:

@@ -107,7 +107,13 @@ def measure_tasks(
     order; ``purpose``: of which pool."""
     if not spec.embedded_tasks:
         return ()
-    sequences = _sequences(loaded, spec, purpose)
+    tokenizer = tokenizer_of(loaded)
+    limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
+    sequences = [
+        Written(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
+        for task in spec.embedded_tasks
+        for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
+    ]
     order = sorted(sequences, key=lambda s: s.prompt_T.numel() + s.expected_tokens)
     for first in range(0, len(order), spec.batch):
         _complete(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
@@ -224,16 +230,6 @@ def wilson_se(num_correct: float, num_problems: int) -> float:
     """Half the width of Wilson's interval at z = 1."""
     p, n = num_correct / num_problems, num_problems
     return math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n)
-
-
-def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Written]:
-    tokenizer = tokenizer_of(loaded)
-    limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
-    return [
-        Written(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
-        for task in spec.embedded_tasks
-        for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
-    ]
 
 
 def _complete(
