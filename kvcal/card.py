@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal import tables
 from kvcal.artifact import sha256_json, write_text_atomic
+from kvcal.console import command_line
 from kvcal.engines.capacity import Capacity, capacity
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, InfeasibleBudget, UnsupportedModel
@@ -260,7 +260,7 @@ def _page(
         "columns": [head for head, _ in columns],
         "rows": list(zip(*(cells for _, cells in columns), strict=True)),
         "unchecked": unchecked,
-        "eval_line": _line("eval", "plan.safetensors", "--model", plan.model.id, "--out", "."),
+        "eval_line": command_line("eval", "plan.safetensors", "--model", plan.model.id, "--out", "."),
         "findings": findings,
         "max_kl": f"{MAX_KL:g}",
         "min_kl": f"{MIN_KL:g}",
@@ -268,7 +268,7 @@ def _page(
         "workload": workload,
         "capacity": rows,
         "refused": refused,
-        "serve_line": _line("serve-args", "plan.safetensors", "--engine", "vllm", "--model", plan.model.id),
+        "serve_line": command_line("serve-args", "plan.safetensors", "--engine", "vllm", "--model", plan.model.id),
     }
 
 
@@ -305,16 +305,12 @@ def _made_by(folder: Folder, plan: Plan) -> str:
     for key, option in (("engine", "--for-engine"), ("tp", "--tp"), ("drafts", "--drafts")):
         if inputs.get(f"allocate.{key}") not in (None, 0, 1):
             words += [option, inputs[f"allocate.{key}"]]
-    return f"`{_line(*words)}`"
+    return f"`{command_line(*words)}`"
 
 
 def _cell(text: str) -> str:
     """Text as Markdown shows it, in a row of a table, too: names are of users' files."""
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
-
-
-def _line(*words: object) -> str:
-    return shlex.join(["kvcal", *map(str, words)])
 
 
 def _front_matter(figures: Figures, evaluation: Evaluation | None) -> str:

@@ -9,7 +9,6 @@ own plan is told from its rivals, which are the baselines, and from all others.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvcal import tables
 from kvcal.artifact import write_text_atomic
-from kvcal.console import View
+from kvcal.console import View, command_line
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
@@ -237,24 +236,20 @@ def _next(plan: Plan, damage: Damage | None) -> list[tuple[str, str]]:
     model, file, workload = plan.model.id, "plan.safetensors", plan.workload
     widest = max(plan.layers, key=lambda layer: layer.format("k").num_bits if layer.is_paged else 0)
     sizes = f"--bits {math.ceil(plan.bits_per_value()) + 1} --batch {workload.batch} --context {workload.context}"
-    why = "Ask why a layer has its bits", _line("inspect", file, "--why", widest.geometry.index)
+    why = "Ask why a layer has its bits", command_line("inspect", file, "--why", widest.geometry.index)
     if damage is not None and damage.is_destroyed:
-        return [("Make a larger plan", _line("plan", model, *sizes.split())), why]
+        return [("Make a larger plan", command_line("plan", model, *sizes.split())), why]
     tasks = [] if model == MODEL_NAME else ["--tasks", "retrieval:4096"]
     return [
-        ("Measure it next to 16 bits", _line("eval", file, "--model", model, *tasks)),
+        ("Measure it next to 16 bits", command_line("eval", file, "--model", model, *tasks)),
         ("Generate with it", _generate(model, file)),
-        ("Serve it", _line("serve-args", file, "--engine", "vllm", "--model", model)),
+        ("Serve it", command_line("serve-args", file, "--engine", "vllm", "--model", model)),
         why,
     ]
 
 
-def _line(*words: object) -> str:
-    return shlex.join(["kvcal", *map(str, words)])
-
-
 def _generate(model: str, plan: str) -> str:
-    return _line("generate", "--model", model, "--plan", plan, "--prompt", "Once upon a time")
+    return command_line("generate", "--model", model, "--plan", plan, "--prompt", "Once upon a time")
 
 
 def _folded(folder: Folder, plan: Plan | None) -> Iterator[Folded]:

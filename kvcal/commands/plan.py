@@ -123,7 +123,7 @@ def plan(
         tables.budget_table(allocation),
         gain_table(gain, made),
     )
-    following = options.command_line("eval", path, "--model", model, "--out", folder.path)
+    following = console.command_line("eval", path, "--model", model, "--out", folder.path)
     said = {"plan": path, "folder": folder.path, "next": following}
     given.finish(folder, value, *shown, said=said, damage=damage, allow_damage=allow_damage)
 

@@ -110,5 +110,5 @@ def size(
         following, purpose = ["plan", model, "--budget", memory], "give each layer its own bits within this memory"
         if facts.uncalibrated is not None:
             following, purpose = ["run", fitting.recipe, "--model", model], "make its plan"
-        line = options.command_line(*following, "--batch", workload.batch, "--context", workload.context)
+        line = console.command_line(*following, "--batch", workload.batch, "--context", workload.context)
         say(f"{fitting.recipe} fits; to {purpose}: {line}")
