@@ -1,6 +1,8 @@
-"""Writes the parts of the documentation that come from the code: recipe keys, supported models, outputs of commands.
+"""Writes the parts of the documentation that come from the code: recipe keys, supported models, what is served where,
+the systems, outputs of commands.
 
-    python docs/generate.py            # recipe-keys.md, models.md (and kvcal/models/families.json), troubleshooting.md
+    python docs/generate.py            # recipe-keys.md, models.md (and kvcal/models/families.json), engines.md,
+                                       # systems.md, the systems' pages, troubleshooting.md
     python docs/generate.py tutorial   # the outputs in tutorial.md as well: about a minute
 
 Commands are quoted in blocks that begin with ```console and hold `$ kvcal ...` lines, each followed by its output and,
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import rooms
 import torch
 from pydantic import TypeAdapter
 
@@ -35,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FAMILIES = ROOT / "kvcal/models/families.json"
 DEFAULT = "default"  # the recipe of kvcal plan
-SERVED = re.compile("<!-- served -->.*?<!-- end of served -->", re.DOTALL)
+SERVED = re.compile("(<!-- served(?:: (.*?))? -->).*?<!-- end of served -->", re.DOTALL)
+ROOMS = re.compile("<!-- rooms -->.*?<!-- end of rooms -->", re.DOTALL)
 BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/models")]
 
@@ -364,22 +368,47 @@ def commands(block: str) -> list[str]:
 
 
 def with_served(page: str) -> str:
-    """A page with the table of what is served where, between its marks."""
-    before, after = SERVED.split(page)
-    reasons = dict.fromkeys(cell for row in served.table() for cell in row[2:] if cell != "yes")
+    """A page with the table of what is served where, between its marks: of all ways to store keys and values,
+    or of those that the mark names."""
+
+    def filled(found: re.Match[str]) -> str:
+        rows = served.table()
+        names = found[2].split("; ") if found[2] else [row[0] for row in rows]
+        table = _served([row for name in names for row in rows if row[0] == name])
+        return f"{found[1]}\n\n{table}\n<!-- end of served -->"
+
+    return SERVED.sub(filled, page)
+
+
+def _served(rows: list[tuple[str, ...]]) -> str:
+    """The table of these rows, with the reasons below it."""
+    reasons = dict.fromkeys(cell for row in rows for cell in row[2:] if cell != "yes")
     numbers = {reason: number for number, reason in enumerate(reasons, 1)}
-    rows = [
-        [way, needs or "–", *(cell if cell == "yes" else f"no ({numbers[cell]})" for cell in cells)]
-        for way, needs, *cells in served.table()
+    cells = [
+        [way, needs or "–", *(cell if cell == "yes" else f"no ({numbers[cell]})" for cell in places)]
+        for way, needs, *places in rows
     ]
-    lines = [list(served.HEADER), ["---"] * len(served.HEADER), *rows]
+    lines = [list(served.HEADER), ["---"] * len(served.HEADER), *cells]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    text += "\n" + " ".join(f"({number}) {reason}." for reason, number in numbers.items()) + "\n"
-    return f"{before}<!-- served -->\n\n{text}\n<!-- end of served -->{after}"
+    notes = " ".join(f"({number}) {reason}." for reason, number in numbers.items())
+    return f"{text}\n{notes}\n" if notes else text
+
+
+def with_rooms(page: str) -> str:
+    """The overview of systems with their pages, between its marks."""
+    lines = ["| system | what it does |", "|---|---|"]
+    for uri, path in rooms.PAGES.items():
+        title, text = path.read_text().split("\n\n", 2)[:2]
+        first = re.split(r"(?<=\.) ", " ".join(text.split()))[0]
+        lines.append(f"| [{title.removeprefix('# ')}](../kvcal/{uri.removesuffix('.md')}/README.md) | {first} |")
+    return ROOMS.sub("<!-- rooms -->\n\n" + "\n".join(lines) + "\n\n<!-- end of rooms -->", page)
 
 
 def main() -> None:
     (DOCS / "engines.md").write_text(with_served((DOCS / "engines.md").read_text()))
+    (DOCS / "systems.md").write_text(with_rooms((DOCS / "systems.md").read_text()))
+    for path in rooms.PAGES.values():
+        path.write_text(with_served(path.read_text()))
     (DOCS / "recipe-keys.md").write_text(recipe_keys())
     FAMILIES.write_text(families())
     (DOCS / "models.md").write_text(models(FAMILIES.read_text()))

@@ -85,11 +85,19 @@ class PageCodec:
 
     @property
     def kind(self) -> object:
-        """Equal for codecs that can be ``joined``."""
-        whole = [self.rotary if self.is_pre else None, self.feedback, self.basis]
-        whole += [] if self.grid is None else [self.grid, self.signs]
+        """Equal for codecs that can be ``joined``, or stand ``beside`` each other."""
+        whole = [self.rotary if self.is_pre else None]
+        whole += [] if self.grid is None else [self.grid, self.signs, self.feedback]
         what = self.side, self.format, self.num_heads, self.head_dim, self.cache_dtype, self.is_pre
-        return *what, self.rescale is None, self.offset is None, *map(id, whole)
+        missing = (part is None for part in (self.rescale, self.offset, self.basis))
+        factor_numbers = 0 if self.feedback is None else self.feedback.shape[1]  # with gains or without
+        return *what, *missing, factor_numbers, *map(id, whole)
+
+    @property
+    def has_own_factor(self) -> bool:
+        """Whether pages of several codecs of a kind are encoded as heads of one (``beside``): each head has a
+        factor."""
+        return self.feedback is not None and self.grid is None
 
     @staticmethod
     def joined(codecs: Sequence[PageCodec], count: int) -> PageCodec:
@@ -109,6 +117,26 @@ class PageCodec:
             operands = {"signs": signs[:, None, None]}
         rescale, offset = rows([codec.rescale for codec in codecs]), rows([codec.offset for codec in codecs])
         return replace(one, rescale=rescale, offset=offset, operands=operands)
+
+    @staticmethod
+    def beside(codecs: Sequence[PageCodec]) -> PageCodec:
+        """One codec of the heads of several of a ``kind``, which have factors and no grid, in order; for tokens
+        that are in their bases already."""
+
+        def heads(tensors: Sequence[Tensor | None]) -> Tensor | None:
+            found = [x for x in tensors if x is not None]
+            return torch.cat(found) if found else None
+
+        signs = heads([None if c.signs is None else c.signs.expand(c.num_heads, 1, -1) for c in codecs])
+        return replace(
+            codecs[0],
+            num_heads=sum(codec.num_heads for codec in codecs),
+            rescale=heads([codec.rescale for codec in codecs]),
+            offset=heads([codec.offset for codec in codecs]),
+            feedback=heads([codec.feedback for codec in codecs]),
+            basis=None,
+            operands={} if signs is None else {"signs": signs},
+        )
 
     @property
     def grid(self) -> Tensor | None:

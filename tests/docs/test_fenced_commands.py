@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 import generate  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("kvcal/systems/*/README.md"))]
 # The folder's files come from the first of these pages; a line that was run is not run again.
 FIRST = ("README.md", "which-bits.md", "commands.md")
 OTHERS = {"pip", "git", "make", "vllm", "curl", "rm", ".", "python -m pip", "python -m venv", "python -m lm_eval",
@@ -46,11 +46,12 @@ SHORTER = {
     "eval": "--samples 1 --seq-len 300 --limit 1 --set evaluate.against=[]",
     "generate": "--max-new-tokens 4",
 }  # fmt: skip
-# Not run, with the reason: their options are parsed. Tests in tests/commands run these with small recipes.
+# Not run, with the reason: their options are parsed. tests/commands and tests/run run these with small recipes.
 PARSED = {
     "search": "builds the plans of all systems", "compare": "builds the plans of several systems",
     "tune": "measures 30 trials", "gsm8k": "needs a data set of the hub", "aqua-kv": "fits predictors of all layers",
-    "torchrun": "needs several processes", "kitty": "is no plan of the default recipe",
+    "torchrun": "needs several processes", "kitty": "is no plan of the default recipe", "kvmix": "likewise",
+    "pm-kvq": "likewise", "mixkvq-capped": "likewise",
 }  # fmt: skip
 ENDS = {"doctor --engine": 2}  # without an engine
 
@@ -75,7 +76,7 @@ def kvcal_lines(path: Path) -> list[str]:
     return [line for line in lines(path) if line.startswith("kvcal ")]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_fenced_line_is_a_command_that_is_checked(path: Path) -> None:
     for line in lines(path):
         words = words_of(re.sub(r"^([A-Z_]+=(\"[^\"]*\"|\S+) )+", "", line))

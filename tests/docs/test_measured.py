@@ -42,6 +42,18 @@ def test_a_measured_page_has_date_machine_plans_command_table_and_three_sentence
         assert "\n" not in caption and not caption.endswith("."), caption
 
 
+def test_the_index_has_every_measured_page_once() -> None:
+    linked = re.findall(r"\(measured/([\w.-]+)\.md\)", (DOCS / "measurements.md").read_text())
+    assert sorted(linked) == [path.stem for path in MEASURED]
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_a_page_of_earlier_plans_says_what_came_since(path: Path) -> None:
+    fields = path.read_text().split("\n\n")[1].splitlines()
+    if path.stem.endswith("-earlier") or len(fields) > len(FIELDS):
+        assert fields[len(FIELDS)].startswith("- Since: ") and len(fields) == len(FIELDS) + 1
+
+
 def plans_of(model: str) -> dict[str, Any]:
     return json.loads((DATA / f"2026-11-28-plans-{model}.json").read_text())
 

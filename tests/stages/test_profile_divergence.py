@@ -168,7 +168,7 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
             (name, "bfloat16")
             for name in ("kivi", "kitty", "queries", "different sinks", "clamped window", "transformed")
         ),
-        *((name, "float32") for name in ("rotated, feedback", "lattice", "16 bits")),
+        *((name, "float32") for name in ("rotated, feedback", "lattice", "16 bits", "basis")),
     ],
 )
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +189,9 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
         assert {cache.get_seq_length() for cache in caches} == {600}
         monkeypatch.setattr(PageCodec, "encode", lambda *a, **b: num_pages.append(len(a[1])) or encode(*a, **b))
     for expected, logits_BTV in zip(*found, strict=True):
-        assert torch.equal(logits_BTV, expected)
-    own = name in ("feedback", "rotated, feedback", "lattice")  # tensors of a layer that not every page can have
+        # What leaves a basis rounds by the number of tokens that leave it at once.
+        torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5 if name == "basis" else 0)
+    own = name in ("feedback", "rotated, feedback", "basis", "lattice")  # tensors of a layer or of its heads
     assert own or max(num_pages) == 2 * (3 if name == "16 bits" else 4)  # sequences; layers, one of the second cache
 
 

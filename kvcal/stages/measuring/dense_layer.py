@@ -5,6 +5,10 @@ Tokens stay exact until attention comes to read their page. Then the page is enc
 them. By then pages of other layers are due, too, and of other caches that are fed the same chunks: those that
 are stored alike go through one call of the codec (``UnreadPages``). A page that is never read is never
 encoded, whatever it holds.
+
+In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they are
+encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to the last
+bits of fp32.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_layer import PlanLayer, require_shapes, tokens_to_next_event
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
+from kvcal.store.paged_tensor import BEYOND_FLOAT16
 from kvcal.systems.kitty.scores import query_sum
 
 # Values that the codec takes at once of several layers, by device: bounds its scratch, on a CPU to what
@@ -62,27 +67,33 @@ def values_at_once(device: torch.device) -> int:
 
 
 class _Page(NamedTuple):
-    """Page ``number`` of each of B sequences; ``tokens`` [B, n, 128, D]: where they lie."""
+    """Page ``number`` of each of B sequences. ``tokens`` [B, n, 128, D]: where they lie; ``exact``: what is
+    encoded, the same or as they are in the basis."""
 
     part: _Part
     number: int
     tokens: Tensor
+    exact: Tensor
 
 
 def _read_back(pages: Sequence[_Page]) -> None:
     """Write pages of one kind over their tokens, but for sinks."""
-    number, rows = pages[0].number, len(pages[0].tokens)
-    codec = PageCodec.joined([page.part.codec for page in pages], rows)
+    number, rows, dim = pages[0].number, len(pages[0].tokens), 0
+    codecs = [page.part.codec for page in pages]
+    if codecs[0].has_own_factor:
+        codec, dim = PageCodec.beside(codecs), 1
+    else:
+        codec = PageCodec.joined(codecs, rows)
     fmt, cache_dtype = codec.format, CACHE_DTYPES[codec.cache_dtype]
-    tokens = torch.cat([fmt.packed(page.tokens, number) for page in pages]).to(cache_dtype)
-    mean = torch.cat([page.part.query_means.pop(number) for page in pages]) if fmt.needs_queries else None
-    ordinals = torch.full((len(tokens),), number, device=tokens.device)
-    at_once = ENCODE_PAGES if len(pages) == 1 else len(tokens)
-    records = codec.encode(tokens, ordinals, fmt.num_bits, mean, at_once=at_once)
+    exact = torch.cat([fmt.packed(page.exact, number) for page in pages], dim).to(cache_dtype)
+    mean = torch.cat([page.part.query_means.pop(number) for page in pages], dim) if fmt.needs_queries else None
+    ordinals = torch.full((len(exact),), number, device=exact.device)
+    at_once = ENCODE_PAGES if len(pages) == 1 else len(exact)
+    records = codec.encode(exact, ordinals, fmt.num_bits, mean, at_once=at_once)
     decoded = codec.restore(codec.decode(records, fmt.num_bits), ordinals, fmt.num_bits)
     sinks = min(PAGE_TOKENS, fmt.sinks_left(PAGE_TOKENS * number))
-    for page, found in zip(pages, decoded.split(rows), strict=True):
-        page.tokens[:, :, sinks:] = found[:, :, sinks:]
+    for page, found in zip(pages, decoded.split(pages[0].tokens.shape[dim], dim), strict=True):
+        page.tokens[:, :, sinks:] = page.part.left(found[:, :, sinks:].to(page.tokens.dtype))
 
 
 class _Part:
@@ -92,6 +103,7 @@ class _Part:
     def __init__(self, side: Side, codec: PageCodec, group_heads: int) -> None:
         self.side, self.codec, self._group_heads = side, codec, group_heads
         self._num_read = 0
+        self._entered: Tensor | None = None  # in a basis, tokens from the first page on that was not read back
         self._query_sum, self._query_since = torch.zeros(()), 0
         self.query_means: dict[int, Tensor] = {}
 
@@ -101,9 +113,31 @@ class _Part:
 
     def take_due(self, num_tokens: int, dense_BNSD: Tensor) -> Iterator[_Page]:
         first, self._num_read = self._num_read, self.codec.format.pages_read(num_tokens)
-        for number in range(first, self._num_read):
-            begin = PAGE_TOKENS * number
-            yield _Page(self, number, dense_BNSD[:, :, begin : begin + PAGE_TOKENS])
+        numbers = range(first, self._num_read)
+        due = _pages(dense_BNSD, numbers)
+        exact = due
+        if self._entered is not None:
+            exact = _pages(self._entered, range(len(numbers)))
+            self._entered = self._entered[:, :, PAGE_TOKENS * len(numbers) :]
+        for number, tokens, page in zip(numbers, due, exact, strict=True):
+            yield _Page(self, number, tokens, page)
+
+    def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """New tokens x [B, n, T, D] in the cache's dtype, as they are read until their page is due, in ``dtype``.
+        NonFiniteActivations: as ``PagedTensor.entered``."""
+        basis = self.codec.basis
+        if basis is None:
+            return x.to(dtype)
+        entered = basis.enter(x.transpose(1, 2)).transpose(1, 2)
+        if x.dtype == torch.float16:
+            require_finite(entered, BEYOND_FLOAT16, "check the model's outputs; a model in bfloat16 has room for them")
+        self._entered = entered if self._entered is None else torch.cat([self._entered, entered], 2)
+        return self.left(entered.to(dtype))
+
+    def left(self, y: Tensor) -> Tensor:
+        """y [B, n, T, D] as it is read, out of the basis, in its own dtype."""
+        basis = self.codec.basis
+        return y if basis is None else basis.leave(y.transpose(1, 2)).transpose(1, 2).to(y.dtype)
 
     def observe(self, num_tokens: int, num_new: int, query_sum: Tensor) -> None:
         """Take ``query_sum`` [B, n, D], the sum of |q| over the ``num_new`` last of ``num_tokens`` tokens."""
@@ -115,6 +149,11 @@ class _Part:
             mean = self._query_sum / self._query_sum.new_full((), num_queries)
             self.query_means |= dict.fromkeys(completed, mean)
             self._query_sum, self._query_since = torch.zeros(()), num_tokens
+
+
+def _pages(x: Tensor, numbers: range) -> list[Tensor]:
+    """Whole pages of tokens x [B, n, T, D]: views."""
+    return [x[:, :, PAGE_TOKENS * number : PAGE_TOKENS * (number + 1)] for number in numbers]
 
 
 class DenseLayer(DynamicLayer, PlanLayer):
@@ -135,8 +174,7 @@ class DenseLayer(DynamicLayer, PlanLayer):
         plan, state, index = layer.plan, layer.state, layer.plan.geometry.index
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
         reads_others = any(plan.sources(side) for side in SIDES)
-        is_own = is_read or reads_others or plan.k_basis or plan.v_basis
-        return not (is_own or state.is_scheduled or plan.geometry.state_bytes)
+        return not (is_read or reads_others or state.is_scheduled or plan.geometry.state_bytes)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -163,13 +201,17 @@ class DenseLayer(DynamicLayer, PlanLayer):
         require_shapes(self.plan.attention, key_states, value_states)
         self.padding.resolve(key_states.shape[0])
         assert self._is_observed, "queries were not observed"
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         num_tokens, cache_dtype = self.get_seq_length(), CACHE_DTYPES[self._state.plan.cache_dtype]
         if any(part.is_behind(num_tokens) for part in self._parts):
             self._unread.read_back(num_tokens)
         self._is_observed = not self._needs_queries
         self.columns += key_states.shape[2]
         # In the model's dtype, which holds what the cache's dtype has left of its numbers.
-        return super().update(*(x.to(cache_dtype).to(x.dtype) for x in (key_states, value_states)))
+        kept = {side: x.to(cache_dtype) for side, x in zip(SIDES, (key_states, value_states), strict=True)}
+        kept |= {part.side: part.kept(kept[part.side], key_states.dtype) for part in self._parts}
+        return super().update(*(x.to(key_states.dtype) for x in kept.values()))
 
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Take the queries of the last update, where pages are packed by them."""

@@ -14,7 +14,7 @@ W:
 Products are fp32, with TF32 off. Their sums depend on shapes and devices in the last bits, so a page that is
 read back differs by this rounding from what its encoder saw, and so do the pages that are predicted from it.
 Measured over all layers of a model whose keys have large biases, the drift is a small share of the error of
-quantization (docs/systems.md).
+quantization (README.md).
 """
 
 from __future__ import annotations
