@@ -70,8 +70,10 @@ def run_profile(
     """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is
     continued. ``basis``: of the pages whose KL is measured."""
     about_data = (data.fingerprint, data.description, len(data.sequences), data.num_tokens, data.num_loss_tokens)
-    about_model = (loaded.identity, loaded.geometry, weight_bytes(loaded.model), loaded.vocab_size)
-    setup = ProfileSetup(*about_model, spec, cache, *about_data, loaded.max_context)
+    weights = weight_bytes(loaded.model)
+    setup = ProfileSetup(
+        loaded.identity, loaded.geometry, weights, loaded.vocab_size, spec, cache, *about_data, loaded.max_context
+    )
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = divergence.kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
     steps = _divergence_steps(setup, texts, divergence.texts_at_once(loaded, spec.kl_tokens))
