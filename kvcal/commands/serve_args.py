@@ -75,7 +75,7 @@ def serve_args(
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
-    heads = shard.HeadShard(loaded, 0, tp, drafts)
+    heads = shard.HeadShard(loaded, 0, tp, 1 + drafts)
     heads.blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
@@ -83,7 +83,7 @@ def serve_args(
     if heads.num_states:
         location = files.locate(name)
         config = files.read_json(location.folder / "config.json", location.id)
-        state = states.state_bytes(config, tp, drafts, loaded.cache_dtype, state_dtype)
+        state = states.state_bytes(config, tp, 1 + drafts, loaded.cache_dtype, state_dtype)
     draft_bytes = _draft_bytes(draft, loaded, tp) if drafts else 0
     sizes = tp, context or 1, drafts, max_requests, state, draft_bytes
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)

@@ -159,10 +159,10 @@ class PlainFormat:
         """Tokens [..., T, D] from page ``first_page`` on, as pages hold them (``without_sinks``)."""
         return without_sinks(tokens, self.num_sink_tokens, first_page)
 
-    def ring_tokens(self, lookahead: int = 0) -> int:
-        """Tokens that the ring of unquantized recent tokens has room for, with so many drafts
+    def ring_tokens(self, step_tokens: int = 1) -> int:
+        """Tokens that the ring of unquantized recent tokens has room for, with steps of so many tokens at most
         (kvcal.kernels.operands says where each lies)."""
-        return self.max_window + PAGE_TOKENS + lookahead
+        return self.max_window + PAGE_TOKENS + step_tokens - 1
 
     def pages_read(self, num_tokens: int) -> int:
         """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in

@@ -70,7 +70,7 @@ def specs_of(shape: Shape, pool: VllmPool, config: Any, shapes: Any, dtypes: Any
     mode = config.cache_config.mamba_cache_mode
     state = MambaSpec(
         block_size=tokens if mode == "align" else config.model_config.max_model_len, shapes=shapes, dtypes=dtypes,
-        page_size_padded=pool.state_bytes, mamba_cache_mode=mode, num_speculative_blocks=shard.lookahead,
+        page_size_padded=pool.state_bytes, mamba_cache_mode=mode, num_speculative_blocks=shard.step_tokens - 1,
     )  # fmt: skip
 
     def beside(kind: Any, placed: Any) -> Any:

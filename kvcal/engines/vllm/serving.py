@@ -74,7 +74,7 @@ class Serving:
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
-        self.shard = HeadShard(plan, rank, size, lookahead)
+        self.shard = HeadShard(plan, rank, size, 1 + lookahead)
         self.pool = _pool_of(self.shard, config)
         attentions = (layer.geometry for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry))
         self.geometries = {one.index: rank_geometry(one, rank, size) for one in attentions}
