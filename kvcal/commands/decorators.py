@@ -48,7 +48,7 @@ def needs_compile(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def checked(*args: Any, **kwargs: Any) -> None:
-        missing = [name for name in COMPILE_PACKAGES if find_spec(name) is None]
+        missing = [name for name in COMPILE_PACKAGES if not _is_installed(name)]
         if missing:
             raise UsageError(
                 f"this command needs packages that are not installed: {', '.join(missing)}",
@@ -74,3 +74,10 @@ def for_ranks(command: Callable[..., None], is_ranked: bool) -> Callable[..., No
             command(*args, **kwargs)
 
     return ranked
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False

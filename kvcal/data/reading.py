@@ -249,7 +249,6 @@ class TuneSpec:
     high: float = knob(2.0, "Highest threshold.")
     fit_range: bool = knob(False, "Instead of high: the score that 1 % of the channels exceed.")
     max_bits: Bits | None = knob(None, "Cap on all-in bits per cached value.")
-    fit_capacity: bool = knob(True, "A tier's capacity is what pages need, not the recipe's share.")
     page_share: Annotated[Share, Field(gt=0)] = knob(0.95, "Share of the pages whose need a capacity covers.")
     seed: Annotated[Seed, Field(lt=MAX_SEED)] = knob(0, "Seed of the search and of its problems.")
 

@@ -107,22 +107,35 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
 
 
 def allocate_folder(
-    folder: Folder,
-    spec: AllocateSpec,
-    reporter: Reporter = SILENT,
-    recipe: Recipe | None = None,
-    reserved: int = 0,
-    contest: Contest | None = None,
+    folder: Folder, spec: AllocateSpec, reporter: Reporter = SILENT, recipe: Recipe | None = None, reserved: int = 0
 ) -> Allocation:
     """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive]
     and sections of transforms follow, so that what they take is kept free; without one, ``reserved`` bytes
-    are, by default those of the folder's basis. ``contest``: fixed widths to measure next to the choice.
+    are, by default those of the folder's basis. Fixed widths are not measured: there is no model.
 
     Raises:
         InfeasibleBudget: nothing fits; the message states the smallest budget that would.
         UsageError, UnsupportedModel: as ``kvcal.stages.allocate.allocate``.
         ArtifactError: no profile, or a corrupt one.
     """
+    return _allocated(folder, spec, reporter, recipe, reserved)
+
+
+def allocate_recipe(job: Job) -> Allocation:
+    """The allocate stage of a recipe, with fixed widths next to its choice where it says so."""
+    spec = job.recipe.allocate
+    assert spec is not None
+    return _allocated(job.folder, spec, job.reporter, job.recipe, 0, Contest.of(job) if spec.fixed_widths else None)
+
+
+def _allocated(
+    folder: Folder,
+    spec: AllocateSpec,
+    reporter: Reporter,
+    recipe: Recipe | None,
+    reserved: int,
+    contest: Contest | None = None,
+) -> Allocation:
     profile = profile_record.load(folder.profile)
     Folder.create(folder.path)
     progressive = None if recipe is None else recipe.progressive
@@ -160,14 +173,6 @@ def allocate_folder(
     allocation = current_or("allocate", folder.allocation, _load_allocation, inputs, make, reporter)
     tell_doubts(allocation, profile.setup.max_positions, reporter)
     return allocation
-
-
-def allocate_recipe(job: Job) -> Allocation:
-    """The allocate stage of a recipe, with fixed widths next to its choice where it says so."""
-    spec = job.recipe.allocate
-    assert spec is not None
-    contest = Contest.of(job) if spec.fixed_widths else None
-    return allocate_folder(job.folder, spec, job.reporter, job.recipe, contest=contest)
 
 
 def fix_folder(job: Job) -> Allocation:

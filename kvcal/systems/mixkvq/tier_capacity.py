@@ -107,17 +107,16 @@ def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> B
 
 
 def with_thresholds(
-    plan: Plan, thresholds: Mapping[int, float], scores: Scores | None = None, page_share: float = 1.0
+    plan: Plan, thresholds: Mapping[int, float], scores: Scores, page_share: float = 1.0
 ) -> Plan:
-    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: capacities
-    are fitted to ``page_share`` of these pages; else they stay as they are."""
+    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one, and capacities that are
+    fitted to ``page_share`` of the pages of ``scores``."""
     layers = list(plan.layers)
     for position, layer in enumerate(layers):
         if layer.is_paged and (old := boost_of(layer.format("k"))) is not None:
             tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
             boost = Boost(old.score, tuple(tiers))
-            fitted = boost if scores is None else fitted_boost(boost, scores[layer.geometry.index], page_share)
-            keys: dict[str, Any] = {"boost": fitted}
+            keys: dict[str, Any] = {"boost": fitted_boost(boost, scores[layer.geometry.index], page_share)}
             layers[position] = replace(layer, k=replace(layer.format("k"), **keys))
     return replace(plan, layers=tuple(layers))
 

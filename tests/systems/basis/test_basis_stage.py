@@ -146,7 +146,7 @@ def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedMod
 
 def test_keys_before_rope_are_measured_before_rope(tmp_path: Path, llama: LoadedModel) -> None:
     tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
-    record = run(tmp_path, llama, layers_of(llama, k_pages="pre"), tables, replace(SPEC, sides=("k",)))
+    record = run(tmp_path, llama, layers_of(llama, k_pages="pre"), tables)
     total = sum(query_products(q, 2, torch.arange(q.shape[1]), rotary_table(16)) for q in queries_of(llama, 0))
     factor, _ = feedback_factor(total / sum(map(len, DATA.sequences)), 0.01)
     torch.testing.assert_close(record.factors[0, "k"], factor, rtol=2e-3, atol=1e-4)
