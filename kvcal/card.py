@@ -302,8 +302,8 @@ def _made_by(folder: Folder, plan: Plan) -> str:
     else:
         words += [f"--{budget.replace('_', '-')}", inputs[f"allocate.{budget}"]]
     words += ["--batch", plan.workload.batch, "--context", plan.workload.context]
-    for key, option in (("engine", "--for-engine"), ("tp", "--tp"), ("drafts", "--drafts")):
-        if inputs.get(f"allocate.{key}") not in (None, 0, 1):
+    for key, option, default in (("engine", "--for-engine", None), ("tp", "--tp", 1), ("drafts", "--drafts", 0)):
+        if inputs.get(f"allocate.{key}") not in (None, default):
             words += [option, inputs[f"allocate.{key}"]]
     return f"`{command_line(*words)}`"
 

@@ -13,6 +13,7 @@ from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerBase
 
+from kvcal import card as cards
 from kvcal.plan.plan import Plan, load_plan, save_plan
 from kvcal.stages.evaluate.stage import Evaluation, load_evaluation, save_evaluation
 
@@ -75,6 +76,27 @@ def test_figures_are_those_of_the_evaluation(folder: Path) -> None:
     assert "unchecked" not in page.split("## Limits")[0] and (folder / "report.html").is_file()
     again = page, ran_well("card", folder, "--kv-memory", "1GB").out
     assert (folder / "README.md").read_text() == again[0] and "Verdict: accept" in again[1]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        (
+            {"kv_budget": "1GB", "engine": "vllm", "tp": 1, "drafts": 1},
+            "--kv-budget 1GB {} --for-engine vllm --drafts 1",
+        ),
+        ({"bits": 3.0, "engine": "sglang", "tp": 2, "drafts": 0}, "--bits 3.0 {} --for-engine sglang --tp 2"),
+        ({"budget": "24GB", "engine": None, "tp": 1}, "--budget 24GB {}"),
+    ],
+)
+def test_the_command_that_made_the_plan_has_its_options(
+    knobs: dict[str, Any], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = {f"allocate.{key}": value for key, value in knobs.items()}
+    monkeypatch.setattr(cards, "allocation_of", lambda plan, folder: (None, inputs))
+    ran_well("card", folder)
+    line = f"`kvcal plan model --recipe small {words.format('--batch 2 --context 512')}`"
+    assert line in (folder / "README.md").read_text()
 
 
 def test_a_hub_reads_the_front_matter(folder: Path) -> None:

@@ -17,8 +17,7 @@ Finished = tuple[Path, list[object], Outcome]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Finished:
-    """A comparison of two recipes at three budgets, one of them too small: its folder, arguments and
-    outcome."""
+    """Two recipes compared at three budgets, one too small: folder, arguments and outcome."""
     folder = tmp_path_factory.mktemp("compare")
     small_recipes = write_recipes(folder)
     model = save_llama(folder / "tiny-llama", tokenizer)

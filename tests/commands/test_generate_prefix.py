@@ -103,8 +103,7 @@ def test_a_cache_larger_than_16_bits_says_from_how_many_tokens_on_it_pays(case: 
 
 
 def test_settings_of_the_checkpoint_change_neither_caches_nor_greedy_decoding(case: Case) -> None:
-    """Those of generation_config.json, with which models come that were trained without a cache, for
-    example."""
+    """Those of generation_config.json, as of models that were trained without a cache."""
     expected = case.generate(MANUAL, with_prefix=False)
     own = case.model / "generation_config.json"
     settings = {"use_cache": False, "return_dict_in_generate": True, "num_beams": 2, "repetition_penalty": 1.5}

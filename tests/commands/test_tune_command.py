@@ -261,8 +261,7 @@ def test_a_baseline_is_all_that_its_recipe_says_or_refused(model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixkvq", "mixkvq-capped"])
 def test_the_paper_s_recipe(name: str) -> None:
-    """Semantics of the paper: K per channel g 32, tiers 16 / 4 over 2 by I S, V per token 2 bits g 32, R = a
-    page."""
+    """The paper's: K per channel g 32, tiers 16 / 4 over 2 by I S, V per token 2 bits g 32, R = a page."""
     formats = load_recipe(name).formats
     assert formats is not None
     boost = formats.k.boost

@@ -75,8 +75,7 @@ def test_what_fits_is_what_a_budget_of_the_device_counts() -> None:
 
 @pytest.mark.parametrize("family", ["reasoner-10m", "gemma3"])
 def test_size_tells_the_least_bits_of_a_plan(family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Those that `kvcal plan` refuses less than, of short contexts and long ones, and with layers that
-    slide."""
+    """Those that `kvcal plan` refuses less than, of short and long contexts, and with layers that slide."""
     model = family if family == "reasoner-10m" else save_family(tmp_path / family, tokenizer, family)
     loaded, recipe = load(str(model), device="cpu"), load_recipe("default")
     for batch, context in ((1, 100), (8, 300), (8, 4096), (2, 32768)):

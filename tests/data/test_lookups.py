@@ -32,11 +32,41 @@ def test_what_is_in_the_loss_stands_before_it() -> None:
         assert marks and set(marks) <= set(re.findall(r"[A-Z]{2}-\d{5}|\b[0-9a-f]{4}\b|[a-z]+/[a-z]+", given))
 
 
-def test_the_forms_of_a_sheet_and_its_orders_vary() -> None:
+MARK = re.compile(r"[A-Z]{2}-\d{5}")
+
+
+def test_a_sheet_shows_its_second_form_and_has_its_records_again_in_some_order() -> None:
+    orders = set()
+    for given, asked in (one for one in drawn(200) if one[0].startswith(tuple(lookups.TITLES))):
+        marks = MARK.findall(given + asked)
+        first, second = marks[: len(marks) // 2], marks[len(marks) // 2 :]
+        assert len(MARK.findall(asked)) == len(first) - lookups.GIVEN and sorted(first) == sorted(second)
+        if len(first) > 8:
+            kinds = {"same": first, "reversed": first[::-1], "sorted": sorted(first)}
+            orders.add(next((kind for kind, order in kinds.items() if order == second), "another"))
+    assert orders == {"same", "reversed", "sorted", "another"}
+
+
+def test_every_form_has_every_value_and_sheets_have_all_forms_and_fields() -> None:
+    record = {"id": "BB-10000", "part": "zinc clamp", "hour": "07h30"}
+    assert all(value in form(record) for form in lookups.FORMS.values() for value in record.values())
     texts = [given + asked for given, asked in drawn(200)]
     for sign in ("[[entry]]", "- id: ", "<entry ", "<e><id>", "<tr><td>", r" \\", "INSERT INTO", "Entry(", "Its id is"):
         assert any(sign in text for text in texts), sign
+    assert {len(re.findall(r"; its ", line)) for text in texts for line in text.splitlines() if "Its id" in line} == {
+        2, 3, 4, 5
+    }  # fmt: skip
     assert len({len(text) // 1000 for text in texts}) > 4
+
+
+def test_copies_of_a_listing_are_in_the_loss_and_uses_of_a_glossary_are_in_another_order() -> None:
+    moved = []
+    for given, asked in drawn(200):
+        assert "Copy" not in given
+        terms, uses = re.findall(r"^(\w+) stands for", given, re.M), re.findall(r"^The (\w+), which", asked, re.M)
+        assert sorted(terms) == sorted(uses)
+        moved.append(terms != uses)
+    assert sum(moved) > 20
 
 
 def test_no_form_list_of_words_or_number_is_shared_with_what_is_measured() -> None:
@@ -74,3 +104,4 @@ def test_a_purpose_draws_its_own_documents() -> None:
     fit, report = ([one.spans for one in lookup_documents(20, 0, purpose)] for purpose in ("fit", "report"))
     assert not set(fit) & set(report)
     assert fit == [one.spans for one in lookup_documents(20, 0, "fit")]
+    assert not set(fit) & {one.spans for one in lookup_documents(20, 1, "fit")}

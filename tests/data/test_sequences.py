@@ -76,8 +76,7 @@ def test_an_evaluation_prompt_starts_with_eos_and_ends_with_think(tokenizer: Pre
 
 
 def test_a_text_file_is_dealt_in_pieces_that_grow(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every pool's windows together are its pieces, each after the separator; all pieces together are the
-    file."""
+    """A pool's windows together are its pieces, each after the separator; all pieces are the file."""
     text = "".join(f"line {i} of the file\n" for i in range(3000))
     (tmp_path / "a.txt").write_text(text)
     pieces = {
@@ -183,8 +182,7 @@ def one_chat(folder: Path, messages: list[dict[str, str]], template: str = TEMPL
 
 
 def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
-    """All that the assistant says is in the loss; all there is, where it says nothing or the template
-    rewrites."""
+    """All that the assistant says is in the loss; all text, where it is silent or the template rewrites."""
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
     asked, answered = "<user>hi</user>\n", "<assistant>hello</assistant>\n"
     said = answered.removeprefix("<assistant>")

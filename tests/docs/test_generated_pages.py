@@ -62,8 +62,7 @@ def test_troubleshooting_names_every_exit_code() -> None:
 
 
 def by_queries(plan: Plan) -> Plan:
-    """The plan with 2-bit keys, a quarter of whose channels are chosen by queries for 4 bits, as MixKVQ's
-    are."""
+    """The plan with 2-bit keys, a quarter of whose channels queries choose for 4 bits, as in MixKVQ."""
     boost = Boost("query_magnitude", (Tier(4, 0.25),))
     layers = [replace(layer, k=replace(layer.format("k"), num_bits=2, boost=boost)) for layer in plan.layers]
     return replace(plan, layers=tuple(layers))

@@ -70,8 +70,7 @@ def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
 
 
 def require_pair(cell: str, pair: tuple[float, float], scale: float = 1.0) -> None:
-    """A cell "1.2 ± .3" has the pair's figures, rounded as it is; without an error, where that is 0 or not
-    given."""
+    """A cell "1.2 ± .3" has the pair's figures, rounded as it is; no error where that is 0 or not given."""
     figures = re.findall(r"\d*\.?\d+", cell)
     for figure, value in zip(figures, pair, strict=False):
         place = 10.0 ** -len(figure.partition(".")[2])

@@ -42,8 +42,7 @@ def test_every_rival_is_measured_next_to_plans(
 
 
 def test_windows_keep_what_they_say(lab_script: Callable[..., dict[str, Any]], folder: str) -> None:
-    """A format that loses nothing changes nothing; one that loses all, nothing before a token leaves the
-    window."""
+    """A format that loses nothing changes nothing; one that loses all, nothing within the window."""
     loaded = load_model(folder, device="cpu")
     ids = torch.randint(0, 500, (1, 200), generator=torch.Generator().manual_seed(0))
     exact = loaded.model(input_ids=ids, use_cache=False).logits

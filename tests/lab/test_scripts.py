@@ -143,8 +143,7 @@ def test_long_answers_are_written_and_measured(
 
 @pytest.fixture(scope="module")
 def smollm2() -> str:
-    """The GGUF file of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is
-    empty."""
+    """SmolLM2-135M-Instruct's GGUF file, in the user's cache: that of the tests is empty."""
     for name in ("gguf", "accelerate"):
         pytest.importorskip(name, reason=f"the package {name} is not installed")
     with pytest.MonkeyPatch.context() as patch:

@@ -99,8 +99,7 @@ def test_layers_that_kernels_do_not_read_are_refused(plan: Plan) -> None:
 
 
 def test_a_step_in_a_basis_enters_and_leaves_it(lab_script: Callable[..., dict[str, Any]]) -> None:
-    """The default recipe's plan: layers of other bits are other rows, and every step stores its token in the
-    basis."""
+    """The default plan: layers of other bits are other rows; steps store their token in the basis."""
     default_plan = lab_script("shared")["default_plan"]
     made = default_plan(Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 64, 64) for n in range(3))), 3.0)
     layers = step_times.filled_layers(made, made.layers, Workload(2, 300), torch.device("cpu"))

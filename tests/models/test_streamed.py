@@ -276,8 +276,7 @@ def test_the_least_memory_is_named_and_suffices(saved) -> None:
     ],
 )  # fmt: skip
 def test_residence_by_hand(memory: int, num_kept: int, num_places: int) -> None:
-    """Two places first, then a batch, whose 16,384 tokens take 262,144 bytes, then layers that stay; at last,
-    all."""
+    """Two places, then a batch of 16,384 tokens in 262,144 bytes, then layers that stay; at last, all."""
     assert SHAPES.least == 106_600
     found = residence(SHAPES, memory)
     assert (found.num_kept, found.num_places) == (num_kept, num_places)

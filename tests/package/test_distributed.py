@@ -66,8 +66,7 @@ def torchrun(num_ranks: int, *command: object, program: Path | None = None) -> s
 
 
 def ranks(count: int, program: Path, *command: object) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each rank, started by hand as torchrun would, whose imports take
-    seconds."""
+    """(exit code, stdout, stderr) of each rank, started as by torchrun, whose imports take seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -105,8 +104,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) -> Iterator[Path]:
-    """The folder of one process; what runs in this one computes on one thread, too, as torchrun's ranks
-    do."""
+    """The folder of one process, which computes on one thread, as torchrun's ranks do."""
     folder, (model, recipe) = tmp_path_factory.mktemp("alone"), given
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

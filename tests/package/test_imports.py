@@ -138,8 +138,7 @@ def test_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("module", [name for name in GRAPH if "kvcal.lazy_torch" in GRAPH[name]])
 def test_a_class_that_is_for_annotations_alone_is_not_used(module: str) -> None:
-    """``lazy_torch.Tensor`` is no class at run time: neither its methods nor its instances can be asked
-    for."""
+    """``lazy_torch.Tensor`` is no class at run time: it has neither methods nor instances."""
     for node in nodes(MODULES[module]):
         asked: list[ast.expr] = [node.value] if isinstance(node, ast.Attribute) else []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"isinstance", "issubclass", "map", "partial"}:

@@ -54,8 +54,7 @@ def sections_of(text: str) -> list[str]:
 
 
 def planned(folder: Path, name: str = "m") -> Plan:
-    """A plan in a folder with its allocation (of fixed formats, within a stated budget) and its
-    evaluation."""
+    """A plan in a folder with an allocation of fixed formats within a stated budget, and its evaluation."""
     plan = replace(
         UNIFORM, model=replace(UNIFORM.model, id=name), provenance={"recipe": name, "nested": {"key": name, name: 3}}
     )

@@ -126,8 +126,7 @@ def test_second_run_keeps_plans_and_rows(first: tuple[Path, Comparison], small_r
 
 
 def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    """Its schedule ends before the texts do; the others are measured, one sequence at a time as it would
-    need."""
+    """Its schedule ends before the texts do; the others are measured, one sequence at a time as for it."""
     notes = Listener()
     comparison = run(tmp_path, small_recipes, [5], notes, workload=Workload(1, 150))
     entries = by_name(comparison)

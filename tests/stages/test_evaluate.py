@@ -65,8 +65,7 @@ def test_rows_hold_what_was_measured_and_exact_bytes(whole: Evaluation) -> None:
 
 
 def test_measured_bits_are_the_plan_s_bytes_at_the_measured_lengths(whole: Evaluation) -> None:
-    """By hand: two KV heads, all layers paged. Two texts of 140 tokens, each as a batch of the workload's
-    two."""
+    """By hand: two KV heads, all layers paged; two texts of 140 tokens, each as a batch of two."""
     for row, (_, plan) in zip(whole.rows, plans(), strict=True):
         assert row.text_bits == MeasuredBits(8 * plan.nbytes([140, 140]) / num_values(plan, [140, 140]), 140.0)
         found = measured_bits(plan, [140, 300])

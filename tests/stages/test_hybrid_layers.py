@@ -47,8 +47,7 @@ def test_a_budget_takes_states_off_first(tmp_path: Path) -> None:
 
 
 def test_zamba2_is_served_by_fixed_formats() -> None:
-    """One attention block in several layers has no weights of its own for KVmix's scores: calibration is
-    refused."""
+    """One attention block in several layers has no weights of its own for KVmix's scores."""
     loaded = as_loaded(built("zamba2"))
     with pytest.raises(UnsupportedModel, match="several layers call the same attention module") as caught:
         kv_projections(loaded.model, loaded.geometry)

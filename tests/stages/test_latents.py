@@ -208,8 +208,7 @@ def test_from_a_model_to_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "kimi_linear"])
 def test_latents_on_a_gpu(name: str) -> None:
-    """The torch path: bytes as on a CPU, text of a 16-bit plan as with transformers' own cache, pages as on a
-    CPU."""
+    """The torch path: bytes and pages as on a CPU, text of a 16-bit plan as with transformers' own cache."""
     model = TINY_MODELS[name]().to("cuda")
     ids = torch.randint(3, 100, (2, 200), generator=torch.Generator().manual_seed(0)).to("cuda")
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}

@@ -72,8 +72,7 @@ def loss_by_hand(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
-    """Sinks, one whole page, a partial page with a partial group; channels that are no multiple of a
-    group."""
+    """Sinks, a whole page, a partial page with a partial group; channels no multiple of a group."""
     torch.manual_seed(0)
     x_NTD, g_NTD = torch.randn(1, 4 + 128 + 41, 40) * 3, torch.randn(1, 4 + 128 + 41, 40)
     for wanted in (Candidate(1, "channel", 32), Candidate(3, "channel", 128), Candidate(2, "token", 32)):
@@ -174,8 +173,7 @@ def test_sensitivities_agree_with_finite_differences_of_the_loss() -> None:
 def finite_differences(
     model: PreTrainedModel, tokens_T: Tensor, mask_T: Tensor, number: int, side: str
 ) -> tuple[Tensor, Tensor]:
-    """(the loss's slopes [N, T, D], the states themselves) for one layer's side: one row of the batch a
-    nudge."""
+    """(the loss's slopes [N, T, D], the states) for one layer's side: a row of the batch for each nudge."""
     N, T, D = 2, len(tokens_T), 16
     nudge = 2e-2  # norms and rotations are fp32 in any model: a smaller one would drown in their rounding
     unit = nudge * torch.eye(N * T * D, dtype=torch.float64).view(-1, N, T, D)
@@ -205,8 +203,7 @@ def test_labels_are_shifted_once_and_the_prompt_is_left_out() -> None:
 
 
 def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
-    """Appending tokens outside the loss must not change the earlier tokens' sensitivity; a mean over all
-    tokens would scale it."""
+    """Tokens outside the loss change no earlier token's sensitivity; a mean over all tokens would."""
     model = gqa_model("llama")
     tokens_T, mask_T = sample_of(132 + 128)
     half = measure(observer(model), 0, tokens_T[:132], mask_T[:132])
@@ -305,8 +302,7 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
 
 
 def test_observers_stream_and_merge_to_the_statistic_of_the_batch() -> None:
-    """Of any observer: the declared shape; streaming equals batch; parts merge in any order; results change
-    nothing."""
+    """The declared shape; streaming equals batch; parts merge in any order; results change nothing."""
     gradients, place = observer(gqa_model("llama"), FEW), (3, "k")
     batches = [batch_of(n, *sample_of(length, seed=n)) for n, length in enumerate((140, 30, 60))]
     samples = gradients.measure_together(batches)

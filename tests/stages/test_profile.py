@@ -46,8 +46,7 @@ def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other)
 
 @pytest.fixture(scope="module", autouse=True)
 def small_groups() -> Iterator[None]:
-    """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2
-    steps."""
+    """One sequence in a batch; two sides of two candidates in a lockstep, text by text: 2 x 2 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profile_stage.BATCH_TOKENS, "cpu", 1)
         patch.setitem(divergence.KL_BATCH, "cpu", 1)
@@ -234,8 +233,7 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
 
 
 def test_importance_is_the_score_times_the_relative_error(finished) -> None:
-    """By hand, from the keys and values themselves, page by page; then the exact solver's choice, by
-    enumeration."""
+    """By hand, from keys and values, page by page; then the exact solver's choice, by enumeration."""
     found, _ = finished
     loaded = loaded_model()
     stored = CACHE_DTYPES[found.setup.geometry.cache_dtype]
@@ -334,8 +332,7 @@ def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_the_graph_of_a_backward_is_as_large_as_estimated(name: str) -> None:
-    """Within a third, in bfloat16, against what autograd keeps for a forward of 300 tokens, weights left
-    out."""
+    """Within a third, in bfloat16, of what autograd keeps for 300 tokens, weights left out."""
     model, held = TINY_MODELS[name]().to(torch.bfloat16), {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 

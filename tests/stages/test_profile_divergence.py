@@ -79,8 +79,7 @@ def test_right_padding_leaves_real_tokens_as_they_are() -> None:
 
 
 def test_kl_is_that_of_the_definition_in_any_number_of_rows(monkeypatch) -> None:
-    """Near ones, whose KL is far below the rounding of fp32 log-probabilities, and destroyed ones among
-    them."""
+    """Near ones, with KL far below the rounding of fp32 log-probabilities, among destroyed ones."""
     p_nV = 4 * torch.randn(12, 50)
     q_nV = p_nV + torch.randn(12, 50) * torch.tensor([1e-4, 1e-2, 1.0, 300.0]).repeat(3)[:, None] + 7
     expected = [
@@ -119,8 +118,7 @@ def test_kl_counts_the_positions_that_predict_loss_tokens() -> None:
 
 
 def sharing_plans(loaded: LoadedModel) -> list[Plan]:
-    """One layer's side alone, of every layer in turn; then two plans that differ from the first in the last
-    layer."""
+    """One side of each layer in turn; then two plans that differ from the first in the last layer."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     paged = [layer.geometry.index for layer in reference.layers if layer.is_paged]
     plans = [
@@ -172,8 +170,7 @@ LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
     ],
 )
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another dtype than the model's, too; pages of several layers and caches are read back by one
-    call."""
+    """In other dtypes than the model's, too; pages of layers and caches are read back by one call."""
     plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
     plans = [plan, plan, plan_for("kivi" if name == "rotated" else "rotated", 2, 3, cache_dtype)]
     model, unread = tiny_llama(2, 3), UnreadPages()

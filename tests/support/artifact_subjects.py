@@ -46,8 +46,7 @@ SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "gro
 
 @dataclass(frozen=True)
 class Subject:
-    """``write`` writes the sound file; ``use`` loads a file and relies on it, with AssertionError where it
-    errs."""
+    """``write`` writes the sound file; ``use`` loads one and relies on it: AssertionError where it errs."""
 
     kind: str
     name: str
@@ -81,8 +80,7 @@ def model_for(plan: Plan) -> PreTrainedModel:
 
 
 def use_plan(plan: Plan) -> None:
-    """Everything that is said about it can be said; its cache takes the bytes it predicts, and finite logits
-    come."""
+    """All that is said of it can be said; its cache takes the predicted bytes and gives finite logits."""
     views.plan_json(plan, plan.workload)
     views.plan_table(plan, plan.workload, None)
     views.layer_table(plan.layers, plan.cache_dtype, plan.workload)

@@ -31,8 +31,7 @@ class Attended(NamedTuple):
 
 
 def register() -> None:
-    """Wrap the two attentions of ``PagedStep``, of tokens that come alone and of chunks. Drafts are not
-    recorded."""
+    """Wrap the attentions of ``PagedStep`` to single tokens and to chunks. Drafts are not recorded."""
     from kvcal.engines.step import PagedStep
 
     if VARIABLE not in os.environ or hasattr(PagedStep, "kvcal_recorded"):

@@ -86,8 +86,7 @@ def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def random_states(batch: int, heads: int, tokens: int, dim: int = HEAD_DIM, seed: int = 0) -> Tensor:
-    """[batch, heads, tokens, dim] with an outlier channel, rounded to bf16 so that every cache dtype holds
-    it."""
+    """[batch, heads, tokens, dim] with an outlier channel, in bf16, which every cache dtype holds."""
     states = torch.randn(batch, heads, tokens, dim, generator=torch.Generator().manual_seed(seed))
     states[..., 1] *= 20.0
     return states.bfloat16().float()
@@ -118,8 +117,7 @@ def padded(rows: Sequence[Tensor], width: int, side: str, filling: float = 0.0) 
 
 
 def ragged_ids(lengths: Sequence[int], more: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [B, columns]: prompts of these lengths, padded on the left; then ``more`` tokens in every
-    row."""
+    """ids and mask [B, columns]: prompts of these lengths, padded on the left, then ``more`` tokens each."""
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], max(lengths), "left")
     return torch.cat([ids, random_ids(len(lengths), more, seed=9)], 1), pad(mask, (0, more), value=1)
 

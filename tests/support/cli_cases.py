@@ -70,8 +70,7 @@ def save_llama(
     folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
     num_layers: int = 2, head_dim: int = 16, **shape: int,
 ) -> Path:  # fmt: skip
-    """A random Llama with the embedded tokenizer, and an embedding for each of its tokens unless told
-    otherwise."""
+    """A random Llama with the embedded tokenizer, and an embedding for each token unless told otherwise."""
     torch.manual_seed(seed)
     shape = {
         "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,

@@ -30,8 +30,7 @@ _SYSTEM_SHARED_BYTES = 1024
 
 
 def old_compiler_bytes() -> int:
-    """Local bytes that NVRTC before 13.5 gives some kernels beyond their budgets, which newer ones must
-    keep."""
+    """Local bytes beyond their budgets that NVRTC before 13.5 gives some kernels."""
     return 0 if tuple(map(int, nvrtc_version().split("."))) >= (13, 5) else 16
 
 

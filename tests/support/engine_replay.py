@@ -95,8 +95,7 @@ class Replay:
             self._ends[blocks[(first + count) // PAGE - 1]] = copy.deepcopy(cache)
 
     def _copy(self, blocks: list[int], is_store: int, hosted: list[int]) -> None:
-        """Between an engine's blocks and the host's, or within the engine's; those without a writer hold no
-        pages."""
+        """Between an engine's blocks and the host's, or within the engine's; some hold no pages."""
         if is_store == WITHIN:
             for own, source in zip(blocks, hosted, strict=True):
                 for found in (self._writers, self._ends):
@@ -172,8 +171,7 @@ class AttentionReplay(Replay):
 
     @torch.no_grad()
     def attend(self, steps: Sequence[list[Any]], kept: Sequence[list[Any]], calls: Iterable[Attended]) -> None:
-        """``steps``: all later ones of the engine, as recorded; ``kept``: those requests of them that are
-        replayed."""
+        """``steps``: all later ones of the engine, as recorded; ``kept``: requests that are replayed."""
         for call in calls:
             self._calls[call.index, call.num_past, len(call.q)].append(call)
         for step, wanted in zip(steps, kept, strict=True):
@@ -198,8 +196,7 @@ class AttentionReplay(Replay):
 
 
 def _error(cache: PlanCache, call: Attended) -> float:
-    """Of a layer's attention against the cache's, which gets the new tokens; in fp64, after the cache's
-    fp32."""
+    """Of a layer's attention against fp64 over what the cache reads, which gets the new tokens."""
     q, k, v, out = (torch.from_numpy(x).transpose(0, 1).unsqueeze(0) for x in call[-4:])
     keys, values = (x.double() for x in cache.update(k, v, call.index))
     seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - q.shape[2])

@@ -34,8 +34,7 @@ START_SECONDS = 900
 
 @dataclass(frozen=True)
 class Server:
-    """``address``: http://127.0.0.1:port; ``steps`` and ``attention``: files of what it computes, as the
-    recorders write them."""
+    """``address``: http://127.0.0.1:port; ``steps`` and ``attention``: files that the recorders write."""
 
     engine: str
     address: str

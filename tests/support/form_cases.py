@@ -84,8 +84,7 @@ NAMES = list(LAYERS)
 
 
 def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None = None) -> Plan:
-    """The plan with other layers, and random tensors for their transforms; ``rotary`` for all of them: RoPE
-    of all channels if None."""
+    """The plan with other layers, and random tensors for their transforms; ``rotary``: by default Llama's."""
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, spec in needed_tensors(layers, plan.cache_dtype).items():
         normal = torch.randn([extent or 1 for extent in spec.shape], generator=generator)
@@ -138,8 +137,7 @@ def states(layer: int, batch: int, tokens: int, dim: int = HEAD_DIM, seed: int =
 def advance(
     cache: PlanCache, start: int, stop: int, all_states: Sequence[tuple[Tensor, ...]], device: str = "cpu"
 ) -> list[tuple[Tensor, Tensor]]:
-    """Columns [start, stop) of every layer's queries, keys and values; what each layer hands to attention:
-    (K, V)."""
+    """Columns [start, stop) of every layer's queries, keys and values; (K, V) that it hands to attention."""
     found = []
     for layer, states_of_layer in zip(cache.layers, all_states, strict=True):
         q, k, v = (x[:, :, start:stop].to(device) for x in states_of_layer)

@@ -94,8 +94,7 @@ def places_in(text: str) -> list[tuple[Any, ...]]:
 
 
 def mutated_json(text: str, rng: random.Random) -> str:
-    """The canonical JSON of another object than ``text`` spells: a value that is deleted, doubled, exchanged,
-    put into lists, or another one."""
+    """Canonical JSON of another object than ``text`` spells, by one change of one value."""
     body = json.loads(text)
     found = places_in(text)
     if not found:
@@ -256,8 +255,7 @@ def states_other_bytes(path: Path, message: str) -> bool:
 
 
 def fuzz(subject: Subject, numbers: Iterable[int], seed: int) -> tuple[Counter[str], list[str]]:
-    """How many files of each outcome, and what is wrong with the bad ones. A file's number and the seed make
-    it."""
+    """How many files of each outcome, and what is wrong with bad ones. Number and seed make a file."""
     counts: Counter[str] = Counter()
     bad = []
     with tempfile.TemporaryDirectory() as folder, limited_memory(SPARE_BYTES):

@@ -74,8 +74,7 @@ def random_ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 def ragged_ids(lengths: tuple[int, ...], more: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [B, columns]: prompts of these lengths, padded on the left; then ``more`` tokens in every
-    row."""
+    """ids and mask [B, columns]: prompts of these lengths, padded on the left, then ``more`` tokens each."""
     ids, mask = padded([random_ids(n, seed=n).cpu() for n in lengths], max(lengths), "left")
     return torch.cat([ids.cuda(), random_ids(len(lengths), more)], 1), pad(mask.cuda(), (0, more), value=1)
 
@@ -102,8 +101,7 @@ def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManag
 def steps(
     model: hf.PreTrainedModel, cache: PlanCache, ids: Tensor, prompt: int, mask: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Logits fp32 [B, vocabulary] after a prompt of so many columns, then after every later token of ids [B,
-    T]."""
+    """Logits fp32 [B, vocabulary] after a prompt of so many columns, then after every later token."""
     positions = (torch.ones_like(ids) if mask is None else mask).cumsum(1).sub(1).clamp(min=0)
     for start, stop in [(0, prompt), *((column, column + 1) for column in range(prompt, ids.shape[1]))]:
         seen = None if mask is None else mask[:, :stop]

@@ -84,8 +84,7 @@ class Case:
         )
 
     def tokens(self, *shape: int) -> Tensor:
-        """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with
-        outliers."""
+        """[*shape, D] in the cache's dtype: channels of unlike size, constant, alike, with outliers."""
         generator = torch.Generator().manual_seed(sum(shape))
         x = torch.randn(*shape, self.dim, generator=generator) * (0.1 + 5 * torch.rand(self.dim, generator=generator))
         x = x + torch.randn(self.dim, generator=generator)

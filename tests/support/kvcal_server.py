@@ -33,8 +33,7 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @contextlib.contextmanager
 def installed(folder: Path) -> Iterator[Path]:
-    """The program ``kvcal``, in a folder of its own. ``folder`` has a short name: that of a socket takes 100
-    bytes."""
+    """The program ``kvcal`` in ``folder``, whose name is short: that of a socket takes 100 bytes."""
     address, program = folder / "socket", folder / "bin" / "kvcal"
     program.parent.mkdir()
     program.write_text(CLIENT.format(python=sys.executable, socket=str(address)))
@@ -51,8 +50,7 @@ def installed(folder: Path) -> Iterator[Path]:
 
 
 def answer(client: socket.socket) -> None:
-    """Run one call (of kvcal, or of a script of Python) with the caller's folder, environment and streams;
-    reply with its exit code."""
+    """Run a call of kvcal or a script with the caller's folder, environment and streams; reply its code."""
     message, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
     folder, environment, arguments = json.loads(message)
     os.chdir(folder)

@@ -4,8 +4,7 @@ from kvcal.progress import Silent
 
 
 class Listener(Silent):
-    """Interrupts at the ``stop_at``-th step, at a message with ``at`` in it, or at the step ``at``: (label,
-    number)."""
+    """Interrupts at the ``stop_at``-th step, at a message with ``at``, or at the step (label, number)."""
 
     def __init__(self, stop_at: int | None = None, at: str | tuple[str, int] | None = None) -> None:
         self.steps: list[tuple[str, int, int]] = []

@@ -118,8 +118,7 @@ class TooLong(BaseException):
 
 
 def tiny_config(kind: type[hf.PreTrainedConfig]) -> hf.PreTrainedConfig:
-    """A config with small sizes, in its parts, too; raises what the config raises where they do not fit
-    it."""
+    """A config with small sizes, in its parts, too; raises what the config raises where they do not fit."""
     names = set(inspect.signature(kind.__init__).parameters)
     names |= {name for one in kind.__mro__ for name in getattr(one, "__annotations__", ())}
     names -= {name for name in names if isinstance(getattr(kind, name, None), property)}
@@ -177,8 +176,7 @@ def refusal_of(done: Outcome) -> dict[str, Any]:
 
 
 def generated(folder: Path, plan: Plan) -> str:
-    """Tokens generated through the plan's cache; the kinds of layers. AssertionError for other bytes than
-    predicted."""
+    """Generates through the plan's cache; the kinds of layers. AssertionError: other bytes than predicted."""
     loaded = load(str(folder), device="cpu")
     model, prompt = loaded.model, sequences([300], 2, vocab_size=VOCABULARY).sequences[0][None]
     cache, mask = PlanCache(plan, model.config), torch.ones_like(prompt)

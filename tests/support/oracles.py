@@ -51,8 +51,7 @@ def dequantize_code(code: int, scale: float, zero: float) -> float:
 
 
 def group_members(page: Tensor, axis: str, group_size: int) -> list[tuple[list[tuple[int, int]], int, int]]:
-    """Groups of a page [tokens, channels]: ((token, channel) of its members, group number, the other
-    index)."""
+    """Groups of a page [tokens, channels]: ((token, channel) of members, group number, other index)."""
     num_tokens, num_channels = page.shape
     along, others = (num_tokens, num_channels) if axis == "channel" else (num_channels, num_tokens)
     groups = []
@@ -163,8 +162,7 @@ def _aligned(record: bytes) -> bytes:
 
 
 def pages_read(num_tokens: int, recent_window: int) -> int:
-    """Pages that are read once ``num_tokens`` have come one by one: one whenever all of its tokens have left
-    the window."""
+    """Pages that are read after ``num_tokens``: each once all of its tokens have left the window."""
     pages = 0
     for count in range(num_tokens + 1):
         if count - recent_window >= PAGE * (pages + 1):
@@ -173,16 +171,14 @@ def pages_read(num_tokens: int, recent_window: int) -> int:
 
 
 class StoredHead:
-    """What one head of one sequence must read back as: ``original`` [T, D] in the cache's dtype, ``fmt`` a
-    Format."""
+    """What one head must read back as: ``original`` [T, D] in the cache's dtype, ``fmt`` a Format."""
 
     def __init__(self, original: Tensor, fmt) -> None:
         self.original, self.fmt = original, fmt
         self.pages: dict[int, Tensor] = {}
 
     def page_tokens(self, page: int) -> Tensor:
-        """[128, D]: tokens 128 p ... 128 p + 127, but for sinks, which the first token after them stands
-        for."""
+        """[128, D]: tokens 128 p ... 128 p + 127; the first one after the sinks stands for them."""
         tokens = []
         for token in range(PAGE * page, PAGE * (page + 1)):
             while token < self.fmt.num_sink_tokens and token % PAGE < PAGE - 1:

@@ -71,8 +71,7 @@ def row_of(found: BatchGradients, row: int) -> BatchGradients:
 
 
 class Watched(DynamicCache):
-    """Keeps the keys and values that a model caches, with their gradients, and adds ``nudges`` to them
-    first."""
+    """Keeps keys and values that a model caches, with gradients, and adds ``nudges`` to them first."""
 
     def __init__(self, config, nudges: dict | None = None) -> None:
         super().__init__(config=config)

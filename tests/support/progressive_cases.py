@@ -18,8 +18,7 @@ def scheduled(
     k: Format, v: Format, batch: int, num_layers: int = 2, dtype: str = "float32", context: int = CONTEXT,
     geometry: Geometry | None = None,
 ) -> tuple[Plan, int]:  # fmt: skip
-    """A plan and its budget: what its final formats take at the workload. For ``tiny_llama``, or any
-    ``geometry``."""
+    """A plan and its budget, of its final formats at the workload. For ``tiny_llama`` or a ``geometry``."""
 
     def made(*formats: Format) -> Plan:
         return (

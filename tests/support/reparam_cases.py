@@ -22,8 +22,7 @@ INPUTS = {"data.fingerprint": "f"}
 
 
 def outlier_model(num_layers: int = 2, scale: float = 12.0, kind: type = hf.LlamaConfig, **other) -> PreTrainedModel:
-    """2 KV heads for 4 query heads of 16. One rotary pair of keys is ``scale`` times larger, and of queries
-    smaller."""
+    """2 KV heads, 4 query heads of 16. A rotary pair of keys is ``scale`` times larger, of queries smaller."""
     shape = _SHAPE | {"num_key_value_heads": 2, "num_hidden_layers": num_layers, "hidden_size": 32, **other}
     model = _build(kind(**_IDS, **shape, head_dim=16))
     with torch.no_grad():

@@ -38,8 +38,7 @@ def _fill(pip: list[str], folder: Path, wanted: str) -> None:
 def run_sglang(
     wanted: str, folder: Path, plan: str | None, given: Any, program: str = "sglang_host.py"
 ) -> tuple[Any, str]:
-    """What a program of tests/support answers on a CPU, None where SGLang did not start, and what was
-    logged."""
+    """A program's answer on a CPU, None where SGLang did not start, and what was logged."""
     # SGLang wants cores for each rank, where there are more ranks than memories.
     cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": cores} | ({} if plan is None else {"KVCAL_PLAN": plan})
@@ -47,8 +46,7 @@ def run_sglang(
 
 
 def variables_in_sglang(folder: Path, paths: Sequence[str] = (STAND_INS,)) -> dict[str, str]:
-    """Of a process that finds this checkout's plug-in, and modules in ``paths``; ``folder`` has the files of
-    its installation."""
+    """Of a process that finds this checkout's plug-in, installed in ``folder``, and modules in ``paths``."""
     # The radix tree's compiled core is built for one torch.
     return {
         "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
@@ -60,8 +58,7 @@ def answer_of_sglang(
     python: Path, folder: Path, given: Any, paths: list[str], variables: dict[str, str], seconds: int = 900,
     program: str = "sglang_host.py",
 ) -> tuple[Any, str]:  # fmt: skip
-    """What a program of tests/support answers with this interpreter, and what was logged, as in ``folder`` /
-    log."""
+    """A program's answer with this interpreter, and what was logged, as in ``folder`` / log."""
     shared = variables_in_sglang(folder, paths) | {"HF_HUB_OFFLINE": "1", VARIABLE: str(folder / "steps")}
     (folder / "steps").unlink(missing_ok=True)
     with open(folder / "log", "w") as log:

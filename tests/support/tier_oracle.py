@@ -153,8 +153,7 @@ def record_bytes(
 
 
 def channel_bits(layout: TieredLayout, records: torch.Tensor) -> torch.Tensor:
-    """Records [..., record_bytes] -> bits of every channel [..., head_dim] int64, by the index at their
-    ends."""
+    """Records [..., record_bytes] -> bits of channels [..., head_dim] int64, by the index at their ends."""
     start = sum(layout.plane_sizes) + sum(map(sum, layout.high_sizes)) + layout.raw_size + 2 * layout.param_size
     bits = torch.full((NO_SLOT + 1,), layout.num_bits)
     for (tier_bits, _, _), slots in zip(layout.tiers, layout.slots, strict=True):

@@ -29,8 +29,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def perturbed(model: Model, scale: float) -> Model:
-    """The model, with noise of ``scale`` on all parameters: far from initialisation, attention is not
-    uniform."""
+    """The model, with noise of ``scale`` on all parameters, so that attention is not uniform."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * scale)

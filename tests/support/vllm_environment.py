@@ -131,14 +131,12 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
 def run_in(
     wanted: str, folder: Path, program: str, given: Any = None, more: Mapping[str, str] = MappingProxyType({})
 ) -> Any:
-    """What a program of tests/support answers in the environment of this version of vLLM; ``more``: its
-    variables."""
+    """A program's answer in the environment of this version of vLLM; ``more``: its variables."""
     return answer_of(python_with_vllm(wanted), folder, program, given, variables_in(folder) | more)
 
 
 def variables_in(folder: Path) -> dict[str, str]:
-    """Of a process on a CPU that finds this checkout's plug-in; ``folder`` has the files of its
-    installation."""
+    """Of a process on a CPU that finds this checkout's plug-in, installed in ``folder``."""
     return {
         "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -146,8 +144,7 @@ def variables_in(folder: Path) -> dict[str, str]:
 
 
 def answer_of(python: Path, folder: Path, program: str, given: Any, variables: Mapping[str, str]) -> Any:
-    """What a program of tests/support answers to ``given``; ``folder`` / log: what all of its processes
-    write."""
+    """A program's answer to ``given``; ``folder`` / log: what all of its processes write."""
     shared = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(folder / "root"),

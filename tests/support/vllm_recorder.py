@@ -105,8 +105,7 @@ def _without_ending(name: str) -> str:
 
 
 def _pages_of(scheduler: Any, name: str) -> list[int]:
-    """The pages of a request, those of a block side by side; its rings, sinks, sliding windows and states are in
-    other groups."""
+    """The pages of a request, those of a block side by side; all else is in other groups."""
     number, count = _pages_group(scheduler)
     blocks = scheduler.kv_cache_manager.get_block_ids(name)[number]
     return [block * count + page for block in blocks for page in range(count)]

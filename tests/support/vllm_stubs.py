@@ -131,8 +131,7 @@ def _sampled(logits: Tensor, seeds: Tensor) -> Tensor:
 
 
 def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tensor, block_size: int) -> None:
-    """The slot of every token; of a table that is too narrow (rings), some slot of its last block: nobody
-    reads it."""
+    """The slot of every token; in a table that is too narrow (rings), one that nobody reads."""
     counts = starts[1:] - starts[:-1]
     row = torch.repeat_interleave(torch.arange(len(counts)), counts.long())
     at = positions[: len(row)]
@@ -197,8 +196,7 @@ def _verify_by_chance(
 
 
 def _accept(out: Tensor, drafts: Tensor, others: Tensor, accepted: Tensor, bonus: Tensor) -> None:
-    """Drafts up to the first that is not accepted, the other token in its place; after all drafts, the
-    bonus."""
+    """Drafts up to the first that is not accepted, with the other token there; after all, the bonus."""
     right = int(accepted.int().cumprod(0).sum())
     out[:right] = drafts[:right]
     out[right] = others[right] if right < len(drafts) else bonus.squeeze()
@@ -290,8 +288,7 @@ def _inputs_of_draft(
 def _convolved(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, slots: Tensor, *_: Any
 ) -> Tensor:
-    """One token of every request, x [B, channels], after the ones in ``state`` [slots, channels, tokens], which
-    it joins there."""
+    """A token of every request, x [B, channels], which joins those in ``state`` [slots, channels, tokens]."""
     window = torch.cat([state[slots.long()], x.unsqueeze(2)], dim=2)[:, :, -weight.shape[1] :]
     state[slots.long()] = window[:, :, 1:]
     out = (window * weight).sum(-1) + (0.0 if bias is None else bias)

@@ -35,8 +35,7 @@ def random_page(width: int, seed: int = 0) -> torch.Tensor:
 
 
 def hadamard(values: list[float]) -> list[float]:
-    """H x / sqrt(n) of one block, in fp32: sums and differences at distance 1, 2, 4, ..., then one
-    product."""
+    """H x / sqrt(n) of a block, in fp32: sums and differences at distance 1, 2, 4, ..., then a product."""
     values, distance = list(values), 1
     while distance < len(values):
         for i in range(len(values)):

@@ -130,8 +130,7 @@ def test_low_rank_is_the_best_of_its_rank_in_the_metric_of_the_inputs(rank: int)
 
 
 def rounded_codes(fit: LinearFit, group_size: int) -> list[list[int]]:
-    """Codes less 8, one weight after the other; the compensation from inverses of what is left, not by
-    Cholesky."""
+    """Codes less 8, one weight after the other; the compensation from inverses of what is left."""
     num_outputs, num_inputs = fit.weight_OF.shape
     found = []
     for output in range(num_outputs):

@@ -89,8 +89,7 @@ def test_a_cpu_reads_less_text_unless_asked(model: LoadedModel) -> None:
 
 
 def test_a_plan_in_one_command_and_another_budget_by_hand(model: LoadedModel, tmp_path: Path) -> None:
-    """The default of `kvcal plan`, with report and options; `allocate` takes the objective that was
-    measured."""
+    """`kvcal plan` with report and options; `allocate` takes the objective that was measured."""
     short_texts = [f"--set={name}" for name in ("profile.kl_samples=1", "profile.kl_tokens=320", "basis.num_samples=2")]
     out, sizes = tmp_path / "out", ("--bits", "3", "--batch", "8", "--context", "8192")
     ran_well("plan", model.source, *sizes, "--out", out, "--name", "three", "--data", "tasks", *short_texts)

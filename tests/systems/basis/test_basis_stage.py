@@ -70,8 +70,7 @@ def run(folder: Path, loaded: LoadedModel, layers=None, tensors=None, spec=SPEC,
 
 @pytest.fixture(scope="module")
 def llama() -> LoadedModel:
-    """2 KV heads, 4 query heads of 16; queries and what is read of values lie in few directions, as trained
-    ones."""
+    """2 KV heads, 4 query heads of 16; queries and values lie in few directions, as trained ones."""
     model = outlier_model(scale=1.0)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -112,8 +111,7 @@ def test_factors_are_those_of_the_hessians(tmp_path: Path, llama: LoadedModel) -
 
 
 def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedModel) -> None:
-    """λ and a rotation change the basis of errors, offsets do not; 16-bit heads and other sides are left
-    out."""
+    """λ and a rotation change the basis of errors, offsets do not; 16-bit sides are left out."""
     generator = torch.Generator().manual_seed(0)
     lambdas = {f"layers.{i}.k_rescale": torch.rand(2, 16, generator=generator) + 0.5 for i in range(2)}
     offsets = {f"layers.{i}.k_offset": torch.ones(2, 16) for i in range(2)}

@@ -81,8 +81,7 @@ def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
 
 
 def test_a_bias_takes_no_codes() -> None:
-    """KL at 2 bits on a lattice: without the means the bias destroys the model, with them it is near one
-    without."""
+    """KL at 2 bits on a lattice: a bias destroys the model; without its mean it is near one of no bias."""
 
     def divergence(times: float, is_centred: bool) -> float:
         loaded = as_loaded(biased(times))
@@ -101,8 +100,7 @@ def test_a_bias_takes_no_codes() -> None:
 
 
 def test_kernels_formats_take_a_constant_where_it_serves() -> None:
-    """A bias of slow channels is the same at all positions; one of fast channels swings: then keys are before
-    RoPE."""
+    """A bias of slow channels is the same everywhere; of fast ones it swings: keys are before RoPE."""
     rope = {"rope_type": "default", "rope_theta": 1e8}
     model, notes = outlier_model(1, 1.0, Qwen2Config, rope_parameters=rope), Listener()
     bias = model.model.layers[0].self_attn.k_proj.bias
@@ -127,8 +125,7 @@ def test_kernels_formats_take_a_constant_where_it_serves() -> None:
 
 
 def test_other_layers_keep_theirs(tmp_path: Path) -> None:
-    """Ranges by channel, 16 bits, shrinking pages and λ; what is written is read again; keys that are not
-    finite."""
+    """Ranges by channel, 16 bits, shrinking pages and λ; a file is read again; keys that are not finite."""
     loaded = as_loaded(biased(20))
     (first, *_) = layers_in(loaded, LATTICE)
     shrinking = replace(BY_TOKEN, num_bits=2, shrink_at=(256,), param_dtype="float32")

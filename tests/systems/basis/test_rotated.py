@@ -87,8 +87,7 @@ def test_knobs_of_other_quantizers_are_refused(changes: dict, message: str) -> N
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gains_make_up_for_what_codes_of_two_bits_lose(head_dim: int) -> None:
-    """The slope of what is read on what was stored, of channels by cost, as bases of real models have
-    them."""
+    """The slope of what is read on what was stored, of channels by cost, as in real bases."""
     generator = torch.Generator().manual_seed(head_dim)
     cost = torch.randn(2, head_dim, generator=generator, dtype=torch.float64).exp().sort(1).values
     signs = random_signs(head_dim, 1)

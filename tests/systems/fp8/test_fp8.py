@@ -43,8 +43,7 @@ def test_no_kernel_reads_it() -> None:
 
 
 def test_a_plan_of_the_recipe_attends_to_rounded_pages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """After two full pages, transformers' own cache with keys and values of these tokens rounded gives the same
-    logits."""
+    """After two pages, transformers' own cache with rounded keys and values gives the same logits."""
     loaded = load(str(save_llama(tmp_path / "model", tokenizer, dtype=torch.float32)), device="cpu")
     plan = formats_plan(load_recipe("fp8"), loaded, Workload(8, 4096))
     assert 8 < plan.bits_per_value() < 9.01  # the newest page has the cache's own, 32

@@ -132,8 +132,7 @@ def test_16_bit_channels_are_exact_even_where_codes_would_overflow(cache_dtype):
 
 
 def test_slots_beyond_127_are_not_mistaken():
-    """254 slots of 256 channels: a product or a sum of slots in uint8 would overflow, and reads other
-    channels."""
+    """254 slots of 256 channels: products or sums of slots in uint8 would overflow."""
     page = random_page(256)
     layout = layout_of(((8, 4, None), (4, 250, None)), 256)
     scores = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(5))

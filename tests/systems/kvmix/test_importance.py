@@ -105,8 +105,7 @@ def random_scores(layers: list[int], seed: int) -> dict[str, dict[int, float]]:
 
 
 def test_formats_are_the_papers() -> None:
-    """20 % of the layers at 3 (K) and 4 (V) bits with a window share of 20 %, the others at 2 bits with 10
-    %."""
+    """20 % of the layers at 3 (K) and 4 (V) bits with windows of 20 %, the others at 2 bits with 10 %."""
     layers = [0, 1, 2, 4, 5, 6, 8, 9, 10, 12]
     scores = random_scores(layers, 3)
     formats = kvmix_formats(scores, ImportanceSpec(), CacheSpec(num_sink_tokens=0))

@@ -41,8 +41,7 @@ MIXED = [llama_plan(*pair, HEADS, num_layers=1) for pair in zip(K_FORMATS, V_FOR
 
 
 def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
-    """(pages read, window) after 0, 1, ... tokens. A page is read from the time that it has left the
-    window."""
+    """(pages read, window) after 0, 1, ... tokens. A page is read once it has left the window."""
     rule = fmt.window_rule
     assert rule is not None
     share, kept, pages, found = Fraction(repr(rule.share)), 0, 0, [(0, rule.min_tokens)]
@@ -57,8 +56,7 @@ def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
 
 
 def test_the_paged_window_stands_still_after_a_few_pages() -> None:
-    """The rule with 128 new tokens at a time: 20 % keeps 31 tokens and 10 % keeps 14, however long the
-    text."""
+    """With 128 new tokens at a time, 20 % keeps 31 tokens and 10 % keeps 14, however long the text."""
     for share, kept in ((0.2, [0, 25, 30, 31, 31]), (0.1, [0, 12, 14, 14, 14]), (0.5, [0, 64, 96, 112, 120])):
         rule = WindowRule("paged", share, 512)
         assert [rule.window(128 * pages) for pages in range(5)] == kept

@@ -73,8 +73,7 @@ def test_scores_against_loops(fmt: Format, num_pages: int) -> None:
 
 
 def test_scores_are_those_that_the_cache_decides_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 0, whose keys and queries do not depend on what was quantized; fed in chunks that end where pages
-    do."""
+    """Layer 0, whose keys and queries do not depend on quantization; in chunks that end where pages do."""
     loaded = as_loaded(tiny_llama())
     plan = make_plan(loaded, (format_of(BOOST, sinks=3, window=20), V))
     data = text(300)

@@ -50,8 +50,7 @@ def shifted_group(codes: list[int], scale: float, b: int) -> tuple[list[int], fl
 
 
 def page_after(page: torch.Tensor, axis: str, group_size: int, bits: tuple[int, ...]) -> torch.Tensor:
-    """page [128, D] decoded after it had each of ``bits`` in turn: quantized to the first below 16, then
-    shifted."""
+    """page [128, D] decoded after each of ``bits``: quantized to the first below 16, then shifted."""
     bits = tuple(b for b in bits if b < 16)
     if not bits:
         return page
@@ -66,8 +65,7 @@ def page_after(page: torch.Tensor, axis: str, group_size: int, bits: tuple[int, 
 
 
 def history(fmt: Format, written: int, now: int) -> tuple[int, ...]:
-    """The bits that a page written at a token count has had until ``now``: two shifts at one count are two
-    shifts."""
+    """The bits that a page written at a token count has had until ``now``, in turn."""
     return tuple(b for b in (16, 8, 4, 2, 1) if fmt.bits_at(now) <= b <= fmt.bits_at(written))
 
 
@@ -123,8 +121,7 @@ def test_chunks_cut_at_events_equal_single_steps():
 
 
 def test_pages_of_transformed_keys_are_transformed_when_they_leave_16_bits():
-    """λ and offset: the 16-bit page holds K as it came, and the chain starts from (K - offset) / λ in
-    fp32."""
+    """The 16-bit page holds K as it came, and the chain starts from (K - offset) / λ in fp32."""
     generator = torch.Generator().manual_seed(0)
     rescale, offset = (torch.rand(2, HEAD_DIM, generator=generator) + 0.5 for _ in range(2))
     plain = fixed((200, 201, 202), (200, 201, 202))

@@ -89,8 +89,7 @@ def test_magnitudes_are_those_of_the_keys_after_the_sinks(outliers):
 
 
 def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND: Tensor) -> float:
-    """Layer ``index`` of the outlier model: pages through the oracle quantizer, attention query by query in
-    fp64."""
+    """Layer ``index``: pages through the oracle quantizer, attention query by query in fp64."""
     seen = {}
     with torch.no_grad(), tap(loaded.model, lambda captured: seen.update({captured.layer: captured})):
         loaded.model(input_ids=tokens_T[None], use_cache=False)

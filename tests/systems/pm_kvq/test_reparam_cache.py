@@ -57,8 +57,7 @@ def block_outputs(model: PreTrainedModel, plan: Plan, tokens_T: Tensor) -> dict[
 # gpt_oss: attention sinks, eager; gemma3: QK-norm, window layers; qwen3_next: gate; stablelm: partial.
 @pytest.mark.parametrize("name", ["outliers", "gpt_oss", "gemma3", "qwen3_next", "stablelm"])
 def test_rereading_is_what_the_cache_does(name, outliers):
-    """The first paged layer's output through the packed cache, with λ and offset, equals the block run
-    again."""
+    """The first paged layer's output through the packed cache, with λ and offset, is the block's again."""
     model = outliers.model if name == "outliers" else built(name)
     geometry = outliers.geometry if name == "outliers" else measured(name)
     layer = next(layer for layer in bare_layers(geometry) if layer.is_paged)

@@ -45,8 +45,7 @@ CASES = {
 
 
 def layer_bytes(layer: LayerPlan, bits: int, num_tokens: int, dtype: str) -> int:
-    """Bytes of one sequence in one layer whose pages have at most ``bits`` bits, from the plan format's
-    formulas."""
+    """Bytes of a sequence in a layer whose pages have at most ``bits`` bits, by the format's formulas."""
     item, geometry = oracles.ITEM_BYTES[dtype], layer.geometry
     if isinstance(geometry, StateGeometry):
         return geometry.bytes_per_sequence
@@ -65,8 +64,7 @@ def layer_bytes(layer: LayerPlan, bits: int, num_tokens: int, dtype: str) -> int
 
 
 def scanned(layers, batch: int, context: int, dtype: str, budget: int) -> list[list[int]]:
-    """Bits of every layer at 1 ... ``context`` tokens: take steps of the fixed order while the budget is
-    exceeded."""
+    """Bits of every layer at 1 ... ``context`` tokens: steps in the fixed order while above the budget."""
     bits = [16] * len(layers)
     steps = [(layer, to) for to in (8, 4, 2, 1) for layer in range(len(layers))]
     final = [

@@ -1,0 +1,44 @@
+"""Command lines of docs/engines.md: the engines' own parsers take them. ``make engines`` runs these tests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from sglang_environment import STAND_INS, python_with_sglang, variables_in_sglang
+from vllm_environment import Unavailable, answer_of, python_with_vllm, variables_in
+
+from kvcal.engines.support import TESTED
+
+pytestmark = pytest.mark.engines
+
+PAGE = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+PROGRAMS = {"vllm": "vllm serve ", "sglang": "python -m sglang.launch_server "}
+
+
+def lines(engine: str) -> list[list[str]]:
+    """Words after the server's name; "…" stands for the model and what the page's first line has."""
+    fences = "".join(text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S) if not name)
+    joined = re.sub(r"\\\n\s*|\n +(?=\")", " ", fences)
+    found = re.findall(rf"{re.escape(PROGRAMS[engine])}(.+)", joined)
+    in_sentences = re.findall(rf"`{re.escape(PROGRAMS[engine])}([^`\n]+)`", PAGE)
+    return [shlex.split(line.replace("…", "MODEL")) for line in [*found, *in_sentences]]
+
+
+@pytest.mark.parametrize("engine", PROGRAMS)
+def test_the_engines_take_the_options_of_the_page(engine: str, tmp_path: Path) -> None:
+    page = lines(engine)
+    given = [engine, [*page, [*page[0], "--no-such-option", "1"]]]
+    try:
+        if engine == "vllm":
+            python, variables = python_with_vllm(TESTED[engine][0]), variables_in(tmp_path)
+        else:
+            python, variables = python_with_sglang(TESTED[engine][0]), variables_in_sglang(tmp_path, (STAND_INS,))
+            variables |= {"KVCAL_PLAN": "plan.safetensors"}
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    *said, wrong = answer_of(python, tmp_path, "engine_arguments.py", given, variables)
+    assert not any(said), list(zip(page, said, strict=True))
+    assert "no-such-option" in wrong
