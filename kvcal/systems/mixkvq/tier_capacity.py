@@ -106,9 +106,7 @@ def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> B
     return Boost(boost.score, tuple(tiers)) if tiers else None
 
 
-def with_thresholds(
-    plan: Plan, thresholds: Mapping[int, float], scores: Scores, page_share: float = 1.0
-) -> Plan:
+def with_thresholds(plan: Plan, thresholds: Mapping[int, float], scores: Scores, page_share: float = 1.0) -> Plan:
     """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one, and capacities that are
     fitted to ``page_share`` of the pages of ``scores``."""
     layers = list(plan.layers)
