@@ -127,7 +127,7 @@ def test_sliding_windows_lie_in_blocks_of_fewer_tokens(
     """``factor``: of the bytes that a request of 32,768 tokens takes in vLLM at 16 bits, in blocks of 16
     tokens: seven groups of five layers, of which one has full attention."""
     plan = gemma(num_bits)
-    shard, found = HeadShard(plan, 0, ranks, drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
+    shard, found = HeadShard(plan, 0, ranks, 1 + drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
     heads, pool = max(1, 4 // ranks), VllmPool(shard)
     assert shard.windows == {1024: (29, 2 * heads * 256 * 2)} and list(shard.blocks) == [5, 11, 17, 23, 29]
     assert (found.block_bytes, pool.window(1024)) == (block, window)
@@ -167,7 +167,7 @@ def test_pages_beside_states_lie_in_long_blocks(context: int, least: float) -> N
 def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
     shape = SHAPES["granite-4-h-small"]
     plan, nbytes = shape.plan(2), shape.state_bytes(1)
-    pools = [VllmPool(HeadShard(plan, 0, 1, drafts), has_prefixes, nbytes, 8, 3)
+    pools = [VllmPool(HeadShard(plan, 0, 1, 1 + drafts), has_prefixes, nbytes, 8, 3)
              for drafts, has_prefixes in ((0, False), (0, True), (3, True))]  # fmt: skip
     assert [pool.state_blocks // pool.state_groups for pool in pools] == [1, 2, 5]
     found = capacity("vllm", plan, 10**10, 1, 32768, state_bytes=nbytes)

@@ -111,7 +111,7 @@ def planned(
     shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in zip(shapes, dtypes, strict=True))
     own = shape.state_bytes(ranks, drafts)
-    pool = vllm_pool(HeadShard(shape.plan(bits, context, **more), 0, ranks, drafts), own, has_prefixes)
+    pool = vllm_pool(HeadShard(shape.plan(bits, context, **more), 0, ranks, 1 + drafts), own, has_prefixes)
     groups = planner.get_kv_cache_groups(config, specs_of(shape, pool, config, shapes, dtypes))
     layout = config.cache_config.get_resolved_kv_cache_layout()
     block_bytes = planner._get_kv_cache_bytes_per_block(groups, layout)
