@@ -1,65 +1,160 @@
-"""What each part of the choice of bits is worth, at equal bytes: KL of text, and what answers lose.
+"""What each part of the choice of bits is worth, and what finer choices or other codes would be, at equal bytes.
 
-    python lab/choice_of_bits.py --model path/to/model.gguf --data texts --bits 2.5 3
-    python lab/choice_of_bits.py --model smollm2 --quick --bits 3           # a CPU
+    python lab/choice_of_bits.py --model path/to/model.gguf --data texts --bits 2.5 3 4
+    python lab/choice_of_bits.py --model smollm2 --quick --bits 3 --texts 1 --tokens 1024     # a CPU
 
-Plans of the default recipe's profile, by layer, and with one part more than the one before:
+levers     the integer program's choice by layer, with one part more than the one before:
+           by-layer   costs on the default's texts
+           look-ups   a quarter of these texts looks up (kvcal.data.lookups)
+           long       costs on texts of 4,096 tokens of these kinds
+           sides      how KL falls with bits is measured by side
+           and default, by-layer or fixed widths, whichever loses less on texts kept apart; K3V2, K4V2, K3V3 and K4V3
+           in the basis of by-layer, next to the program's choice of their bytes
+heads      keys of two widths in a layer, by KV head (finer.py)
+levels     3, 5, 6 and 7 levels as options of the choice (finer.py)
+trellis    trellis codes in place of scalar ones, with error feedback and without (trellis.py)
 
-by-layer   the integer program's choice, as the default makes it
-look-ups   a quarter of the calibration texts looks up (kvcal.data.lookups)
-long       costs by KL on texts of 4,096 tokens
-sides      how KL falls with bits is measured by side
-keys …     fixed widths of the bytes of by-layer, with its calibration (kvcal.stages.allocate.fixed_widths)
-default    the recipe as it is: by-layer or fixed widths, whichever loses less on texts kept apart
-
-All are read through the packed cache. Text: as in real.py; 1,000 x KL to 16 bits. Answers: tasks of
-kvcal.data.lookup_tasks; nats that an answer's negative log-likelihood rises by over 16 bits. Errors are standard
-errors over texts; ratios are to ``by-layer`` of the same bits, of means, paired. OUT/choice.json has all figures after
-every step; a second run goes on.
+All texts go through the measuring cache at once, next to 16 bits (quality.py). Errors are standard errors over texts;
+ratios are of means, paired. OUT/choice.json has all figures after every group of plans; a second run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from real import PRICED, cell, find_model, machine, texts_of
+from finer import measure_heads, measure_levels
+from quality import Texts, maker, read_missing, texts_for
+from real import PRICED, cell, find_model, machine
 from shared import mean_and_error, print_table, ratio_and_error
+from trellis import measure_trellis
 
-from kvcal import Folder, Plan, build_plan, load_model, load_recipe, with_knobs
+from kvcal import Folder, Plan, Recipe, load_model, load_recipe, with_knobs
 from kvcal.artifact import write_text_atomic
 from kvcal.console import TerminalReporter
-from kvcal.data.reading import LINES, READINGS
-from kvcal.folder import tokenizer_of
+from kvcal.data.reading import LINES
+from kvcal.folder import Job, profile_data, profile_spec, sequences, tokenizer_of
 from kvcal.models.load import LoadedModel
-from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.fixed_widths import fixed_allocations, report_of
-from kvcal.stages.divergence import Text, unquantized_plan
-from kvcal.stages.evaluate.tasks import read_answers
-from kvcal.stages.formats import reserved_for
+from kvcal.stages.allocate.fixed_widths import Contest, report_of
+from kvcal.stages.allocate.record import Allocation
+from kvcal.stages.allocate.stage import allocate
+from kvcal.stages.formats import formats_plan, reserved_for
 from kvcal.stages.profile import record as profile_record
-from kvcal.stages.search import measured
+from kvcal.stages.profile.record import Profile
+from kvcal.stages.profile.stage import run_profile
 from kvcal.strict import dump
-from kvcal.systems.basis import fit as basis_stage
+from kvcal.systems.basis.fit import BasisRecord
+from kvcal.systems.basis.stage import basis_folder
 
-RAW, FIRST = "16-bit", "by-layer"
-BY_LAYER: dict[str, Any] = {"allocate.fixed_widths": False}
-LOOK_UPS = BY_LAYER | {"data.source": ["python:docs", "python:code", "lookups", "python:chat"]}
-LONG = LOOK_UPS | {"data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096}
-KNOBS = {
-    FIRST: BY_LAYER,
-    "look-ups": LOOK_UPS,
-    "long": LONG,
-    "sides": LONG | {"profile.kl_measured": "sides"},
-    "default": {},
-}
+FIRST, DEFAULT = "by-layer", "default"
+LOOK_UPS: dict[str, Any] = {"data.source": ["python:docs", "python:code", "lookups", "python:chat"]}
+SIDES = LOOK_UPS | {
+    "data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096, "profile.kl_measured": "sides",
+}  # fmt: skip
+# Whose basis a lever's plans have; the recipe's changes of its profile, of which one more is a part of another.
+LEVERS = {FIRST: FIRST, "look-ups": "look-ups", "long": "look-ups", "sides": "look-ups"}
+KNOBS: dict[str, dict[str, Any]] = {FIRST: {}, "look-ups": LOOK_UPS, "sides": SIDES}
+FIXED = {"K3V2": (3, 2), "K4V2": (4, 2), "K3V3": (3, 3), "K4V3": (4, 3)}
 QUICK = {"data.num_samples": 4, "data.seq_len": 512, "profile.kl_samples": 2, "profile.kl_tokens": 512}
+QUICK |= {"basis.num_samples": 4, "basis.seq_len": 512}
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "levers": lambda bench: measure_levers(bench), "heads": measure_heads, "levels": measure_levels,
+    "trellis": measure_trellis,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Bench:
+    """A model with its texts, and what was found so far. ``found``: "plans" by name, and what the parts have read."""
+
+    loaded: LoadedModel
+    given: argparse.Namespace
+    reporter: TerminalReporter
+    found: dict[str, Any]
+    made: dict[str, Plan] = field(default_factory=dict)
+
+    @cached_property
+    def texts(self) -> Texts:
+        return texts_for(self.loaded, self.given)
+
+    def save(self, said: str = "") -> None:
+        write_text_atomic(self.given.out / "choice.json", json.dumps(self.found, indent=1) + "\n")
+        if said:
+            self.reporter.say(said)
+
+    def recipe(self, name: str, bits: float = 3.0) -> Recipe:
+        knobs = dict(KNOBS[name]) | (QUICK if self.given.quick else {})
+        if "data.source" in knobs and not tokenizer_of(self.loaded).chat_template:
+            knobs["data.source"] = knobs["data.source"][:-1]
+        knobs |= {"allocate.bits": bits, "allocate.batch": PRICED.batch, "allocate.context": PRICED.context}
+        return with_knobs(load_recipe("default"), knobs)
+
+    def job(self, name: str, bits: float = 3.0) -> Job:
+        folder = Folder.create(self.given.out / "plans" / name)
+        return Job(self.recipe(name, bits), self.loaded, folder, self.reporter, PRICED)
+
+    def basis(self, name: str) -> BasisRecord:
+        """Fitted once on the texts of ``name``."""
+        return basis_folder(self.job(name))
+
+    def profile(self, name: str) -> Profile:
+        """Measured once; that of long texts is part of the one by side."""
+        if name == "long":
+            whole = self.profile("sides")
+            return replace(whole, setup=replace(whole.setup, spec=replace(whole.setup.spec, kl_measured="lowest")))
+        job = self.job(name)
+        if not job.folder.profile.exists():
+            started, recipe = time.monotonic(), job.recipe
+            data, spec = sequences(profile_data(recipe, self.loaded), self.loaded), recipe.profile
+            spec = profile_spec(spec, self.loaded)
+            basis = self.basis(LEVERS[name])
+            run_profile(self.loaded, data, spec, recipe.cache, {}, job.folder.profile, self.reporter, basis)
+            self.found.setdefault("seconds", {})[f"profile of {name}"] = time.monotonic() - started
+        return profile_record.load(job.folder.profile)
+
+    def allocation(self, name: str, bits: float) -> Allocation:
+        recipe, profile = self.recipe(FIRST, bits), self.profile(name)
+        assert recipe.allocate is not None
+        return allocate(profile, recipe.allocate, {}, self._reserved(recipe))
+
+    def program(self, name: str, bits: float) -> Plan:
+        """The integer program's plan."""
+        return self.basis(LEVERS[name]).planned(self.allocation(name, bits))
+
+    def default(self, bits: float) -> Plan:
+        """The plan of by-layer, or of fixed widths of its bytes."""
+        job = self.job(FIRST, bits)
+        assert job.recipe.allocate is not None
+        self.basis(FIRST)
+        found = Contest.of(job).decided(
+            self.allocation(FIRST, bits), self.profile(FIRST), job.recipe.allocate, self._reserved(job.recipe),
+            self.reporter,
+        )  # fmt: skip
+        return self.basis(FIRST).planned(found)
+
+    def fixed(self, keys: int, values: int) -> Plan:
+        recipe = with_knobs(load_recipe("k3v2"), {"formats.k.num_bits": keys, "formats.v.num_bits": values})
+        return self.basis(FIRST).changed(formats_plan(recipe, self.loaded, PRICED))
+
+    def _reserved(self, recipe: Recipe) -> int:
+        assert recipe.allocate is not None
+        return reserved_for(recipe, recipe.allocate, self.loaded.geometry, recipe.cache)
+
+    def note(self, name: str, plan: Plan, against: str) -> str:
+        """Note a plan, which is compared with the one of the name ``against``."""
+        widths = {side: "".join(f"{layer.format(side).num_bits:x}" for layer in plan.layers) for side in ("k", "v")}
+        report = report_of(plan)
+        noted = {"bits": plan.bits_per_value(), "bytes": plan.predicted_bytes, "widths": widths, "against": against}
+        self.found["plans"][name] = noted | ({} if report is None else {"contest": dump(report)})
+        self.made[name] = plan
+        return name
 
 
 def main() -> None:
@@ -68,19 +163,14 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     path, reporter = given.out / "choice.json", TerminalReporter()
     loaded = load_model(find_model(given.model), device=given.device, dtype=given.dtype)
-    found: dict[str, Any] = {"machine": machine(loaded), "plans": {}, "text": {}, "answers": {}}
-    if path.exists():
-        found = json.loads(path.read_text())
+    found: dict[str, Any] = {"machine": machine(loaded), "plans": {}, "levers": {}}
+    found |= json.loads(path.read_text()) if path.exists() else {}
+    bench = Bench(loaded, given, reporter, found)
     with reporter.running():
-        plans = {RAW: unquantized_plan(loaded.identity, loaded.geometry)}
-        for name in given.plans.split(","):
-            for bits in given.bits:
-                plans |= plans_of(loaded, given, name, bits, found, reporter)
-                write_text_atomic(path, json.dumps(found, indent=1) + "\n")
-        measure_text(loaded, given, plans, found, reporter)
-        write_text_atomic(path, json.dumps(found, indent=1) + "\n")
-        measure_answers(loaded, given, plans, found, reporter)
-        write_text_atomic(path, json.dumps(found, indent=1) + "\n")
+        for part in given.parts:
+            started = time.monotonic()
+            PARTS[part](bench)
+            bench.save(f"{part}: {time.monotonic() - started:.0f} s")
     print_results(found)
 
 
@@ -89,147 +179,97 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument("--out", type=Path, help="folder of results; default: artifacts/choice-NAME")
     parser.add_argument("--data", type=Path, help="folder of texts, as for real.py")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["levers"])
     parser.add_argument("--bits", type=float, nargs="+", default=[2.5, 3.0])
-    parser.add_argument("--plans", default=",".join(KNOBS))
     parser.add_argument("--quick", action="store_true", help="plans from few texts, for a CPU")
-    parser.add_argument("--kinds", default="rows,pairs,late,copies", help="tasks of kvcal.data.lookup_tasks")
+    parser.add_argument("--kinds", default="rows,copies,late,pairs,hops,calls", help="of kvcal.data.lookup_tasks")
     parser.add_argument("--answers", type=int, default=16, help="texts of each of these kinds")
-    parser.add_argument("--texts", type=int, default=2, help="of each kind of text")
+    parser.add_argument("--texts", type=int, default=3, help="of each kind of text")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text")
-    parser.add_argument("--batch", type=int, default=16, help="texts at once")
+    parser.add_argument("--at-once", type=int, default=3, help="plans read side by side")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
     given.name = Path(given.model).stem
     given.out = given.out or Path("artifacts") / f"choice-{given.name}"
-    given.retrieval, given.problems = [], LINES * given.texts  # of texts_of
+    given.retrieval, given.problems, given.batch = [], LINES * given.texts, 1 << 20  # of texts_of
     return given
 
 
-def plans_of(
-    loaded: LoadedModel, given: argparse.Namespace, name: str, bits: float, found: dict[str, Any], reporter: Any
-) -> dict[str, Plan]:
-    """The plan, by its name and bits; of ``by-layer`` those of fixed widths, too, which share its calibration."""
-    place = FIRST if name == "default" else name  # whose profile it has
-    folder = Folder.create(given.out / "plans" / place)
-    earlier = given.out / "plans" / "look-ups" / "basis.safetensors"
-    if name in ("long", "sides") and earlier.exists() and not folder.basis.exists():
-        shutil.copy(earlier, folder.basis)  # fitted to the same texts
-    knobs = dict(KNOBS[name])
-    if "data.source" in knobs and not tokenizer_of(loaded).chat_template:
-        knobs["data.source"] = knobs["data.source"][:-1]
-    knobs |= QUICK if given.quick else {}
-    knobs |= {"allocate.bits": bits, "allocate.batch": PRICED.batch, "allocate.context": PRICED.context}
-    recipe, started = with_knobs(load_recipe("default"), knobs), time.monotonic()
-    folder = Folder.create(folder.path).named(f"{name}-{bits:g}")
-    Folder.create(folder.path)
-    plans = {f"{name}@{bits:g}": build_plan(loaded, folder, recipe, PRICED, reporter)}
-    seconds = time.monotonic() - started
-    if name == FIRST:
-        assert recipe.allocate is not None
-        program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
-        reserved = reserved_for(recipe, recipe.allocate, loaded.geometry, recipe.cache)
-        basis = basis_stage.load(folder.basis)
-        for fixed, allocation in fixed_allocations(program, profile, recipe.allocate, reserved).items():
-            plans[f"{fixed}@{bits:g}"] = basis.planned(allocation)
-    for key, plan in plans.items():
-        widths = {side: "".join(str(layer.format(side).num_bits) for layer in plan.layers) for side in ("k", "v")}
-        report = report_of(plan)
-        noted = {"bits": plan.bits_per_value(), "widths": widths, "seconds": seconds}
-        found["plans"][key] = noted | ({} if report is None else {"contest": dump(report)})
-    return plans
+def measure_levers(bench: Bench) -> None:
+    """All plans of all bits, the most telling first. Plans of the same layers and basis are read once."""
+    names = []
+    for bits in bench.given.bits:
+        base = f"{FIRST}@{bits:g}"
+        plans = {base: bench.program(FIRST, bits)}
+        plans |= {f"{name}@{bits:g}": bench.program(name, bits) for name in LEVERS if name != FIRST}
+        plans[f"{DEFAULT}@{bits:g}"] = bench.default(bits)
+        names += [bench.note(name, plan, base) for name, plan in plans.items()]
+    for name, widths in FIXED.items():
+        fixed = bench.fixed(*widths)
+        bits = fixed.bits_per_value() * (1 + 1e-6)  # budgets are rounded down to bytes
+        base = f"{FIRST}@{name}"
+        names += [bench.note(base, bench.program(FIRST, bits), base), bench.note(name, fixed, base)]
+        names += [bench.note(f"sides@{name}", bench.program("sides", bits), base)]
+    alike = {name: next(one for one in names if _is_alike(bench, one, name)) for name in names}
+    makers = {name: maker(bench.made[name], bench.loaded) for name in names if alike[name] == name}
+    read_missing(bench.loaded, makers, bench.texts, bench.found["levers"], bench.given.at_once, bench.save)
+    bench.found["levers"] |= {name: bench.found["levers"][one] for name, one in alike.items()}
 
 
-def twins(plans: dict[str, Plan]) -> dict[str, str]:
-    """What the default is, by its name: one of the plans that share its calibration."""
-    found = {}
-    for name, plan in plans.items():
-        others = [one for one in plans if one.startswith((f"{FIRST}@", "keys ")) and plans[one].layers == plan.layers]
-        if name.startswith("default@") and others:
-            found[name] = others[0]
-    return found
+def _is_alike(bench: Bench, one: str, other: str) -> bool:
+    """Whether two plans have the same layers and the same basis."""
+    bases = [LEVERS.get(name.partition("@")[0], FIRST) for name in (one, other)]
+    return bases[0] == bases[1] and bench.made[one].layers == bench.made[other].layers
 
 
-def measure_text(
-    loaded: LoadedModel, given: argparse.Namespace, plans: dict[str, Plan], found: dict[str, Any], reporter: Any
-) -> None:
-    """KL of every text, of all plans that lack it."""
-    every = [one for _, group in texts_of(loaded, given) for one in group if one.kind]
-    texts = [Text(number, one.tokens_T, one.loss_mask_T, one.kind) for number, one in enumerate(every)]
-    same = twins(plans)
-    missing = {name: plan for name, plan in plans.items() if name not in {*found["text"], *same, RAW}}
-    started = time.monotonic()
-    if missing:
-        found["text"] |= {
-            name: kl_N.tolist() for name, kl_N in measured(loaded, missing, texts, reporter, "text").items()
-        }
-        reporter.say(f"{len(texts)} texts through {len(missing)} plans in {time.monotonic() - started:.1f} s")
-    found["text"] |= {name: found["text"][other] for name, other in same.items()}
+def read_cells(rows: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """KL of all text, over the base's, and its tails; of each task the nats lost an answer, and over the base's."""
+    text, of_base = (
+        torch.tensor([row for kind in one.values() for row in kind if len(row) == 4]) for one in (rows, base)
+    )
+    cells = [cell(mean_and_error(text[:, 0]), 1000), cell(ratio_and_error(text[:, 0], of_base[:, 0]), digits=3)]
+    cells += [f"{1000 * float(text[:, part].mean()):.0f}" for part in (1, 2)]
+    for kind, found in rows.items():
+        if len(found[0]) > 4:
+            right, exact, lost, count = torch.tensor(found).double()[:, :4].T
+            of_base, share = torch.tensor(base[kind]).double()[:, 2], float(right.sum() / exact.sum().clamp_min(1))
+            cells += [f"{share:.3f}", cell(ratio_and_error(lost, count), digits=3)]
+            cells.append(cell(ratio_and_error(lost, of_base), digits=2))
+    return cells
 
 
-def measure_answers(
-    loaded: LoadedModel, given: argparse.Namespace, plans: dict[str, Plan], found: dict[str, Any], reporter: Any
-) -> None:
-    """Of every kind and text: how many answers are right, the nats that they lose, how many there are, and the 99th
-    percentile of KL at their tokens."""
-    same = twins(plans)
-    for kind in given.kinds.split(","):
-        texts = list(islice(READINGS[kind](tokenizer_of(loaded), given.tokens, 1, "report"), given.answers))
-        noted = found["answers"].setdefault(kind, {})
-        for name, plan in plans.items():
-            if name in noted or name in same:
-                continue
-            started = time.monotonic()
-            read = read_answers(loaded, plan, texts, given.batch)
-            noted[name] = [
-                [int(one.right_A.sum()), float(one.lost_A.sum()), len(one.right_A), float(one.kl_n.quantile(0.99))]
-                for one in read
-            ]
-            reporter.say(f"{name}: {len(texts)} texts of {kind} in {time.monotonic() - started:.1f} s")
-        noted |= {name: noted[other] for name, other in same.items()}
-
-
-def answer_cells(texts: dict[str, Any], name: str, base: str) -> list[str]:
-    """Of a plan and a kind: right answers, of 16 bits'; nats lost an answer; and of those of the plan ``base``."""
-    right, lost, count, _ = torch.tensor(texts[name]).double().T
-    raw_right = torch.tensor(texts[RAW]).double().T[0]
-    share = cell(ratio_and_error(right, raw_right), digits=3) if raw_right.any() else ""
-    of_base = cell(ratio_and_error(lost, torch.tensor(texts[base]).double().T[1]), digits=2) if base in texts else ""
-    return [share, cell(ratio_and_error(lost, count), digits=3), of_base]
+def read_table(title: str, read: dict[str, Any], against: dict[str, str], bits: dict[str, float]) -> None:
+    """Each of ``read`` next to the one that ``against`` names."""
+    if not read:
+        return
+    head = ["plan", "bits", "1,000 KL", "of base's", "99 %", "99.9 %"]
+    for kind, rows in next(iter(read.values())).items():
+        head += [f"{kind}, of 16 bits'", "nats lost", "of base's"] if len(rows[0]) > 4 else []
+    rows = [
+        [name, f"{bits.get(name, 0):.3f}", *read_cells(found, read[against[name]])]
+        for name, found in read.items()
+        if against.get(name) in read
+    ]
+    print_table(title, head, rows)
 
 
 def print_results(found: dict[str, Any]) -> None:
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
-    order = sorted(found["plans"], key=lambda name: (name.partition("@")[2], list(found["plans"]).index(name)))
-    rows = []
-    for name in order:
-        noted, base = found["plans"][name], f"{FIRST}@{name.partition('@')[2]}"
-        cells = [name, f"{noted['bits']:.3f}", f"{noted['seconds']:.0f}"]
-        kl, of_base = (torch.tensor(found["text"].get(one, [])).double() for one in (name, base))
-        cells.append(cell(mean_and_error(kl), 1000) if len(kl) else "")
-        cells.append(cell(ratio_and_error(kl, of_base), digits=3) if len(kl) and len(of_base) else "")
-        for texts in found["answers"].values():
-            cells += answer_cells(texts, name, base) if name in texts else [""] * 3
-        rows.append(cells)
-    head = ["plan", "bits", "seconds", "1,000 KL", "of earlier's"]
-    for kind in found["answers"]:
-        head += [f"{kind}, of 16 bits'", "nats lost", "of earlier's"]
-    print_table("Plans of equal bytes", head, rows)
-    widths = [(name, *found["plans"][name]["widths"].values()) for name in order]
+    plans = found["plans"]
+    against, bits = ({name: one[key] for name, one in plans.items()} for key in ("against", "bits"))
+    read_table("Plans of equal bytes", found["levers"], against, bits)
+    for part in ("heads", "levels", "trellis"):
+        of_part = found.get(part, {})
+        bases = of_part.get("against", {})
+        read_table(f"Other choices: {part}", of_part.get("read", {}), bases, of_part.get("bits", {}))
+    widths = [(name, *one["widths"].values()) for name, one in plans.items()]
     print_table("Bits of keys and values, layer by layer", ("plan", "keys", "values"), widths)
-    contests = [(name, one["contest"]) for name, one in found["plans"].items() if "contest" in one]
+    contests = [(name, one["contest"]) for name, one in plans.items() if "contest" in one]
     shown = [
-        (
-            name,
-            contest["shipped"],
-            plan["name"],
-            plan["kl"],
-            plan["look_ups"],
-            plan["ratio"] or 1.0,
-            plan["log_error"] or 0.0,
-        )
+        (name, contest["shipped"], *(row[key] for key in ("name", "kl", "look_ups", "ratio", "log_error")))
         for name, contest in contests
-        for plan in contest["plans"]
+        for row in contest["plans"]
     ]
     titles = ("plan", "ships", "measured", "KL of text", "of look-ups", "by layer's KL of this one's", "log error")
     print_table("What the default chose by", titles, shown)

@@ -70,6 +70,8 @@ def eval_command(
 
     Example: `kvcal eval plan.safetensors --model M --tasks gsm8k,arc_easy:acc_norm --limit 200`
 
+    Example: `kvcal eval plan.safetensors --model M --draft layers:8`
+
     Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --tasks gsm8k --min-accuracy gsm8k=0.6
     --json`
     """

@@ -244,7 +244,7 @@ def _of_options(refused: UsageError, settings: Mapping[str, Any]) -> UsageError:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """The tasks of an evaluation."""
+    """The tasks of an evaluation, and its draft."""
 
     tasks: Annotated[
         str | None,
@@ -258,6 +258,14 @@ class TaskOptions:
         None
     )
     limit: Annotated[int | None, typer.Option(help="Problems of each task at most.", min=1)] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|layers:N",
+            help="Also measure what the model accepts of the tokens of a draft: a smaller model with the same tokens, "
+            "or the model's own first N layers.",
+        ),
+    ] = None
 
     def knobs(self, recipe: str, model: str) -> dict[str, Any]:
         """The knobs of [evaluate] that were given, by dotted name, over ``users_evaluation``."""
@@ -266,7 +274,9 @@ class TaskOptions:
             given = [name.strip() for name in self.tasks.split(",") if name.strip()]
             prefix = reading.LM_EVAL
             names = [name if reading.is_own_task(name) else prefix + name.removeprefix(prefix) for name in given]
-        values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
+        values = {
+            "tasks": names, "include_path": self.include_path, "num_problems": self.limit, "draft": self.draft,
+        }  # fmt: skip
         named = {f"evaluate.{key}": value for key, value in values.items() if value is not None}
         return users_evaluation(recipe, model) | named
 

@@ -203,7 +203,7 @@ def _require_tasks(tasks: tuple[str, ...]) -> None:
 @pydantic_dataclass(frozen=True, config=STRICT)
 class EvaluateSpec:
     """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of
-    ``tasks``."""
+    ``tasks``; acceptance of the tokens of ``draft``."""
 
     data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
     tasks: tuple[str, ...] = knob(tuple(TASKS), f"{TASK_NAMES}; [] for none.")
@@ -218,6 +218,9 @@ class EvaluateSpec:
     against: tuple[str, ...] = knob((), "Recipes with [formats] to measure next to the plan.")
     include_path: Annotated[str, Field(exclude_if=lambda folder: not folder)] = knob(
         "", "Folder with task files (YAML) of lm-eval, next to its own."
+    )
+    draft: Annotated[str, Field(exclude_if=lambda draft: not draft)] = knob(
+        "", "A model whose drafts the plan's model verifies, or layers:N, its own first ones."
     )
 
     def __post_init__(self) -> None:

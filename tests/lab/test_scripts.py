@@ -2,6 +2,7 @@
 measured; and real.py goes from plans to tables, with SmolLM2 where the package index has it."""
 
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -11,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from cache_cases import tiny_llama
 from cli_cases import save_llama
+from static_cases import drifting_ids, plan_for
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import Folder, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.progress import SILENT
 from kvcal.stages.check_damage import measure_damage
+from kvcal.stages.divergence import feed
 from kvcal.stages.generate import complete
+from kvcal.stages.measuring.dense_layer import UnreadPages
 
 LAB = Path(__file__).parents[2] / "lab"
 Script = Callable[..., dict[str, Any]]  # of the fixture lab_script
@@ -106,24 +111,65 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
 def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
     small_model: Path, tmp_path: Path, lab_script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = "--quick --bits 3.5 --texts 1 --tokens 512 --answers 2 --kinds rows,copies --device cpu"
-    given = ["choice_of_bits", *sizes.split(), "--model", small_model, "--out", tmp_path]
+    sizes = "--quick --bits 3.5 --texts 1 --tokens 512 --answers 1 --kinds rows --at-once 16 --device cpu"
+    given = ["choice_of_bits", *sizes.split(), "--model", small_model, "--out", tmp_path, "--parts", "levers", "levels"]
     lab_script(*given)
-    found = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))
-    own = [f"{name}@3.5" for name in ("by-layer", "look-ups", "long", "sides", "default")]
-    fixed = [name for name in found["plans"] if name.startswith("keys ")]
-    assert set(found["plans"]) == {*own, *fixed} == set(found["text"]) and fixed
-    for kind in ("rows", "copies"):
-        assert set(found["answers"][kind]) == {*found["plans"], "16-bit"}
-        assert all(lost == 0 for _, lost, *_ in found["answers"][kind]["16-bit"])
-    assert {one["name"] for one in found["plans"]["default@3.5"]["contest"]["plans"]} == {
-        "by layer",
-        *(name.partition("@")[0] for name in fixed),
+    found, printed = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8")), capsys.readouterr().out
+    own = {f"{name}@3.5" for name in ("by-layer", "look-ups", "long", "sides", "default")}
+    assert own <= set(found["plans"]) == set(found["levers"]) and {"K3V2", "by-layer@K3V2"} <= set(found["plans"])
+    for name, rows in found["levers"].items():
+        (answers,), base = rows["rows"], found["plans"][name]["against"]
+        assert answers[3] > 2 and all(0 < mean <= tail for mean, tail, *_ in rows["dialogues"])
+        assert found["plans"][name]["bytes"] == pytest.approx(found["plans"][base]["bytes"], rel=0.15)  # of four places
+    levels = found["levels"]["widths"]
+    spent = [sum(map(math.log2, one.values())) / len(one) for one in levels.values()]
+    assert set(found["levels"]["read"]) == set(levels) and spent[0] - 0.6 < spent[1] <= spent[0] + 0.01
+    assert "| default@3.5 |" in printed and "| any levels@3.5 |" in printed
+    lab_script(*given)
+    assert json.loads((tmp_path / "choice.json").read_text(encoding="utf-8")) == found
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_stream_of_a_trellis_is_the_best_that_ends_as_it_began(bits: int, lab_script: Script) -> None:
+    """Of four codes in 16 or 64 states: every stream is tried. The search may take another seam than the best one."""
+    script, states = lab_script("trellis"), 4**bits
+    generator = torch.Generator().manual_seed(bits)
+    table_S, x_NT = torch.randn(states, generator=generator), torch.randn(8, 4, generator=generator)
+    weight_NT = torch.rand(8, 4, generator=generator)
+    ends_N = torch.arange(8) * 7 % states
+    codes = torch.cartesian_prod(*[torch.arange(2**bits)] * 4)  # [streams, 4]
+    for row, end in enumerate(ends_N.tolist()):
+        state_C, path = torch.full((len(codes),), end), []
+        for code_C in codes.unbind(1):
+            state_C = (state_C * 2**bits + code_C) % states
+            path.append(state_C)
+        cost_C = ((table_S[torch.stack(path, 1)] - x_NT[row]).square() * weight_NT[row]).sum(1)
+        best = cost_C.masked_fill(state_C != end, torch.inf).min()
+        found_T = script["_viterbi"](
+            x_NT[row : row + 1], weight_NT[row : row + 1], table_S, bits, ends_N[row : row + 1]
+        )[0]
+        assert found_T[-1] == end
+        torch.testing.assert_close(((table_S[found_T] - x_NT[row]).square() * weight_NT[row]).sum(), best)
+
+
+def test_codes_of_the_lab_are_the_plans_own_where_both_exist(lab_script: Script) -> None:
+    """Of 4 and 8 levels, and of the same bits for every KV head; 3 levels give something else."""
+    codes, plan, model = lab_script("codes"), plan_for("basis", 2, 2, "float32"), tiny_llama(2, 2)
+    makers = {
+        "own": lambda codec: codec,
+        "levels": lambda codec: codes["LevelsCodec"].instead_of(codec, levels=2**codec.format.num_bits),
+        "heads": lambda codec: codes["HeadsCodec"].instead_of(codec, widths=(codec.format.num_bits,) * 2),
+        "three": lambda codec: codes["LevelsCodec"].instead_of(codec, levels=3),
     }
-    said = capsys.readouterr().out
-    assert "| default@3.5 |" in said and "What the default chose by" in said
-    lab_script(*given)
-    assert json.loads((tmp_path / "choice.json").read_text(encoding="utf-8"))["answers"] == found["answers"]
+    logits = {}
+    for name, make in makers.items():
+        cache = codes["CodedCache"](
+            plan, model.config, UnreadPages(), lambda index, side, codec, make=make: make(codec)
+        )
+        logits[name] = torch.cat([part for _, part in feed(model, cache, drifting_ids(2, 400))], 1)
+    torch.testing.assert_close(logits["levels"], logits["own"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits["heads"], logits["own"], rtol=0, atol=1e-4)
+    assert not torch.allclose(logits["three"], logits["own"], atol=1e-3)
 
 
 def test_long_answers_are_written_and_measured(

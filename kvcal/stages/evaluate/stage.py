@@ -1,7 +1,7 @@
-"""The evaluation of several plans of one model: text quality and task accuracy next to exact bytes, saved row
-by row.
+"""The evaluation of several plans of one model: text quality, task accuracy and acceptance of drafts next to exact
+bytes, saved row by row.
 
-Every number comes through the packed cache (text, tasks).
+Every number comes through the packed cache (text, tasks, drafts).
 
 The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan
 (formats, workload and model, not its name or provenance) and the evaluation's inputs are the same; other
@@ -46,6 +46,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.records import read_json, write_json
+from kvcal.stages.evaluate.drafts import DraftQuality, Drafts, measure_drafts, propose
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, mean_interval, measure_reading, measure_tasks
 from kvcal.stages.evaluate.text import TEXT, TextQuality, measure_text, reference_logits
@@ -80,7 +81,8 @@ class MeasuredBits:
 class Row:
     """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at
     ``workload``; ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths,
-    prompt and completion; ``seconds`` is what measuring took, on whatever else the machine was doing."""
+    prompt and completion; ``seconds`` is what measuring took, on whatever else the machine was doing;
+    ``drafts``: None without a draft."""
 
     name: str
     plan_sha256: str
@@ -92,6 +94,7 @@ class Row:
     tasks: tuple[TaskResult, ...]
     task_bits: MeasuredBits | None
     seconds: Amount
+    drafts: DraftQuality | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -138,6 +141,11 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
         means = [percent(*mean_accuracy(row.tasks), mean_interval(row.tasks)) for row in rows]
         columns.append(("all tasks %", means))
     columns.append(("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]))
+    if drafts := [row.drafts for row in rows if row.drafts is not None]:
+        shares = [percent(one.accepted, one.accepted_se, (0.0, 1.0)) for one in drafts]
+        columns.append(("drafts accepted %", shares))
+        changes = [_with_error(100 * one.change, one.change_se and 100 * one.change_se, 1) for one in drafts]
+        columns.append(("change from 16 bits", changes))
     columns.append(("cache", [format_bytes(row.total_bytes) for row in rows]))
     for results in zip(*(row.tasks for row in rows), strict=True):
         columns.append((task_header(results[0]), [task_cell(task) for task in results]))
@@ -308,6 +316,7 @@ def evaluate(
         else:
             numbers[digest] = number
     logits = reference_logits(loaded, data, spec.batch, reporter) if len(numbers) > 1 else []
+    drafts = propose(loaded, spec.draft, data, spec.batch, reporter) if spec.draft and numbers else None
 
     progress = _AllPlans(reporter, math.ceil(len(numbers) / world_size()))
 
@@ -315,7 +324,7 @@ def evaluate(
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
         progress.num_begun += 1
-        return _measure(loaded, name, plan, spec, data, logits, progress)
+        return _measure(loaded, name, plan, spec, data, logits, drafts, progress)
 
     gather(None)  # all ranks have read the rows that are kept
     for digest, row in zip(numbers, map_over_ranks(list(numbers.values()), measure), strict=True):
@@ -383,6 +392,7 @@ def _measure(
     spec: EvaluateSpec,
     data: TokenDataset,
     logits: Sequence[Tensor],
+    drafts: Drafts | None,
     reporter: Reporter,
 ) -> Row:
     started = time.monotonic()
@@ -404,4 +414,5 @@ def _measure(
         tasks=tasks,
         task_bits=measured_bits(plan, [length for task in tasks for length in task.lengths]) if tasks else None,
         seconds=round(time.monotonic() - started, 3),
+        drafts=None if drafts is None else measure_drafts(loaded, plan, drafts, reporter),
     )
