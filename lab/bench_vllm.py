@@ -2,12 +2,18 @@
 
     python lab/bench_vllm.py --caches kvcal bfloat16 fp8 --context 4096 8192 32768 --out speed.json
     python lab/bench_vllm.py --plan plan.safetensors --caches kvcal turboquant_4bit_nc --context 8192 --passes 8
+    python lab/bench_vllm.py --shape hybrid --layers 48 --caches kvcal bfloat16 fp8 --bits 2.5 --context 32768
+    python lab/bench_vllm.py --drafts 3 --caches kvcal bfloat16 fp8 --bits 2.5 --context 32768
 
 Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and
-dummy weights. Plans are those of --plan, or what the default recipe makes of this shape at each of --bits
-(``shared``: random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes
-are cached, as they are by default. Prompts are of random lengths, so that requests are at random phases of
-their pages.
+dummy weights; or that of Qwen3-Next, every fourth layer with full attention and the others with a state; but
+for dense layers in place of experts, and 4 KV heads of 128 in place of 2 of 256, of which kernels do not read
+rotated pages. With drafts a model of one layer guesses tokens, of which random weights
+accept next to none: tokens a second are those of steps that verify, and grow by what a real model accepts.
+
+Plans are those of --plan, or what the default recipe makes of this shape at each of --bits (``shared``:
+random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes are cached, as
+they are by default. Prompts are of random lengths, so that requests are at random phases of their pages.
 
 Every cache has an engine of its own, in its own process as when it serves. Of each context, the first token
 of one prompt is timed, by one engine after the other. Then all compute the prompts of as many sequences as
@@ -45,6 +51,15 @@ SHAPE = {
     "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_theta": 500000.0, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
+EVERY = 4  # layers, of which the last one has full attention
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "intermediate_size": 5120, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "hidden_act": "silu", "full_attention_interval": EVERY,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 512, "torch_dtype": "float32",
@@ -62,6 +77,7 @@ KERNELS = (
 )  # of kvcal: what attends to packed pages, and what stores tokens and packs
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 LINE = "BENCH "
+DRAFT = "draft"  # folder of the model that drafts
 
 
 def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
@@ -69,18 +85,24 @@ def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
     name."""
     from shared import default_plan
 
-    from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
+    from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
     from kvcal.models.files import config_sha256
     from kvcal.plan.plan import load_plan, save_plan
 
-    shape: dict[str, Any] = SHAPE | {"num_hidden_layers": given.layers} | (TINY if given.shape == "tiny" else {})
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(shape))
+    shape = shape_of(given)
+    for path, layers in ((folder, given.layers), (folder / DRAFT, 1)):
+        path.mkdir()
+        own = SHAPE | {"vocab_size": shape["vocab_size"]} if path != folder and given.shape == "hybrid" else shape
+        (path / "config.json").write_text(json.dumps(own | {"num_hidden_layers": layers}))
     (folder / "plans").mkdir()
     heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"], shape["head_dim"]
-    layers = tuple(AttentionGeometry(layer, *heads) for layer in range(given.layers))
-    geometry = Geometry("llama", shape["torch_dtype"], layers)
-    identity = ModelIdentity("shape", "llama", config_sha256(folder, "shape"), "0" * 64, "0" * 64)
+    every, state = (EVERY, state_of(shape, 0)) if given.shape == "hybrid" else (1, 0)
+    layers: tuple[LayerGeometry, ...] = tuple(
+        StateGeometry(layer, state) if (layer + 1) % every else AttentionGeometry(layer, *heads)
+        for layer in range(given.layers)
+    )
+    geometry = Geometry(shape["model_type"], shape["torch_dtype"], layers)
+    identity = ModelIdentity("shape", shape["model_type"], config_sha256(folder, "shape"), "0" * 64, "0" * 64)
     plans = {path.stem: load_plan(path) for path in given.plan}
     plans |= {f"{bits:g} bits": default_plan(geometry, bits) for bits in ([] if given.plan else given.bits)}
     names = {}
@@ -93,6 +115,20 @@ def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
     return names
 
 
+def shape_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The model's configuration."""
+    if given.shape == "hybrid":
+        return HYBRID | {"num_hidden_layers": given.layers, "mlp_only_layers": list(range(given.layers))}
+    return SHAPE | {"num_hidden_layers": given.layers} | (TINY if given.shape == "tiny" else {})
+
+
+def state_of(shape: dict[str, Any], drafts: int) -> int:
+    """Bytes of a layer's state in vLLM; 0 of a model without."""
+    from kvcal.engines.states import FAMILIES, state_bytes
+
+    return state_bytes(shape, 1, drafts, shape["torch_dtype"]) if shape["model_type"] in FAMILIES else 0
+
+
 class Served:
     """One engine with one cache of ``given.memory`` bytes, and of each of ``given.context``, one after the
     other, as many sequences as fit, of which the last tokens are made in ``given.passes`` of ``given.steps``,
@@ -102,6 +138,8 @@ class Served:
         from vllm import LLM
 
         from kvcal.engines.capacity import capacity as capacity_of
+        from kvcal.engines.capacity import vllm_pool
+        from kvcal.engines.shard import HeadShard
         from kvcal.plan.plan import load_plan
 
         self.given, self.traces = given, folder / f"{cache}.traces"
@@ -109,12 +147,16 @@ class Served:
         plan = load_plan(path) if path.exists() else None
         is_tiny = given.shape == "tiny"
         shape = json.loads((folder / "config.json").read_text())
-        token = 2 * CACHE_BYTES[shape["torch_dtype"]] * shape["num_key_value_heads"] * shape["head_dim"] * given.layers
+        layer = 2 * CACHE_BYTES[shape["torch_dtype"]] * shape["num_key_value_heads"] * shape["head_dim"]
+        full = given.layers // EVERY if given.shape == "hybrid" else given.layers
+        draft = json.loads((folder / DRAFT / "config.json").read_text())
+        drafted = 2 * CACHE_BYTES[draft["torch_dtype"]] * draft["num_key_value_heads"] * draft["head_dim"]
+        counted = given.drafts, 0, state_of(shape, given.drafts), drafted if given.drafts else 0
 
         def most_of(context: int) -> int:
             if plan is None:
-                return given.memory * 16 // BITS.get(cache, 16) // token // context
-            capacity = capacity_of("vllm", plan, given.memory, 1, context)
+                return given.memory * 16 // BITS.get(cache, 16) // (layer * full) // context
+            capacity = capacity_of("vllm", plan, given.memory, 1, context, *counted)
             return (capacity.num_blocks - 1) // capacity.blocks_per_request
 
         self.counts = {context: most_of(context) for context in given.context}
@@ -129,15 +171,20 @@ class Served:
                 "torch_profiler_activities": ["CPU" if is_tiny else "CUDA"],
             },
         }  # fmt: skip
+        if given.drafts:
+            drafts = {"method": "draft_model", "model": str(folder / DRAFT), "num_speculative_tokens": given.drafts}
+            reads = {} if plan is None or is_tiny else {"attention_backend": "TRITON_ATTN"}  # blocks side by side
+            arguments["speculative_config"] = drafts | reads
         if plan is not None:
-            arguments |= {"block_size": PAGE, "additional_config": {"kvcal_plan": str(path)}}
+            tokens = vllm_pool(HeadShard(plan, lookahead=given.drafts), counted[2], draft_bytes=counted[3]).block_tokens
+            arguments |= {"block_size": tokens, "additional_config": {"kvcal_plan": str(path)}}
         elif cache != "bfloat16":
             arguments["kv_cache_dtype"] = cache
         if is_tiny:
             arguments |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
         else:
             # vLLM captures none above max_num_seqs: more run eager.
-            sizes = sorted({1, *range(8, most, 8), *self.counts.values()})
+            sizes = [(1 + given.drafts) * count for count in sorted({1, *range(8, most, 8), *self.counts.values()})]
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
             arguments |= {"compilation_config": graphs, "kernel_config": {"enable_jit_warmup": False}}
             arguments |= {"attention_backend": "KVCAL"} if plan is not None else {}
@@ -146,7 +193,11 @@ class Served:
         config = self.engine.vllm_config
         if plan is None:
             blocks, size = config.cache_config.num_gpu_blocks - 1, config.cache_config.block_size
-            self.counts = {context: min(most, blocks // -(-context // size)) for context, most in self.counts.items()}
+            # Of states vLLM has a group for each layer between two with full attention, and two blocks of each.
+            beside = 2 * (EVERY - 1) if given.shape == "hybrid" else 0
+            self.counts = {
+                context: min(most, blocks // (-(-context // size) + beside)) for context, most in self.counts.items()
+            }
         self.random, self.vocabulary, self.running = random.Random(0), config.model_config.get_vocab_size(), list[str]()
         self.added = 0
 
@@ -265,6 +316,7 @@ class Server:
         self.cache, self.log = cache, folder / f"{cache}.log"
         options = [("--serve", cache), ("--folder", folder), ("--memory", given.memory), ("--passes", given.passes)]
         options += [("--steps", given.steps), ("--shape", given.shape), ("--layers", given.layers)]
+        options += [("--drafts", given.drafts)]
         options += [("--context", *given.context)]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
@@ -386,7 +438,8 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50, help="of a pass")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--shape", choices=["8B", "tiny"], default="8B", help="tiny: for a CPU")
+    parser.add_argument("--shape", choices=["8B", "hybrid", "tiny"], default="8B", help="tiny: for a CPU")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that a model of one layer guesses a step")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
