@@ -32,7 +32,8 @@ from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec
 
 LARGEST_FACTOR = 32768.0
-TOKENS_AT_ONCE = 8192  # of one head, whose targets stay in a core's cache
+# Of one head on a CPU, whose targets stay in a core's cache; other devices take all at once.
+TOKENS_AT_ONCE = {"cpu": 8192}
 
 
 def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
@@ -106,7 +107,7 @@ def round_with_feedback(
     step = torch.where(scale == 0, torch.inf, scale)
     targets, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
     rows = [factor_row(factor, channel, head_dim).t().float().unsqueeze(-1) for channel in range(head_dim)]
-    at_once = max(1, TOKENS_AT_ONCE // values.shape[1])
+    at_once = max(1, TOKENS_AT_ONCE.get(x.device.type, values[0].numel()) // values.shape[1])
     for first in range(0, values.shape[-1], at_once):
         some = slice(first, first + at_once)
         target = values[..., some].clone()

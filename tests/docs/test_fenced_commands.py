@@ -85,7 +85,7 @@ def test_every_fenced_line_is_a_command_that_is_checked(path: Path) -> None:
             given = require_launches(words[1:]) if module else None
             assert given is not None or any((ROOT / word).exists() for word in words), line
         elif words[0] == "python" and words[1].startswith("lab/"):
-            text = (ROOT / words[1]).read_text() + (ROOT / "lab/real.py").read_text()
+            text = "".join((ROOT / path).read_text() for path in (words[1], "lab/real.py", "lab/turns.py"))
             for option in (word for word in words[2:] if word.startswith("--")):
                 assert f'"{option}"' in text, line
         elif words[0] not in ("kvcal", "ci/plan.sh"):

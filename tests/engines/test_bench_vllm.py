@@ -18,7 +18,7 @@ from kvcal.engines.support import TESTED, require_served
 from kvcal.plan.plan import load_plan
 
 sys.path.insert(0, str(CHECKOUT / "lab"))
-import bench_vllm  # noqa: E402
+import turns  # noqa: E402
 
 
 @pytest.mark.engines
@@ -45,14 +45,14 @@ def test_every_row_names_the_plan_that_it_times(tmp_path: Path) -> None:
 def test_hybrid_shape_has_a_plan_and_counts_states_and_drafts(tmp_path: Path) -> None:
     """8 of its 48 layers: 2 with pages, 6 with states."""
     given = Namespace(shape="hybrid", layers=8, plan=[], bits=[3.0], drafts=0)
-    (name,) = bench_vllm.write_model(tmp_path / "model", given)
+    (name,) = turns.write_model(tmp_path / "model", given)
     plan = load_plan(tmp_path / "model" / "plans" / f"{name}.safetensors")
     assert [layer.is_paged for layer in plan.layers] == [False, False, False, True] * 2
     assert plan.model.model_type == "qwen3_next" and 2.5 < plan.bits_per_value() <= 3.0
     require_served(plan, True)
-    state = bench_vllm.state_of(json.loads((tmp_path / "model/config.json").read_text()), 0)
+    state = turns.state_of(json.loads((tmp_path / "model/config.json").read_text()), 0)
     assert state == 32 * 128 * 128 * 2 + 3 * 8192 * 2  # a matrix a head, and three tokens of a convolution
     counted = capacity("vllm", plan, 10**9, 1, 8192, 0, 0, state)
     assert counted.state_blocks > 0 and counted.block_tokens > 128
-    draft = json.loads((tmp_path / "model" / bench_vllm.DRAFT / "config.json").read_text())
+    draft = json.loads((tmp_path / "model" / turns.DRAFT / "config.json").read_text())
     assert draft["model_type"] == "llama" and draft["num_hidden_layers"] == 1 and draft["vocab_size"] == 151936
