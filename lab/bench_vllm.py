@@ -94,7 +94,7 @@ class ServedByVllm:
             reads = {} if plan is None or is_tiny else {"attention_backend": "TRITON_ATTN"}  # blocks side by side
             arguments["speculative_config"] = drafts | reads
         if plan is not None:
-            tokens = vllm_pool(HeadShard(plan, lookahead=given.drafts), state, draft_bytes=drafted).block_tokens
+            tokens = vllm_pool(HeadShard(plan, step_tokens=1 + given.drafts), state, draft_bytes=drafted).block_tokens
             arguments |= {"block_size": tokens, "additional_config": {"kvcal_plan": str(path)}}
         elif cache != "bfloat16":
             arguments["kv_cache_dtype"] = cache

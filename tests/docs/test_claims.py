@@ -61,6 +61,8 @@ def test_paths_in_backticks_exist(page: str) -> None:
     roots = "kvcal|tests|docs|examples|lab|recipes|artifacts/plans"
     for path in re.findall(rf"`((?:{roots})/[\w./*-]+)`", TEXTS[page]):
         assert list(ROOT.glob(path.rstrip("/"))), path
+    for path in re.findall(r"`(csrc/[\w./]+)`", TEXTS[page]):
+        assert (ROOT / "kvcal/kernels" / path).exists(), path
 
 
 @functools.cache
