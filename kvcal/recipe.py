@@ -142,7 +142,7 @@ class CacheSpec:
             self.param_dtype if quantizer == UNIFORM else "float16",
             quantizer=quantizer,
         )
-        return replace(found, stripe_tokens=self.stripe_tokens) if found.packs_by_token else found
+        return replace(found, stripe_tokens=self.stripe_tokens) if found.pages().packs_by_token else found
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -178,6 +178,11 @@ class AllocateSpec:
     state_bytes: Annotated[int, Field(ge=0, le=10**12, exclude_if=lambda nbytes: nbytes == 0)] = knob(
         0, "Bytes of a layer's state on a rank, with engine = vllm; `kvcal plan` reads config.json."
     )
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a sequence in a step of the engine."""
+        return 1 + self.drafts
 
     def __post_init__(self) -> None:
         if self.drafts and self.engine != "vllm":

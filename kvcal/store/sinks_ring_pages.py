@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcal.kernels.operands import ring_slot
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Format
 
 # Stores tokens [b, n, T, D] as they are held, whole stripes, of which the first has this number in its sequence.
@@ -32,7 +32,7 @@ def row_map(rows: slice, device: torch.device) -> Tensor:
 
 
 class Part:
-    """See the module's docstring: sinks [R, n, num_sink_tokens, D] and ring [R, n, ring_tokens, D]. Calls are
+    """See the module's docstring: sinks [R, n, sinks, D] and ring [R, n, ring_tokens, D]. Calls are
     for b sequences with equal numbers of tokens, whose rows ``rows`` int64 [b] names; x and out are tokens
     [b, n, T, D]."""
 
@@ -57,7 +57,7 @@ class Part:
         """Store x after ``num_tokens``: sinks, the stripes that they complete, and the last ones in the ring.
         ``pages_at_once``: of all sequences, which bounds the scratch."""
         total, fmt = num_tokens + x.shape[2], self.format
-        sinks = x[:, :, : max(0, self.format.num_sink_tokens - num_tokens)]
+        sinks = x[:, :, : fmt.sinks_left(num_tokens)]
         if sinks.shape[2]:
             self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = self.entered(sinks)
         begin, stop = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
@@ -68,7 +68,7 @@ class Part:
             tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
-            tokens = without_sinks(tokens, fmt.num_sink_tokens, start, fmt.stripe_tokens)
+            tokens = fmt.packed(tokens, start)
             pack(tokens, start)
         self.put_last(rows, total, x)
 
