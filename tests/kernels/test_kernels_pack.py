@@ -36,7 +36,7 @@ from kvcal.kernels.decode import shared_room
 from kvcal.kernels.packing import append_defines, pack_defines
 from kvcal.kernels.reference import NO_ROOM, NON_FINITE
 from kvcal.kernels.variants import Variant
-from kvcal.plan.page_format import SIDES, Format, Tier
+from kvcal.plan.page_format import SIDES, Format, Side, Tier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 N = HEADS.stop - HEADS.start
@@ -49,14 +49,16 @@ def poisoned_pages(case: Case, device: str) -> Tensor:
     return torch.full(shape, POISON, dtype=torch.uint8, device=device)[:, 1:-1]
 
 
-def pack(case: Case, x: Tensor, pages: Tensor, slots: list[list[int]], mean: Tensor | None = None) -> int:
-    """x [b, n, 128 P, D] -> pages[slots]; the error flag."""
+def pack(
+    case: Case, x: Tensor, pages: Tensor, slots: list[list[int]], mean: Tensor | None = None, begin: int = 0
+) -> int:
+    """x [b, n, T, D] -> pages[slots], from token ``begin`` of the first on; the error flag."""
     device = str(pages.device)
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mean = torch.empty(0) if mean is None else mean
     table = torch.tensor(slots, dtype=torch.int32, device=device)
     ops.pack(
-        x.to(device), pages, table, 0, mean.to(device), list(case.transform(device)), error,
+        x.to(device), pages, table, begin, mean.to(device), list(case.transform(device)), error,
         SIDES.index(case.side), case.variant.number,
     )  # fmt: skip
     return int(error)
@@ -89,6 +91,25 @@ def test_a_prompt_is_packed_and_unpacked_as_the_codec_does(case: Case, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("side", SIDES)
+def test_chunks_of_stripes_make_the_pages_that_are_packed_at_once(side: Side, device: str) -> None:
+    """Two rows, at several places of a page and over its end: a page that is begun is 0 besides."""
+    case = Case(side, replace(STRIPES, num_bits=3), feedback=True)
+    codec, slots, pages = case.codec(), [[5, 0, 3], [2, 4, 1]], poisoned_pages(case, device)
+    x, start = case.tokens(2, 384, N).transpose(1, 2), 0
+    whole = torch.stack([reference_pages(case, codec, row, None) for row in x])
+    layout = codec._layout(3)
+    for stop in (16, 112, 160, 192, 384):
+        at = slice(start // 128, -(-stop // 128))
+        assert pack(case, x[:, :, start:stop], pages, [row[at] for row in slots], begin=start % 128) == 0
+        for page in range(-(-stop // 128)):
+            own = layout.token_bytes(0, min(128, stop - 128 * page))
+            found = pages[[row[page] for row in slots]].cpu()
+            assert torch.equal(found, torch.where(own, whole[:, page], 0)), (stop, page)
+        start = stop
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["token", "channel", "sign"])
 @pytest.mark.parametrize(
     "case",
@@ -116,6 +137,7 @@ def test_a_range_beyond_the_params_is_noted(device: str) -> None:
 
 
 ROTATED = Format(2, "token", 64, 4, quantizer="rotated")
+STRIPES = replace(ROTATED, recent_window=9, stripe_tokens=16)
 APPENDED = [
     (Case("k", Format(2, "channel", 32, 4, 30)), Case("v", Format(3, "token", 64, 4, 150))),
     (Case("k", Format(4, "token", 64), 80, "float16"), Case("v", Format(16), 80, "float16")),
@@ -135,6 +157,8 @@ APPENDED = [
     ),
     (Case("k", Format(16), 80), Case("v", Format(4, "token", 64), 80, feedback=True)),
     (Case("k", ROTATED, feedback=True), Case("v", ROTATED, feedback=True, gain=True)),
+    (Case("k", STRIPES, feedback=True), Case("v", replace(STRIPES, num_bits=3), feedback=True, gain=True)),
+    (Case("k", replace(STRIPES, num_sink_tokens=21), 64), Case("v", replace(STRIPES, num_sink_tokens=37), 64)),
 ]
 
 

@@ -44,6 +44,7 @@ class Case:
         fmt = self.fmt
         parts = [self.side, f"{fmt.num_bits}b", f"{fmt.axis}{fmt.group_size}", f"D{self.dim}"]
         parts += [fmt.quantizer] if fmt.quantizer != "uniform" else []
+        parts += ["stripes"] if fmt.stripe_tokens < PAGE_TOKENS else []
         parts += [fmt.param_dtype, self.cache]
         if fmt.boost is not None:
             parts += [fmt.boost.score, *(f"{tier.num_bits}b{tier.share}" for tier in fmt.boost.tiers)]
