@@ -64,7 +64,8 @@ def serve_args(
     """Print the command line that serves a plan in an engine; with --kv-memory and --context, what fits.
 
     kvcal has to be installed next to the engine. Blocks, tokens and requests that fit are as the engine will
-    count them; `kvcal size` counts weights and workspace, too. Of a model with states its config.json is read.
+    count them; `kvcal size` counts weights and workspace, too. Of a model with states its config.json is
+    read.
 
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
 
@@ -74,13 +75,15 @@ def serve_args(
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
-    heads = shard.HeadShard(loaded, 0, tp, drafts)
+    heads = shard.HeadShard(loaded, 0, tp, 1 + drafts)
     heads.blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
     state = 0
     if heads.num_states:
-        state = states.state_bytes(_config_of(name), tp, drafts, loaded.cache_dtype, state_dtype)
+        location = files.locate(name)
+        config = files.read_json(location.folder / "config.json", location.id)
+        state = states.state_bytes(config, tp, 1 + drafts, loaded.cache_dtype, state_dtype)
     draft_bytes = _draft_bytes(draft, loaded, tp) if drafts else 0
     sizes = tp, context or 1, drafts, max_requests, state, draft_bytes
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
@@ -125,11 +128,6 @@ def _draft_bytes(draft: str, plan: plan_file.Plan, num_ranks: int) -> int:
     model = model_config.read_sizes(draft).geometry
     layers = [layer for layer in model.layers if isinstance(layer, geometry.AttentionGeometry)]
     return engine_capacity.draft_token_bytes(layers, model.cache_dtype, num_ranks)
-
-
-def _config_of(model: str) -> dict[str, Any]:
-    location = files.locate(model)
-    return files.read_json(location.folder / "config.json", location.id)
 
 
 def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:

@@ -82,10 +82,10 @@ def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead
         UnsupportedModel: it cannot (exit code 4): all reasons, with their layers.
         UsageError: more drafts than a step verifies.
     """
-    if lookahead > choice.MAX_DRAFTS:
+    if lookahead >= choice.MAX_STEP_TOKENS:
         raise UsageError(
-            f"{lookahead} drafts, expected at most {choice.MAX_DRAFTS}: a ring has no room for more",
-            hint=f"num_speculative_tokens = {choice.MAX_DRAFTS}",
+            f"{lookahead} drafts, expected at most {choice.MAX_STEP_TOKENS - 1}: a ring has no room for more",
+            hint=f"num_speculative_tokens = {choice.MAX_STEP_TOKENS - 1}",
         )
     if not any(layer.is_paged for layer in plan.layers):
         raise UnsupportedModel(

@@ -127,7 +127,7 @@ def test_sliding_windows_lie_in_blocks_of_fewer_tokens(
     """``factor``: of the bytes that a request of 32,768 tokens takes in vLLM at 16 bits, in blocks of 16
     tokens: seven groups of five layers, of which one has full attention."""
     plan = gemma(num_bits)
-    shard, found = HeadShard(plan, 0, ranks, drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
+    shard, found = HeadShard(plan, 0, ranks, 1 + drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
     heads, pool = max(1, 4 // ranks), VllmPool(shard)
     assert shard.windows == {1024: (29, 2 * heads * 256 * 2)} and list(shard.blocks) == [5, 11, 17, 23, 29]
     assert (found.block_bytes, pool.window(1024)) == (block, window)
@@ -167,7 +167,7 @@ def test_pages_beside_states_lie_in_long_blocks(context: int, least: float) -> N
 def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
     shape = SHAPES["granite-4-h-small"]
     plan, nbytes = shape.plan(2), shape.state_bytes(1)
-    pools = [VllmPool(HeadShard(plan, 0, 1, drafts), has_prefixes, nbytes, 8, 3)
+    pools = [VllmPool(HeadShard(plan, 0, 1, 1 + drafts), has_prefixes, nbytes, 8, 3)
              for drafts, has_prefixes in ((0, False), (0, True), (3, True))]  # fmt: skip
     assert [pool.state_blocks // pool.state_groups for pool in pools] == [1, 2, 5]
     found = capacity("vllm", plan, 10**10, 1, 32768, state_bytes=nbytes)
@@ -180,9 +180,9 @@ def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
 
 def test_states_of_a_family_that_is_not_known_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="of the type 'rwkv' is not known"):
-        state_bytes({"model_type": "rwkv"}, 1, 0, "bfloat16")
+        state_bytes({"model_type": "rwkv"}, 1, 1, "bfloat16")
     with pytest.raises(UsageError, match="lacks the key 'conv_L_cache'"):
-        state_bytes({"model_type": "lfm2", "hidden_size": 64}, 1, 0, "bfloat16")
+        state_bytes({"model_type": "lfm2", "hidden_size": 64}, 1, 1, "bfloat16")
     with pytest.raises(UnsupportedModel, match="3 ranks cannot share a state"):
         SHAPES["qwen3-next"].state_bytes(3)
 
@@ -386,7 +386,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
     line = ("serve-args", plan_path, "--kv-memory", "1GB", "--context", 1000)
     plain, more = (run_kvcal(*line, "--drafts", n, "--json").json["capacity"] for n in (0, 7))
     plan = load_plan(plan_path)
-    pools = [VllmPool(HeadShard(plan, lookahead=n)) for n in (0, 7)]
+    pools = [VllmPool(HeadShard(plan, step_tokens=n)) for n in (1, 8)]
     for value, pool in zip((plain, more), pools, strict=True):
         assert (value["block_bytes"], value["ring_blocks"]) == (pool.block_bytes, pool.ring_blocks)
     assert more["num_blocks"] * more["block_bytes"] <= 10**9 and pools[1].rings.block_bytes > pools[0].rings.block_bytes
@@ -397,7 +397,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
         assert given == expected | {"num_speculative_tokens": 5}
         layers = {"ngram": 0, "mtp": 1, model: 3}[draft]
         drafted = layers * 128 * plan.layers[0].attention.values_per_token * 2
-        pool, page = VllmPool(HeadShard(plan, lookahead=5), draft_bytes=drafted // 128), 3 * pools[0].share_bytes
+        pool, page = VllmPool(HeadShard(plan, step_tokens=6), draft_bytes=drafted // 128), 3 * pools[0].share_bytes
         assert value["capacity"]["block_bytes"] == pool.block_bytes == max(pool.room, page + drafted)
 
 

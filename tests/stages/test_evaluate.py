@@ -1,10 +1,8 @@
 """The evaluation file: saved row by row, resumed, started anew, refused; and tasks that are read: an answer
 is right where greedy decoding through the packed cache writes it."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import SILENT, Silent
-from kvcal.stages.evaluate import estimate
 from kvcal.stages.evaluate.stage import (
     Evaluation,
     MeasuredBits,
@@ -99,11 +96,7 @@ def test_interrupted_run_loses_one_row_at_most(tmp_path: Path, whole: Evaluation
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_how_long_all_plans_take_is_told_and_shown_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock of one second a chunk: three plans of six chunks, of which each tells after its first."""
-    seconds = itertools.count()
-    monkeypatch.setattr(estimate, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    monkeypatch.setattr(estimate, "SECONDS", 0.0)
+def test_the_text_of_all_plans_is_shown_as_one(tmp_path: Path) -> None:
     notes = Listener()
     run(tmp_path / "evaluation.json", plans(), notes)
     steps = [(done, total) for label, done, total in notes.steps if label == "evaluate: text of all plans"]
@@ -111,28 +104,6 @@ def test_how_long_all_plans_take_is_told_and_shown_as_one(tmp_path: Path, monkey
     assert steps[-1] == (840, 840) and not [label for label, *_ in notes.steps if label == "evaluate: text"]
     reading = [(done, total) for label, done, total in notes.steps if label == "evaluate: texts at 16 bits"]
     assert reading == [(0, 1), (1, 1)] and notes.steps[1][0] == "evaluate: texts at 16 bits"  # and closes its bar
-    told = [said.partition("left")[2] for said in notes.said if " left, for " in said]
-    assert told == [", for this plan and 2 more", ", for this plan and 1 more", ", for this plan"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "share", "before", "others", "left"), [(10, 0.25, 0, 0, "30 s"), (10, 0.25, 0, 2, "110 s"),
-                                                       (10, 0.25, 100, 2, "3.8 min")]
-)  # fmt: skip
-def test_the_time_left_is_that_of_this_plan_and_of_the_others(
-    seconds: float, share: float, before: float, others: int, left: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others take as long as this one, or as the slowest one before."""
-    begun = 2 if before else 1
-    clock = iter([0.0, 0.0, *([before] if before else []), before + seconds])
-    monkeypatch.setattr(estimate, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    notes = Listener()
-    progress = estimate.AllPlans(notes, begun + others, has_tasks=not before)
-    for _ in range(begun):
-        progress.begin()
-    progress(int(100 * share), 100, "evaluate: text")
-    (said,) = notes.said
-    assert said.startswith(f"evaluate: about {left} left") and said.endswith("and the tasks") == (not before)
 
 
 def test_rows_follow_the_plans_and_equal_plans_are_measured_once(tmp_path: Path) -> None:

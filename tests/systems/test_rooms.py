@@ -15,7 +15,7 @@ TOY = ROOT / "tests" / "support" / "toy_system"
 WITHOUT = """
 import importlib, pkgutil, kvcal
 for module in pkgutil.walk_packages(kvcal.__path__, "kvcal."):
-    if not module.name.startswith(("kvcal.engines.vllm", "kvcal.engines.sglang", "kvcal.lm_eval")):
+    if not module.name.startswith(("kvcal.engines.vllm", "kvcal.engines.sglang")):
         importlib.import_module(module.name)
 from kvcal.plan.page_format import Format
 from kvcal.plan.layer import LayerPlan

@@ -1,6 +1,6 @@
 """The attention backend: vLLM's metadata of a batch, as the core's decodes and chunks.
 
-vLLM puts requests with one new token, or a token and drafts, first. They are decodes, served by one call;
+vLLM puts requests with one new token, or several to be verified, first. They are decodes, served by one call;
 every other request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a
 request begin after blocks that another one fills in the same step.
 
@@ -245,7 +245,7 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         table = self._pages_of(given.block_table_tensor)
         if given.max_query_len <= 1:
             return PlanMetadata(Decoded(batch), lengths, table, [])
-        most = 1 + self._serving.shard.lookahead
+        most = self._serving.shard.step_tokens
         num_decodes = int(((counts > 0) & (counts <= most)).int().cumprod(0).sum())
         decoded = Decoded.of_counts(counts[:num_decodes], most, lengths.device)
         assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives exact lengths of requests with a prompt"

@@ -74,7 +74,7 @@ class Serving:
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
-        self.shard = HeadShard(plan, rank, size, lookahead)
+        self.shard = HeadShard(plan, rank, size, 1 + lookahead)
         self.pool = _pool_of(self.shard, config)
         attentions = (layer.geometry for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry))
         self.geometries = {one.index: rank_geometry(one, rank, size) for one in attentions}
@@ -85,7 +85,7 @@ class Serving:
         self.layers: list[Any] = []  # PlanLayer
         self.begun: list[Begun] = []  # while the step runs with which they begin
         formats = (fmt for layer in plan.layers for fmt in layer.formats)
-        if has_prefixes and any(fmt.max_window or fmt.num_sink_tokens for fmt in formats):
+        if has_prefixes and any(fmt.kept_tokens for fmt in formats):
             note_beginnings()
         transfer = config.kv_transfer_config
         if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
