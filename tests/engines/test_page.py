@@ -1,4 +1,5 @@
-"""Command lines of docs/engines.md and docs/offload.md: the engines' own parsers take them. ``make engines`` runs these tests."""
+"""Command lines of docs/engines.md and docs/offload.md: the engines' own parsers take them. ``make engines`` runs these
+tests."""
 
 from __future__ import annotations
 
