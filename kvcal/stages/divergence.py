@@ -54,8 +54,8 @@ MAX_CHUNK_TOKENS = 256
 LOCKSTEP = 12
 # Texts fed at once: 1.5 times faster than one by one on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
-# At 16 bits, of the reference and a plan and what attention makes of one; and the share of a device's memory that
-# these and the weights take.
+# At 16 bits, of the reference and a plan and what attention makes of one; and the share of a device's memory
+# that these and the weights take.
 LEAST_CACHES, MEMORY_SHARE = 4, 0.85
 # Logits compared at once: 1 MiB a tensor on a CPU, 32 MiB on a GPU.
 MAX_COMPARED = {"cpu": 1 << 18, "cuda": 1 << 23}
@@ -64,8 +64,9 @@ LARGEST_EXPONENT = 60.0
 
 
 def texts_at_once(loaded: LoadedModel, num_tokens: int) -> int:
-    """Texts of at most ``num_tokens`` that are fed at once: ``KL_BATCH``, and on a GPU no more than leave room for
-    ``LEAST_CACHES`` at 16 bits next to the weights. Never by what is free: bytes of a profile depend on it."""
+    """Texts of at most ``num_tokens`` that are fed at once: ``KL_BATCH``, and on a GPU no more than leave
+    room for ``LEAST_CACHES`` at 16 bits next to the weights. Never by what is free: bytes of a profile depend
+    on it."""
     device = loaded.model.device
     most = KL_BATCH.get(device.type, 4)
     if device.type != "cuda":

@@ -22,8 +22,8 @@ from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
 
 class DenseCache(PlanCache):
     """Without padding; its layers are dense where they can be (kvcal.stages.measuring.dense_layer), and
-    ``nbytes`` does not count these. ``unread``: of all caches that are fed in lockstep, chunk by chunk. Raises
-    as PlanCache."""
+    ``nbytes`` does not count these. ``unread``: of all caches that are fed in lockstep, chunk by chunk.
+    Raises as PlanCache."""
 
     def __init__(self, plan: Plan, config: PretrainedConfig, unread: UnreadPages | None = None) -> None:
         self._unread = unread or UnreadPages()

@@ -36,6 +36,9 @@ class WindowRule:
                 f"max_tokens = {self.max_tokens} <= {MAX_UNQUANTIZED}"
             )
 
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}% {self.kind}, at most {self.max_tokens}"
+
     def window(self, num_tokens: int) -> int:
         """Tokens that stay unquantized at least, after ``num_tokens``."""
         if self.kind == "clamped":
