@@ -37,6 +37,7 @@ class PlanAttentionBackend(AttentionBackend):
         if not isinstance(pool, PlanPool):
             require_version("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
+        self._pool = pool
         rows: Tensor = runner.req_to_token_pool.req_to_token
         self._pages = rows[:, ::PAGE_TOKENS]
         self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
@@ -56,6 +57,8 @@ class PlanAttentionBackend(AttentionBackend):
         """Requests with more than one new token: their sizes come from the host. Sinks and windows of those
         that begin come into rings before."""
         self._scratch.report_errors(logger)
+        if (loaded := self._pool.layer_transfer_counter) is not None:
+            loaded.wait_until(0)
         if self._beginnings is not None:
             self._beginnings.copy()
             for row, num_past in self._beginnings.begun:
