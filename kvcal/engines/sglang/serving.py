@@ -29,6 +29,7 @@ from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
 from kvcal.engines.support import (
     BOTH_WAYS,
+    NO_TREE,
     WITHOUT_IMAGES,
     ServedModel,
     require_model,
@@ -95,6 +96,12 @@ class Serving:
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
+        if self.shard.num_states and not args.disable_radix_cache:
+            raise UsageError(
+                "SGLang's radix tree has states in pages of 128 tokens on some models alone, which were not tried with "
+                "a plan",
+                hint=NO_TREE,
+            )
         formats = [fmt for layer in plan.layers for fmt in layer.formats]
         num_sinks = 0 if args.disable_radix_cache else max(fmt.num_sink_tokens for fmt in formats)
         has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
