@@ -78,18 +78,12 @@ def main() -> None:
         raise
 
 
-def _wants_json() -> bool:
-    return "--json" in sys.argv[1:]
-
-
 def _wrong_argument(refused: Any) -> UsageError:
     """typer's error in a line: the option or argument, what was typed, and what is allowed."""
     context = getattr(refused, "ctx", None)
     hint = f"`{context.command_path} --help` tells its arguments and options" if context else None
     parameter = getattr(refused, "param", None)
     if parameter is None or not refused.message:  # no such option, a missing one
-        moved = MOVED.get(" ".join(sys.argv[1:2])) if "No such command" in refused.format_message() else None
-        hint = hint if moved is None else f"`kvcal {moved}` took its place"
         return UsageError(refused.format_message(), hint)
     name, typed = parameter.opts[-1], _typed(parameter.opts)
     reason = refused.message.removeprefix("Value error, ").removesuffix(".")
@@ -113,7 +107,7 @@ def _fail(error: KvcalError) -> NoReturn:
         command = next((word for word in sys.argv[1:2] if word in COMMANDS), "")
         error.hint = f"`kvcal {command}{' ' * bool(command)}--help` tells its arguments and options"
     if distributed.prints_errors():
-        print_error_json(error) if _wants_json() else print_error(error)
+        print_error_json(error) if "--json" in sys.argv[1:] else print_error(error)
     sys.exit(error.exit_code)
 
 
@@ -151,12 +145,6 @@ OF_RUNTIME = ("inspect", "generate", "serve-args", "size", "list", "doctor")
 # The commands that torchrun may start in several processes: those that measure.
 RANKED = ("plan", "run", "search", "tune", "compare", "profile", "transform", "fit-predictors", "eval")
 COMMANDS = [name for commands in PANELS.values() for name in commands]
-# What took the place of commands that version 0.1 had besides.
-MOVED = {
-    "recipes": "list recipes", "models": "list models", "report": "card DIR", "diff": "inspect PLAN --against OLD",
-    "verify": "inspect PLAN --model MODEL", "bench": "inspect PLAN --times", "pack-prefix": "generate --pack FILE",
-    "capacity": "serve-args PLAN --kv-memory 50GB", "reparam": "transform DIR", "feedback": "transform DIR",
-}  # fmt: skip
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         checked = command if name in OF_RUNTIME else needs_compile(command)

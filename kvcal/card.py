@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,15 +26,15 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal import tables
 from kvcal.artifact import sha256_json, write_text_atomic
+from kvcal.console import command_line
 from kvcal.engines.capacity import Capacity, capacity
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, InfeasibleBudget, UnsupportedModel
 from kvcal.folder import Folder
 from kvcal.geometry import StateGeometry
-from kvcal.measured_rows import decimal
 from kvcal.plan.damage import LIMITS, MAX_KL, MIN_KL, MIN_TOP1, is_destroyed
 from kvcal.plan.plan import Plan, load_plan
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, format_kl
 from kvcal.recipe import BUDGET_KINDS
 from kvcal.stages.allocate.stage import allocation_of
 from kvcal.stages.evaluate.stage import ALL_TASKS, Evaluation, Gates, Row, load_evaluation, table_columns
@@ -63,9 +62,9 @@ class TaskFigures:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Figures:
-    """Figures that one card keeps for the next. ``measured_with``: sha256 of texts and settings of the evaluation,
-    None of a plan that was not measured; ``kl`` in nats a token, at ``nbytes`` of cache at the plan's
-    workload."""
+    """Figures that one card keeps for the next. ``measured_with``: sha256 of texts and settings of the
+    evaluation, None of a plan that was not measured; ``kl`` in nats a token, at ``nbytes`` of cache at the
+    plan's workload."""
 
     verdict: Verdict
     model: str
@@ -99,8 +98,8 @@ class Card:
 
 
 def write_card(folder: Folder, gates: Gates, last: Path | None = None, memory: int | None = None) -> Card:
-    """Write README.md next to the plan in ``folder``, of what lies there. ``gates``: further limits; ``last``:
-    a card to be no worse than; ``memory``: bytes of one device for the cache in vLLM.
+    """Write README.md next to the plan in ``folder``, of what lies there. ``gates``: further limits;
+    ``last``: a card to be no worse than; ``memory``: bytes of one device for the cache in vLLM.
 
     Raises:
         ArtifactError: no plan, a damaged artifact, a ``last`` that is no card or of another model, or a README
@@ -145,7 +144,8 @@ def read_card(path: Path) -> Figures:
 
 
 def _measured(folder: Folder, plan: Plan) -> tuple[Evaluation | None, Row | None]:
-    """The evaluation that holds the plan, and its row: in the folder, or of the comparison that it lies in."""
+    """The evaluation that holds the plan, and its row: in the folder, or of the comparison that it lies
+    in."""
     above = folder.path.absolute().parents
     for path in (folder.evaluation, *(Folder(one).evaluation for one in above[2:3])):
         evaluation = load_evaluation(path) if path.is_file() else None
@@ -172,7 +172,7 @@ def _findings(figures: Figures, row: Row | None, gates: Gates, before: Figures |
         yield Finding("KL to 16 bits", f"{MAX_KL:g}", "", "unchecked")
         return
     destroyed = is_destroyed(figures.kl, figures.top1)
-    shown = f"{decimal(figures.kl, figures.kl_error)}, top-1 {figures.top1:.1%}"
+    shown = f"{format_kl(figures.kl, figures.kl_error)}, top-1 {figures.top1:.1%}"
     yield Finding("damage", LIMITS.removeprefix("allowed: "), shown, "regression" if destroyed else "accept")
     is_there = {task: task in figures.tasks or (task == ALL_TASKS and bool(row.tasks)) for task in gates.min_accuracy}
     known = {task: share for task, share in gates.min_accuracy.items() if is_there[task]}
@@ -260,7 +260,7 @@ def _page(
         "columns": [head for head, _ in columns],
         "rows": list(zip(*(cells for _, cells in columns), strict=True)),
         "unchecked": unchecked,
-        "eval_line": _line("eval", "plan.safetensors", "--model", plan.model.id, "--out", "."),
+        "eval_line": command_line("eval", "plan.safetensors", "--model", plan.model.id, "--out", "."),
         "findings": findings,
         "max_kl": f"{MAX_KL:g}",
         "min_kl": f"{MIN_KL:g}",
@@ -268,7 +268,7 @@ def _page(
         "workload": workload,
         "capacity": rows,
         "refused": refused,
-        "serve_line": _line("serve-args", "plan.safetensors", "--engine", "vllm", "--model", plan.model.id),
+        "serve_line": command_line("serve-args", "plan.safetensors", "--engine", "vllm", "--model", plan.model.id),
     }
 
 
@@ -305,16 +305,12 @@ def _made_by(folder: Folder, plan: Plan) -> str:
     for key, option, default in (("engine", "--for-engine", None), ("tp", "--tp", 1), ("drafts", "--drafts", 0)):
         if inputs.get(f"allocate.{key}") not in (None, default):
             words += [option, inputs[f"allocate.{key}"]]
-    return f"`{_line(*words)}`"
+    return f"`{command_line(*words)}`"
 
 
 def _cell(text: str) -> str:
     """Text as Markdown shows it, in a row of a table, too: names are of users' files."""
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
-
-
-def _line(*words: object) -> str:
-    return shlex.join(["kvcal", *map(str, words)])
 
 
 def _front_matter(figures: Figures, evaluation: Evaluation | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,6 +115,11 @@ class TerminalReporter:
     def running(self) -> Iterator[TerminalReporter]:
         with self._bars:
             yield self
+
+
+def command_line(*words: object) -> str:
+    """A command of kvcal, as a shell takes it: also with spaces in a path."""
+    return shlex.join(["kvcal", *map(str, words)])
 
 
 def print_json(value: Any) -> None:

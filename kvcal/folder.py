@@ -56,8 +56,6 @@ class Folder:
     feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
     evaluation = _File("evaluation.json")
-    bits = _File("bits.png")
-    quality = _File("quality.png")
     report = _File("report.html")
 
     @property
@@ -236,7 +234,8 @@ def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
 
 
 def profile_data(recipe: Recipe, loaded: LoadedModel) -> DataSpec:
-    """The recipe's [data]; where KL alone is measured, no longer than it reads texts, nor than the context."""
+    """The recipe's [data]; where KL alone is measured, no longer than it reads texts, nor than the
+    context."""
     if recipe.profile.gradients:
         return recipe.data
     longest = min(recipe.data.seq_len, profile_spec(recipe.profile, loaded).kl_tokens)

@@ -1,7 +1,7 @@
 """torch, and modules of kvcal, imported on their first use.
 
 One file has a page's bytes and its encoder; one reads a plan and runs it. Counting bytes and reading plans
-need no torch, whose import takes longer than both (docs/measurements.md). So the modules on their way write
+need no torch, whose import takes longer than both. So the modules on their way write
 
     from kvcal.lazy_torch import Tensor, torch
 

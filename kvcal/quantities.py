@@ -10,6 +10,7 @@ purpose: exponents (``1e9``), thousands separators and bit units.
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -100,6 +101,15 @@ def format_seconds(seconds: float) -> str:
 def format_measured(value: float, error: float | None, digits: int = 4, error_digits: int = 2) -> str:
     """A value with its standard error, such as "0.05123 ± 0.0012"; the value alone without one."""
     return f"{value:.{digits}g}" + ("" if error is None else f" ± {error:.{error_digits}g}")
+
+
+def format_kl(kl: float, error: float | None) -> str:
+    """A KL without powers of ten, its first two digits: "0.0025 ± 0.0003"."""
+    if kl < 1e-4:
+        return "below 0.0001"
+    digits = max(0, 1 - math.floor(math.log10(kl)), -math.floor(math.log10(error)) if error else 0)
+    digits = min(digits, 5)
+    return f"{kl:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def format_bytes(nbytes: int) -> str:

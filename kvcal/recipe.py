@@ -169,6 +169,11 @@ class AllocateSpec:
         0, "Bytes of a layer's state on a rank, with engine = vllm; `kvcal plan` reads config.json."
     )
 
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a sequence in a step of the engine."""
+        return 1 + self.drafts
+
     def __post_init__(self) -> None:
         if self.drafts and self.engine != "vllm":
             raise ValueError(f"drafts = {self.drafts} and engine = {self.engine!r}: expected engine = 'vllm'")

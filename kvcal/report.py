@@ -2,40 +2,37 @@
 what was gained and what was lost, then where the bytes go, the layers, what was measured, and what to do
 next. A part whose artifact is missing is left out.
 
-The page states no date and no path: equal artifacts give equal bytes. Its template is report.html; the
-pictures next to it (kvcal.pictures) are for other pages.
+The page states no date and no path: equal artifacts give equal bytes. Its template is report.html. kvcal's
+own plan is told from its rivals, which are the baselines, and from all others.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvcal import tables
 from kvcal.artifact import write_text_atomic
-from kvcal.console import View
+from kvcal.console import View, command_line
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.geometry import AttentionGeometry
-from kvcal.measured_rows import decimal, dots_of, of_comparison, of_evaluation, series_of
-from kvcal.pictures import draw_bits, draw_quality
 from kvcal.plan.damage import VERDICTS, Damage, load_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan, load_plan
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, format_kl
 from kvcal.recipe import Objective
 from kvcal.stages.allocate.fixed_widths import report_of
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.allocate.stage import allocation_of, choices_of
 from kvcal.stages.compare import FILE as COMPARISON
-from kvcal.stages.compare import load_comparison, verdict
-from kvcal.stages.evaluate.stage import load_evaluation
+from kvcal.stages.compare import Comparison, Verdict, load_comparison, verdict
+from kvcal.stages.evaluate.stage import Evaluation, Row, load_evaluation, task_cell, task_header
 from kvcal.stages.memory_needs import gain_of, pays_from
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
@@ -56,6 +53,10 @@ PARTS = {
     "states": ("States", "of layers that do not grow with tokens"),
     "transforms": ("Transforms", "bases and factors, once for all sequences"),
 }
+# KL below this is rounding (a 16-bit cache against the model without it): the logarithmic axis ends here.
+SMALLEST_KL = 1e-6
+OWN_RECIPE = "default"
+Role = Literal["kvcal", "rival", "other"]
 SAID = {
     "fine": "Fine: it predicts as the cache at 16 bits does",
     "watch": "Watch: measure your own tasks before you serve it",
@@ -92,8 +93,7 @@ class Folded:
 
 
 def write_report(folder: Folder) -> Path:
-    """Write report.html of what ``folder`` holds, with the pictures bits.png and quality.png, and return its
-    path."""
+    """Write report.html of what ``folder`` holds, and return its path."""
     from jinja2 import Environment
 
     plan = load_plan(folder.plan) if folder.plan.is_file() else None
@@ -122,7 +122,6 @@ def _plan_parts(folder: Folder, plan: Plan) -> dict[str, Any]:
         allocation, inputs = None, {}
     profile = load_profile(folder.profile) if "profile.sha256" in inputs and folder.profile.is_file() else None
     costs, of_costs = _costs(plan, profile)
-    draw_bits(plan.layers, costs, of_costs, folder.bits)
     headline = f"{ratio:.1f}× {word}"
     return {
         "heading": plan.model.id,
@@ -152,7 +151,7 @@ def _lost(damage: Damage | None) -> list[tuple[str, str, str]]:
     if damage is None:
         return []
     found = [
-        ("KL to 16 bits", decimal(damage.kl, damage.kl_error), f"nats a token, over {damage.num_tokens:,} tokens"),
+        ("KL to 16 bits", format_kl(damage.kl, damage.kl_error), f"nats a token, over {damage.num_tokens:,} tokens"),
         ("Same next token", f"{100 * damage.top1:.1f} %", "of tokens whose most likely token stays"),
     ]
     places = [(f"layer {one.layer} {one.side.upper()}", f"KL {one.kl:.2g} alone") for one in damage.worst]
@@ -237,24 +236,20 @@ def _next(plan: Plan, damage: Damage | None) -> list[tuple[str, str]]:
     model, file, workload = plan.model.id, "plan.safetensors", plan.workload
     widest = max(plan.layers, key=lambda layer: layer.format("k").num_bits if layer.is_paged else 0)
     sizes = f"--bits {math.ceil(plan.bits_per_value()) + 1} --batch {workload.batch} --context {workload.context}"
-    why = "Ask why a layer has its bits", _line("inspect", file, "--why", widest.geometry.index)
+    why = "Ask why a layer has its bits", command_line("inspect", file, "--why", widest.geometry.index)
     if damage is not None and damage.is_destroyed:
-        return [("Make a larger plan", _line("plan", model, *sizes.split())), why]
+        return [("Make a larger plan", command_line("plan", model, *sizes.split())), why]
     tasks = [] if model == MODEL_NAME else ["--tasks", "retrieval:4096"]
     return [
-        ("Measure it next to 16 bits", _line("eval", file, "--model", model, *tasks)),
+        ("Measure it next to 16 bits", command_line("eval", file, "--model", model, *tasks)),
         ("Generate with it", _generate(model, file)),
-        ("Serve it", _line("serve-args", file, "--engine", "vllm", "--model", model)),
+        ("Serve it", command_line("serve-args", file, "--engine", "vllm", "--model", model)),
         why,
     ]
 
 
-def _line(*words: object) -> str:
-    return shlex.join(["kvcal", *map(str, words)])
-
-
 def _generate(model: str, plan: str) -> str:
-    return _line("generate", "--model", model, "--plan", plan, "--prompt", "Once upon a time")
+    return command_line("generate", "--model", model, "--plan", plan, "--prompt", "Once upon a time")
 
 
 def _folded(folder: Folder, plan: Plan | None) -> Iterator[Folded]:
@@ -297,7 +292,6 @@ def _measured_parts(folder: Folder) -> dict[str, Any]:
         comparison = load_comparison(folder.path / COMPARISON)
         found = verdict(comparison)
         rows = of_comparison(comparison, found)
-        draw_quality(f"{comparison.model}: quality against size", *series_of(rows), folder.quality)
         winner = "" if found is None else found.winner.folder(Path("plans")).plan.as_posix()
         return {
             "heading": comparison.model,
@@ -311,12 +305,69 @@ def _measured_parts(folder: Folder) -> dict[str, Any]:
         }
     if folder.evaluation.is_file() and (evaluation := load_evaluation(folder.evaluation)).rows:
         rows, ours = of_evaluation(evaluation), evaluation.rows[-1]
-        draw_quality("Quality against size", *series_of(rows), folder.quality)
         return {
             "heading": ours.name,
             "title": f"{ours.name}: next to 16 bits",
-            "headline": f"KL {decimal(ours.text.kl, ours.text.kl_se)}",
+            "headline": f"KL {format_kl(ours.text.kl, ours.text.kl_se)}",
             **dots_of(rows),
             "texts": evaluation.data,
         }
     return {}
+
+
+class Measured(NamedTuple):
+    """A measured plan's row."""
+
+    name: str
+    role: Role
+    row: Row
+
+
+def of_comparison(comparison: Comparison, found: Verdict | None) -> list[Measured]:
+    """All measured plans. kvcal's are those of its own recipe, without one those of the recipe that does
+    best."""
+    recipes = {entry.recipe for entry, _ in comparison.measured}
+    ours = OWN_RECIPE if OWN_RECIPE in recipes or found is None else found.winner.recipe
+    roles: dict[str, Role] = {entry.name: "kvcal" if entry.recipe == ours else "other" for entry in comparison.entries}
+    roles |= {entry.name: "rival" for entry in comparison.entries if entry.is_baseline}
+    return [Measured(entry.name, roles[entry.name], row) for entry, row in comparison.measured]
+
+
+def of_evaluation(evaluation: Evaluation) -> list[Measured]:
+    """The last row is the plan's, which the others are measured next to."""
+    *others, ours = evaluation.rows
+    rivals = [Measured(row.name, "rival", row) for row in others]
+    return [*rivals, Measured(ours.name, "kvcal", ours)]
+
+
+class Dot(NamedTuple):
+    """A row of measured plans: KL at ``at`` % of a logarithmic axis, its error from ``low`` to ``high`` %."""
+
+    name: str
+    role: Role
+    bits: str
+    kl: str
+    at: float
+    low: float
+    high: float
+    others: tuple[str, ...]
+
+
+def dots_of(rows: Sequence[Measured]) -> dict[str, Any]:
+    """Rows by bits, most first, on one logarithmic axis of KL, its ends, and the headers of the others'
+    columns. 16 bits lie at its left end, however little they lose."""
+    kls = [row.text.kl for *_, row in rows if row.text.kl > 10 * SMALLEST_KL] or [SMALLEST_KL]
+    low, high = math.floor(math.log10(min(kls))), math.ceil(math.log10(max(kls)) + 1e-9)
+
+    def place(kl: float) -> float:
+        at = (math.log10(max(kl, SMALLEST_KL)) - low) / max(1, high - low)
+        return 100 * min(1.0, max(0.0, at))
+
+    dots = []
+    for name, role, row in sorted(rows, key=lambda one: -one.row.bits_per_value):
+        kl, error = row.text.kl, row.text.kl_se or 0.0
+        cells = f"{100 * row.text.top1_agreement:.1f} %", *(task_cell(task) for task in row.tasks)
+        ends = place(kl), place(kl - error), place(kl + error)
+        dots.append(Dot(name, role, f"{row.bits_per_value:.2f}", format_kl(kl, row.text.kl_se), *ends, cells))
+    headers = ["same next token", *map(task_header, rows[0].row.tasks)]
+    return {"dots": dots, "columns": headers, "ends": [f"{10.0**end:g}" for end in (low, high)]}

@@ -78,18 +78,6 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
     return View(title, headers, rows, "\n".join(filter(None, notes)), heat)
 
 
-def layer_cells(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workload) -> dict[int, tuple[str, ...]]:
-    """By layer: K, V, sinks and window, bytes per token, bytes; all in full."""
-    found = {}
-    for layer in layers:
-        nbytes = layer.nbytes(cache_dtype, workload.lengths, workload.context)
-        names = [side_name(layer, side) if layer.is_paged else "bounded" for side in SIDES]
-        protected = _protected(layer) if layer.is_paged else ""
-        per_token = f"{nbytes / (workload.batch * workload.context):.1f}"
-        found[layer.geometry.index] = (*names, protected, per_token, format_bytes(nbytes))
-    return found
-
-
 class _Legend:
     """The meanings of short names of pages, such as "basis"."""
 
@@ -119,13 +107,8 @@ class _Legend:
 
 def _protected(layer: LayerPlan) -> str:
     """Sinks and windows, such as "8 + 64"; of keys and of values, where they differ."""
-    found = []
-    for side in SIDES:
-        fmt = layer.format(side)
-        rule, window = fmt.window_rule, str(fmt.recent_window)
-        window = window if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
-        found.append(f"{fmt.num_sink_tokens} + {window}")
-    return found[0] if found[0] == found[1] else f"K {found[0]}, V {found[1]}"
+    k, v = (fmt.kept for fmt in layer.formats)
+    return k if k == v else f"K {k}, V {v}"
 
 
 def search_table(report: SearchReport) -> View:
@@ -146,7 +129,8 @@ def search_table(report: SearchReport) -> View:
 
 
 def widths_table(report: WidthsReport) -> View:
-    """The choice by layer next to fixed widths of the same bytes: KL to the 16-bit cache on texts kept apart."""
+    """The choice by layer next to fixed widths of the same bytes: KL to the 16-bit cache on texts kept
+    apart."""
     rows = []
     for one in report.plans:
         name = f"{one.name} (ships)" if one.name == report.shipped else one.name

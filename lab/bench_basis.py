@@ -5,7 +5,7 @@
 
 Needs a CUDA device. Tables are microseconds: of the operators ``enter`` and ``leave`` alone, in one CUDA graph
 over bases that no L2 cache holds; of ``enter`` of a side of a prompt; and of a layer's step with the default
-recipe's plan at --bits, next to the same plan without bases, as kvcal/bench.py has them.
+recipe's plan at --bits, next to the same plan without bases, as ``step_times`` has them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import step_times
 import torch
 from shared import default_plan, print_table
 from torch import Tensor
 
-from kvcal import bench
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels import ops
 from kvcal.plan.plan import Plan, Workload
@@ -41,7 +41,9 @@ def operators(device: torch.device) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
 
     def us(call: Callable[[list[Tensor]], object], count: int = COPIES) -> float:
-        found = bench.replay_us(lambda: [call(basis) for basis in bases[:count]], [lambda: None] * bench.REPLAYS)
+        found = step_times.replay_us(
+            lambda: [call(basis) for basis in bases[:count]], [lambda: None] * step_times.REPLAYS
+        )
         return statistics.median(found) / count
 
     for batch in BATCHES:
@@ -81,7 +83,7 @@ def main() -> None:
     rows = []
     for shape, (kind, one) in itertools.product(given.shape, plans.items()):
         workload = Workload(*map(int, shape.split("x")))
-        found = bench.layers_times(bench.filled_layers(one, one.layers, workload, device), workload)
+        found = step_times.layers_times(step_times.filled_layers(one, one.layers, workload, device), workload)
         rows.append((shape, kind, found.us, found.mean_us, found.us_99, found.packing))
         gc.collect()  # layers of a cache know each other
         torch.cuda.empty_cache()

@@ -144,7 +144,7 @@ class Bench:
         )
         wanted = {side: setup.candidates(side) for side in SIDES}
         full, none = (
-            GradientPass(self.model, self.loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
+            GradientPass(self.model, self.loaded.geometry, candidates, cache)
             for candidates in (wanted, {side: () for side in SIDES})
         )
         variants = [("no candidates", none), ("", full)]
@@ -162,7 +162,7 @@ class Bench:
 
     def hessians(self) -> None:
         layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
-        places = basis.feedback_places(layers, SIDES)
+        places = basis.feedback_places(layers)
         by_index = {layer.geometry.index: layer for layer in layers}
         spec = FeedbackSpec()
         calibration = basis._Calibration(self.loaded, by_index, {}, places, [], spec, spec.position_scale)

@@ -7,7 +7,7 @@ Needs a CUDA device. Plans are those of --plan, or what the default recipe makes
 (``shared``); and for reference alone, rotated pages of 2 bits without a basis. Weights are random, rows at
 random phases of pages. Parts:
 
-    layers   a step of all layers' caches, for each --shape: microseconds a layer, as kvcal/bench.py has them
+    layers   a step of all layers' caches, for each --shape: microseconds a layer, as ``step_times`` has them
     prompts  milliseconds until the first token of one prompt, at once and in chunks; 16 bits in a
     DynamicCache
     model    whole steps as CUDA graphs, of --batch sequences and of all that fit in --memory GB of cache: tokens a
@@ -31,6 +31,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import step_times
 import torch
 import transformers
 from shared import default_plan, print_table, random_model
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcal import bench
 from kvcal.artifact import write_text_atomic
 from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
@@ -94,9 +94,9 @@ def rows_of_layers(plans: Plans, model: PreTrainedModel, given: argparse.Namespa
     def times(plan: Plan | None, workload: Workload) -> dict[str, Any]:
         layers = [layer for layer in (plan or plans[REFERENCE]).layers if layer.is_paged]
         if plan is None:
-            us = bench.dense_us(layers[0], workload, CACHE_DTYPES[plans[REFERENCE].cache_dtype], model.device)
+            us = step_times.dense_us(layers[0], workload, CACHE_DTYPES[plans[REFERENCE].cache_dtype], model.device)
             return {"us": us, "mean_us": us}
-        return asdict(bench.layers_times(bench.filled_layers(plan, layers, workload, model.device), workload))
+        return asdict(step_times.layers_times(step_times.filled_layers(plan, layers, workload, model.device), workload))
 
     for shape, (name, plan) in itertools.product(given.shape, plans.items()):
         yield {"case": shape, "cache": name} | measured(times, plan, Workload(*map(int, shape.split("x"))))
@@ -135,7 +135,7 @@ def rows_of_model(plans: Plans, model: PreTrainedModel, given: argparse.Namespac
         yield row | measured(times, plan, row["batch"], context)
 
 
-def whole_step(plan: Plan | None, model: PreTrainedModel, workload: Workload) -> bench.StepTimes:
+def whole_step(plan: Plan | None, model: PreTrainedModel, workload: Workload) -> step_times.StepTimes:
     ids = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)
     positions, lengths = torch.full_like(ids, workload.context), torch.zeros_like(ids[:, 0])
     with torch.inference_mode(), warnings.catch_warnings(), caching(plan, model, workload.context) as cache:
@@ -147,13 +147,13 @@ def whole_step(plan: Plan | None, model: PreTrainedModel, workload: Workload) ->
 
         step()  # allocates
         if plan is not None:
-            bench.fill(cache, workload)
+            step_times.fill(cache, workload)
             lengths = cache.static.lengths
         for layer in cache.layers if plan is None else ():
             layer.keys.normal_()
             layer.values.normal_()
             layer.cumulative_length.fill_(workload.context)
-        return bench.step_times(step, lengths, workload, rounds=1)
+        return step_times.step_times(step, lengths, workload, rounds=1)
 
 
 @contextmanager

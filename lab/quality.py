@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from real import texts_of
@@ -54,15 +54,23 @@ def texts_for(loaded: LoadedModel, given: argparse.Namespace) -> Texts:
         answers.append(())
         scored.append(text.loss_mask_T & (torch.arange(len(text.tokens_T)) > 0))
     for kind in filter(None, given.kinds.split(",")):
-        for reading in islice(READINGS[kind](tokenizer_of(loaded), given.tokens, 1, "report"), given.answers):
-            mask_T = torch.zeros(given.tokens, dtype=torch.bool)
-            for start, stop in reading.answers:
-                mask_T[start:stop] = True
-            kinds.append(kind)
-            tokens.append(reading.tokens_T)
-            answers.append(reading.answers)
-            scored.append(mask_T)
+        found = looked_up(loaded, kind, given.answers, given.tokens)
+        kinds += found.kinds
+        tokens += found.tokens_BT
+        answers += found.answers
+        scored += found.scored_BT
     return Texts(tuple(kinds), torch.stack(tokens), tuple(answers), torch.stack(scored))
+
+
+def looked_up(loaded: LoadedModel, kind: str, count: int, num_tokens: int) -> Texts:
+    """Texts of a task of kvcal.data.lookup_tasks, whose answers are scored."""
+    readings = list(islice(READINGS[kind](tokenizer_of(loaded), num_tokens, 1, "report"), count))
+    scored_BT = torch.zeros(count, num_tokens, dtype=torch.bool)
+    for row, reading in enumerate(readings):
+        for start, stop in reading.answers:
+            scored_BT[row, start:stop] = True
+    tokens_BT = torch.stack([reading.tokens_T for reading in readings])
+    return Texts((kind,) * count, tokens_BT, tuple(reading.answers for reading in readings), scored_BT)
 
 
 @torch.inference_mode()
@@ -78,13 +86,20 @@ def fed(model: PreTrainedModel, caches: Sequence[DenseCache], tokens_BT: Tensor)
         start = stop
 
 
+class Tokens(NamedTuple):
+    """Of P caches at the scored tokens [P, B, T], on the CPU, 0 elsewhere: KL, and nats that are lost, fp64; whether
+    the token is the most likely one, of 16 bits first, [1 + P, B, T]."""
+
+    kl_PBT: Tensor
+    lost_PBT: Tensor
+    right_PBT: Tensor
+
+
 @torch.inference_mode()
-def read(loaded: LoadedModel, makers: Mapping[str, MakeCache], texts: Texts) -> dict[str, dict[str, list[Row]]]:
-    """Of every cache, by name and kind, a row for each text. Of text: mean KL, ``TAILS`` of KL, tokens. Of answers:
-    how many are right, nats that they lose, how many there are, mean KL and ``TAILS`` at their tokens."""
+def read_tokens(loaded: LoadedModel, makers: Sequence[MakeCache], texts: Texts) -> Tokens:
     device, unread, count = loaded.model.device, UnreadPages(), len(makers)
     raw = DenseCache(unquantized_plan(loaded.identity, loaded.geometry), loaded.model.config)
-    caches = [raw, *(make(unread) for make in makers.values())]
+    caches = [raw, *(make(unread) for make in makers)]
     tokens_BT, shape = texts.tokens_BT.to(device), texts.tokens_BT.shape
     kl_PBT, lost_PBT = (torch.zeros(count, *shape, dtype=torch.float64, device=device) for _ in range(2))
     right_PBT = torch.zeros(1 + count, *shape, dtype=torch.bool, device=device)
@@ -98,7 +113,14 @@ def read(loaded: LoadedModel, makers: Mapping[str, MakeCache], texts: Texts) -> 
             raw_nV, raw_n = logits_nV, nll_n
             continue
         kl_PBT[(number - 1, *to)], lost_PBT[(number - 1, *to)] = kl_divergence(raw_nV, logits_nV), nll_n - raw_n
-    kl_PBT, lost_PBT, right_PBT = kl_PBT.cpu(), lost_PBT.cpu(), right_PBT.cpu()
+    return Tokens(kl_PBT.cpu(), lost_PBT.cpu(), right_PBT.cpu())
+
+
+def read(loaded: LoadedModel, makers: Mapping[str, MakeCache], texts: Texts) -> dict[str, dict[str, list[Row]]]:
+    """Of every cache, by name and kind, a row for each text. Of text: mean KL, ``TAILS`` of KL, tokens. Of answers:
+    how many are right, and at 16 bits, nats that they lose, how many there are, mean KL and ``TAILS`` at their
+    tokens."""
+    kl_PBT, lost_PBT, right_PBT = read_tokens(loaded, list(makers.values()), texts)
     found: dict[str, dict[str, list[Row]]] = {}
     for number, name in enumerate(makers):
         rows: dict[str, list[Row]] = {}
@@ -109,8 +131,10 @@ def read(loaded: LoadedModel, makers: Mapping[str, MakeCache], texts: Texts) -> 
             if not answers:
                 rows.setdefault(kind, []).append([*of_text, len(kl_n)])
                 continue
-            right = sum(bool(right_PBT[1 + number, row, slice(*answer)].all()) for answer in answers)
-            exact = sum(bool(right_PBT[0, row, slice(*answer)].all()) for answer in answers)
+            right, exact = (
+                sum(bool(right_PBT[cache, row, slice(*answer)].all()) for answer in answers)
+                for cache in (1 + number, 0)
+            )
             lost = sum(float(lost_PBT[number, row, slice(*answer)].sum()) for answer in answers)
             rows.setdefault(kind, []).append([right, exact, lost, len(answers), *of_text])
         found[name] = rows

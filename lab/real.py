@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from dialogues import dialogue
+from pictures import Point, Role, Series, draw_quality
 from shared import mean_and_error, print_table, ratio_and_error, recipe_of, scheduled
 from torch import Tensor
 
@@ -48,7 +49,6 @@ from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import KvcalError
 from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
-from kvcal.pictures import Point, Role, Series, draw_quality
 from kvcal.stages.divergence import feed, kl_divergence, unquantized_plan
 from kvcal.stages.measuring.cache import DenseCache
 
@@ -515,7 +515,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         for recipe, points in series.items()
     ]
     sizes = f"texts of {found['settings']['tokens']:,} tokens, priced at {PRICED.batch} x {PRICED.context:,}"
-    draw_quality(f"{found['name']}: {sizes}", drawn, [], path)
+    draw_quality(f"{found['name']}: {sizes}", drawn, path)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def cache_layers(config: PretrainedConfig, state: PlanState, static: StepState |
                 )
             if static is not None:
                 _require_static(plan, config, state)
-            takes_back = state.lookahead and (plan.is_paged or static is not None)
+            takes_back = state.step_tokens > 1 and (plan.is_paged or static is not None)
             for reason in not_served(plan, "drafts") if takes_back else ():
                 raise UnsupportedModel(
                     f"layer {index} cannot verify drafts: {reason}",

@@ -7,7 +7,7 @@ before writing makes a chunk that ends where a page fills see exactly what its t
 one. Where channels are chosen by queries, new tokens are stored by ``observe``, once the attention of the
 same update is called.
 
-On a GPU, within ``kvcal.attached(model)``, a token for every row, or one with up to ``lookahead`` drafts, is a
+On a GPU, within ``kvcal.attached(model)``, a token for every row, or several (``PlanState.step_tokens``), is a
 step: ``update`` hands over the new keys and values alone, and ``attend`` stores them and reads packed pages by
 the kernels of static caches. The host knows all lengths, and makes room for a page before a step fills it.
 """
@@ -27,7 +27,7 @@ from kvcal.cache.plan_layer import (
     require_shapes,
     tokens_to_next_event,
 )  # fmt: skip
-from kvcal.kernels.choice import draft_reasons, refusals
+from kvcal.kernels.choice import long_step_reasons, refusals
 from kvcal.kernels.variants import variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
@@ -64,11 +64,12 @@ class PagedLayer(AttentionLayer):
         self.is_initialized = True
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether kernels read the layer's pages, with drafts where there may be some."""
+        """Whether kernels read the layer's pages, in steps of several tokens where there may be some."""
         cache_dtype, is_cuda = self.state.plan.cache_dtype, device.type == "cuda"
         if self.state.shares_layers or any(refusals(self.plan, cache_dtype, is_cuda)):
             return False
-        return not (is_cuda and self.state.lookahead and any(draft_reasons(variant_of(self.plan, cache_dtype))))
+        has_long_steps = is_cuda and self.state.step_tokens > 1
+        return not (has_long_steps and any(long_step_reasons(variant_of(self.plan, cache_dtype))))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New tokens [B, N, T, D] -> for a step the same, otherwise all tokens [B, N, S + T, D] in the dtype
@@ -85,7 +86,7 @@ class PagedLayer(AttentionLayer):
             return False
         rows, (batch, _, tokens, _) = self.padding.rows, key_states.shape
         is_real = rows is not None and rows.batch == batch and 0 < self.columns >= rows.width
-        return is_real and tokens <= 1 + self.state.lookahead
+        return is_real and tokens <= self.state.step_tokens
 
     @torch.compiler.disable
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from kvcal.cache.plan_layer import DYNAMIC_HINT, NO_PAGE, AttentionLayer, PlanLa
 from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
-from kvcal.kernels.choice import MAX_DRAFTS, slow_path
+from kvcal.kernels.choice import MAX_STEP_TOKENS, slow_path
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding
 from kvcal.store.state import PlanState, StepState
@@ -77,9 +77,9 @@ class PlanCache(Cache):
         _require_type("config", config, PretrainedConfig, "PlanCache(plan, model.config)")
         self.plan = plan
         self.config = config
-        if not isinstance(lookahead, int) or not 0 <= lookahead <= MAX_DRAFTS:
-            raise UsageError(f"lookahead = {lookahead!r}, expected an integer of 0 to {MAX_DRAFTS}")
-        self.state = PlanState(plan, attention_mask, lookahead)
+        if not isinstance(lookahead, int) or not 0 <= lookahead < MAX_STEP_TOKENS:
+            raise UsageError(f"lookahead = {lookahead!r}, expected an integer of 0 to {MAX_STEP_TOKENS - 1}")
+        self.state = PlanState(plan, attention_mask, 1 + lookahead)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise UsageError(f"max_tokens = {max_tokens!r}, expected an integer of 1 or more")
         self.static: StepState | None = None
@@ -263,7 +263,7 @@ class PlanCache(Cache):
             ArtifactError: the file cannot be written.
         """
         self._require_finished()
-        if self.static is not None or self.state.lookahead or self.lengths != [int(self.get_seq_length())]:
+        if self.static is not None or self.state.step_tokens > 1 or self.lengths != [int(self.get_seq_length())]:
             raise UsageError("a prefix is one sequence without padding, in a dynamic cache without lookahead")
         if self.lengths != [len(tokens_T)]:
             raise UsageError(f"{len(tokens_T)} token ids, and the cache holds {self.lengths[0]} tokens")

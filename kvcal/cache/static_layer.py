@@ -3,7 +3,7 @@
 A prompt, or any chunk, goes through ``update`` as in a dynamic cache, and is stored by ``observe``, once its
 attention is called, whose mask then shows the padding. One token for every row is a step: ``update`` hands
 over the new keys and values alone, and ``attend`` stores them and reads packed pages, without a dense copy of
-the past. A step never waits for the device. A token with up to ``lookahead`` drafts after it is a step, too:
+the past. A step never waits for the device. Several tokens of a row, up to ``PlanState.step_tokens``, are a step, too:
 each attends as if it came alone, and ``crop`` takes back rejected ones.
 
     StaticPages    full attention, in pages
@@ -28,7 +28,7 @@ from kvcal.cache.plan_layer import (
     tokens_to_next_event,
 )  # fmt: skip
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.kernels.choice import draft_reasons, refusals, slow_reasons
+from kvcal.kernels.choice import long_step_reasons, refusals, slow_reasons
 from kvcal.kernels.variants import variant_of
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Side
@@ -176,8 +176,8 @@ class StaticPages(StaticLayer):
     def create(self, batch: int, device: torch.device) -> None:
         cache_dtype = self.state.plan.cache_dtype
         if device.type == "cuda":
-            drafts = draft_reasons(variant_of(self.plan, cache_dtype)) if self.state.lookahead else ()
-            for reason in itertools.chain(refusals(self.plan, cache_dtype), drafts):
+            several = long_step_reasons(variant_of(self.plan, cache_dtype)) if self.state.step_tokens > 1 else ()
+            for reason in itertools.chain(refusals(self.plan, cache_dtype), several):
                 raise UnsupportedModel(
                     f"the kernels cannot serve layer {self.plan.geometry.index}: {reason}", hint=DYNAMIC_HINT
                 )

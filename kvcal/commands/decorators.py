@@ -15,7 +15,7 @@ from kvcal.errors import UsageError
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 # Packages of kvcal[compile], by their import names.
-COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
+COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "optuna")
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

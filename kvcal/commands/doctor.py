@@ -26,7 +26,7 @@ with lazy_imports():
     from kvcal.plan import served
 
 # Extras of kvcal, and what needs them.
-EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal inspect --times`"}
+EXTRAS = {"compile": "commands that make plans", "cuda": "packed caches on a GPU"}
 OPTIONAL = ("vllm", "sglang", "flashinfer-python", "lm_eval")
 
 
@@ -122,7 +122,7 @@ def _gpu() -> Iterator[Finding]:
         driver = ""
     yield Finding("NVIDIA driver", driver or "unknown", "ok" if driver else "absent")
     if not has_gpu:
-        note = "caches run through torch on the CPU; the CUDA kernels and `kvcal inspect --times` are refused"
+        note = "caches run through torch on the CPU; the CUDA kernels are refused"
         if driver and torch.version.cuda is None:
             note = f"torch is a build for CPUs; install one for CUDA. Until then {note}"
         yield Finding("GPU", "none that torch sees", "slow", note)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -205,8 +204,8 @@ class RecipeOptions(ModelOptions):
         folder: artifacts.Folder | None,
         others: Mapping[str, Any] | None = None,
     ) -> Iterator[artifacts.Job]:
-        """The recipe on the model, in the folder (None: in none yet), within progress; but `sensitivity`, changed as by
-        ``others``, in place of `default` for latent attention."""
+        """The recipe on the model, in the folder (None: in none yet), within progress; but `sensitivity`,
+        changed as by ``others``, in place of `default` for latent attention."""
         with self.reporting() as reporter:
             loaded = self.load(model, recipe.data if recipe.calibrates else None, reporter)
             if recipe.name == "default" and loaded.geometry.has_latents:
@@ -348,14 +347,9 @@ class BudgetOptions(WorkloadOptions):
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
 
 
-def command_line(*words: object) -> str:
-    """A command of kvcal, as a shell takes it: also with spaces in a path."""
-    return shlex.join(["kvcal", *map(str, words)])
-
-
 def generate_line(model: str, plan: Path) -> str:
     """The command line that generates text with a plan."""
-    return f"{command_line('generate', '--model', model, '--plan', plan, '--prompt', '-')} < prompt.txt"
+    return f"{console.command_line('generate', '--model', model, '--plan', plan, '--prompt', '-')} < prompt.txt"
 
 
 @contextmanager
@@ -368,7 +362,7 @@ def naming_what_works(budgets: BudgetOptions, besides: str = "") -> Iterator[Non
         if refused.least_bits is not None:
             kind = next(iter(budgets.kinds()), "bits")
             value = f"{refused.least_bits:.2f}" if kind == "bits" else f"{refused.smallest_bytes}B"
-            line = command_line(*_with_option(sys.argv[1:], f"--{kind.replace('_', '-')}", value))
+            line = console.command_line(*_with_option(sys.argv[1:], f"--{kind.replace('_', '-')}", value))
             fewer = "; a longer --context or a larger --batch takes fewer bits" if kind == "bits" else ""
             refused.hint = f"{line}{besides}{fewer}"
         raise

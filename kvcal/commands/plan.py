@@ -37,13 +37,10 @@ def plan(
         str | None,
         typer.Option(
             "--recipe",
-            help="A recipe with [allocate]; default: default (sensitivity for latent attention), with --search: best.",
+            help="A recipe with [allocate]; default: default (sensitivity for latent attention).",
             autocompletion=values.complete_recipe,
         ),
     ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Choose among the plans of all systems, on measured KL.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the results; default: artifacts/ and the model's name.")
     ] = None,
@@ -70,9 +67,16 @@ def plan(
 
     Example: `kvcal plan reasoner-10m --bits 3.5 --batch 8 --context 4096`
     """
-    base = _base_of_plan(recipe, model, search, budgets)
-    if search and closest:
-        raise UsageError("--closest with --search: a search leaves out what does not fit", "leave out one of them")
+    base = recipe_files.load_recipe(recipe or "default")
+    if base.allocate is None:
+        raise UsageError(f"recipe {base.name!r} has no [allocate]", "`kvcal list recipes` tells what each chooses by")
+    if not budgets.kinds():
+        raise UsageError(
+            "no budget given; expected one of --budget, --kv-budget and --bits",
+            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
+        )
+    if base.search is not None and closest:
+        raise UsageError("--closest with [search], which leaves out what does not fit", "leave out one of them")
     chosen = given.change(base, budgets.knobs())
     if output is not None:
         artifact.require_output(output, plan_file.KIND)
@@ -119,25 +123,9 @@ def plan(
         tables.budget_table(allocation),
         gain_table(gain, made),
     )
-    following = options.command_line("eval", path, "--model", model, "--out", folder.path)
+    following = console.command_line("eval", path, "--model", model, "--out", folder.path)
     said = {"plan": path, "folder": folder.path, "next": following}
     given.finish(folder, value, *shown, said=said, damage=damage, allow_damage=allow_damage)
-
-
-def _base_of_plan(name: str | None, model: str, search: bool, budgets: options.BudgetOptions) -> recipe_keys.Recipe:
-    """The recipe of a plan, unchanged. UsageError for one that does not choose, and without a budget."""
-    base = recipe_files.load_recipe(name or ("best" if search else "default"))
-    if base.allocate is None or (search and base.search is None):
-        lacking = "allocate" if base.allocate is None else "search"
-        raise UsageError(
-            f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal list recipes` tells what each chooses by"
-        )
-    if not budgets.kinds():
-        raise UsageError(
-            "no budget given; expected one of --budget, --kv-budget and --bits",
-            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
-        )
-    return base
 
 
 def budget_name(spec: recipe_keys.AllocateSpec) -> str:

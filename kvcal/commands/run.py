@@ -67,7 +67,7 @@ def run(
         "allocation": strict.dump(result.allocation),
         "evaluation": strict.dump(result.evaluation),
         "damage": strict.dump(damage),
-        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "bits", "quality", "report")},
+        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "report")},
     }
     said = {"plan": folder.plan, "table": folder.evaluation}
     given.finish(folder, value, *shown, said=said, damage=damage, allow_damage=allow_damage)

@@ -40,9 +40,9 @@ def size(
 ) -> None:
     """Tell what a model's cache takes at 16, 8, 4, 3 and 2 bits, and what fits in a memory.
 
-    Reads config.json and the headers of the weights alone. Every row is a recipe: `kvcal run uniform-4 --model
-    MODEL` makes its plan. A layer's sensitivity is not looked at: `kvcal plan` gives each layer its own bits
-    within a budget.
+    Reads config.json and the headers of the weights alone. Every row is a recipe: `kvcal run uniform-4
+    --model MODEL` makes its plan. A layer's sensitivity is not looked at: `kvcal plan` gives each layer its
+    own bits within a budget.
 
     Example: `kvcal size meta-llama/Llama-3.1-8B --memory 24GB --batch 8 --context 32768`
 
@@ -110,5 +110,5 @@ def size(
         following, purpose = ["plan", model, "--budget", memory], "give each layer its own bits within this memory"
         if facts.uncalibrated is not None:
             following, purpose = ["run", fitting.recipe, "--model", model], "make its plan"
-        line = options.command_line(*following, "--batch", workload.batch, "--context", workload.context)
+        line = console.command_line(*following, "--batch", workload.batch, "--context", workload.context)
         say(f"{fitting.recipe} fits; to {purpose}: {line}")

@@ -75,8 +75,8 @@ def allocate(
 ) -> None:
     """Choose every layer's K and V format for a byte budget, exactly.
 
-    Its bytes are those of the compiled plan: transforms, which come later, take part of them
-    (--reserve). A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
+    Its bytes are those of the compiled plan: transforms, which come later, take part of them (--reserve). A
+    second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
 
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context
     32768`
@@ -105,7 +105,7 @@ def allocate(
     if before is not None and before != paths.allocation.read_bytes():
         reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
     if name is not None:
-        reporter.say(f"allocation: {paths.allocation}\nnext: {options.command_line('compile', paths.path)}")
+        reporter.say(f"allocation: {paths.allocation}\nnext: {console.command_line('compile', paths.path)}")
 
 
 @spread
@@ -178,7 +178,7 @@ def _run_transforms(
                 value[stage.name] = {**found, "path": str(job.folder.of_stage(stage.name))}
                 shown.append(console.View(title, header, rows))
     given.show(value, *shown)
-    given.reporter().say(f"next: {options.command_line('compile', folder)}")
+    given.reporter().say(f"next: {console.command_line('compile', folder)}")
 
 
 @spread
@@ -214,7 +214,7 @@ def compile_command(
     if damage_file.save_measured(plan, damage, path, allow_damage or output is None, reasons):
         reporter.say(f"compile: {path}")
     if loaded is None:
-        check = options.command_line("inspect", path, "--model", plan.model.id)
+        check = console.command_line("inspect", path, "--model", plan.model.id)
         reporter.say(f"note: the plan was not measured next to 16 bits: {check}")
     found = strict.dump(damage)
     given.show(tables.plan_json(plan, None) | {"path": str(path), "damage": found})

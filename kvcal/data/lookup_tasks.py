@@ -8,9 +8,9 @@ copies   words, then again in the same order; answers: eight words each
 calls    requests in sentences, then a tool call in JSON for each, in the same order; answers: the calls
 
 A form takes a generator and how many facts to write, and gives parts of text, each with whether it is an
-answer. ``kvcal.data.reading`` makes texts of one length of them. Nothing is shared with the calibration texts of
-``kvcal.data.lookups``. The same ``random.Random`` state always gives the same text. Left out: answers that are
-no copy of what was said.
+answer. ``kvcal.data.reading`` makes texts of one length of them. Nothing is shared with the calibration texts
+of ``kvcal.data.lookups``. The same ``random.Random`` state always gives the same text. Left out: answers that
+are no copy of what was said.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ glossaries whose terms are used. The loss covers what can be looked up: the seco
 opening that shows its form.
 
 They are drawn for any tokenizer and language model. Nothing is shared with what is measured
-(kvcal.data.reading, kvcal.data.tasks and the scripts of ``lab``): no form (neither JSON nor CSV, no questions),
-no list of words, no shape of numbers. The same ``random.Random`` state always gives the same document. Left
-out: other languages than English and forms that are nested deeper than two levels.
+(kvcal.data.reading, kvcal.data.tasks and the scripts of ``lab``): no form (neither JSON nor CSV, no
+questions), no list of words, no shape of numbers. The same ``random.Random`` state always gives the same
+document. Left out: other languages than English and forms that are nested deeper than two levels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Problems whose answers are read from far back in a long context: facts, rows of tables, lines of source code.
+"""Problems whose answers are read from far back in a long context: facts, rows of tables, lines of source
+code.
 
 retrieval:TOKENS   RULER's multi-key needle (arXiv 2404.06654): among word problems, ``NUM_KEYS`` sentences give each
                    animal a code; ``ASKED`` of the codes are asked for, and the others distract.
@@ -112,8 +113,9 @@ def completion(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpos
 
 
 def looked_up(form: Form, tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose) -> Iterator[Reading]:
-    """Texts of exactly ``num_tokens`` tokens without end: word problems, then as many facts of ``form`` as there
-    is room for. UsageError for a tokenizer that tells no places of tokens, and where not two facts fit."""
+    """Texts of exactly ``num_tokens`` tokens without end: word problems, then as many facts of ``form`` as
+    there is room for. UsageError for a tokenizer that tells no places of tokens, and where not two facts
+    fit."""
     _require_places(tokenizer)
     start, rng = prefix_ids(tokenizer), random.Random(f"{purpose}:{form.__name__}:{num_tokens}:{seed}")
     room, probe = num_tokens - max(1, len(start)), 16
@@ -250,7 +252,6 @@ class TuneSpec:
     high: float = knob(2.0, "Highest threshold.")
     fit_range: bool = knob(False, "Instead of high: the score that 1 % of the channels exceed.")
     max_bits: Bits | None = knob(None, "Cap on all-in bits per cached value.")
-    fit_capacity: bool = knob(True, "A tier's capacity is what pages need, not the recipe's share.")
     page_share: Annotated[Share, Field(gt=0)] = knob(0.95, "Share of the pages whose need a capacity covers.")
     seed: Annotated[Seed, Field(lt=MAX_SEED)] = knob(0, "Seed of the search and of its problems.")
 

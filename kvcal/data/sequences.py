@@ -4,9 +4,9 @@ Plain documents, and the pieces of a text file, are joined with the end-of-seque
 of exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat
 messages) stay one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that
 the assistant says, since predicting a random prompt says nothing about how well the cache is read. Documents
-that look up (kvcal.data.lookups) fill windows that begin with one, with what can be looked up in the loss. Every
-sequence starts with what the tokenizer puts at position 0 (or with its bos token): many models park their
-attention there, and a window that begins in mid-text has other keys. Several sources get equally many
+that look up (kvcal.data.lookups) fill windows that begin with one, with what can be looked up in the loss.
+Every sequence starts with what the tokenizer puts at position 0 (or with its bos token): many models park
+their attention there, and a window that begins in mid-text has other keys. Several sources get equally many
 sequences, in turn.
 
 Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see

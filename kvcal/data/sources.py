@@ -20,7 +20,6 @@ samples cost. A table's document longer than 64 KiB is dealt in pieces, as a tex
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import random
 import re
@@ -52,8 +51,6 @@ KNOWN_COLUMNS = (("messages",), ("text",), ("content",), ("question", "answer"))
 LONG_CHARS = 1 << 16
 MAX_OPEN_FILES = 16
 HEAD_BYTES = 1 << 16
-MAX_DEPTH, CHECKED_BYTES = 100, 1 << 24  # of nested JSON
-_STRINGS, _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[{]+|[\]}]+")
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,8 @@ class Chat:
 
 @dataclass(frozen=True)
 class Marked:
-    """A document in spans, each with whether it is in the loss: what can be looked up in what is before it."""
+    """A document in spans, each with whether it is in the loss: what can be looked up in what is before
+    it."""
 
     spans: tuple[tuple[str, bool], ...]
 
@@ -186,8 +184,11 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
     wrong type, no item at all.
     """
     name = source.name
-    if name in INSTALLED:
-        yield from _installed(name, purpose)
+    if name == CHAT:
+        yield from (Chat(tuple(talk), index) for index, talk in enumerate(installed_chats(purpose)))
+        return
+    if name in INSTALLED:  # which is dealt by file: of a long one the beginning, so that no file is the sample
+        yield from (Piece(text[:LONG_CHARS]) for text in installed_texts(name, purpose))
         return
     items: Iterator[Dealt]
     if source.is_local:
@@ -208,15 +209,6 @@ def read_source(source: Source, seed: int, purpose: Purpose) -> Iterator[Item]:
             yield item
     if is_empty:
         raise UsageError(f"source = {name} is empty", hint="it needs at least one text that is not blank")
-
-
-def _installed(name: str, purpose: Purpose) -> Iterator[Item]:
-    """Installed text, which is dealt by file: of a long one the first LONG_CHARS, so that no file is the
-    sample."""
-    if name == CHAT:
-        yield from (Chat(tuple(talk), index) for index, talk in enumerate(installed_chats(purpose)))
-    else:
-        yield from (Piece(text[:LONG_CHARS]) for text in installed_texts(name, purpose))
 
 
 def _kind(name: str | Path) -> str | None:
@@ -256,30 +248,12 @@ def _stream(kind: str, file: Path) -> Iterator[dict[str, Any]]:
     if file.stat().st_size == 0:
         return
     try:
-        if kind == "json":
-            _require_shallow(file)
         if kind == "text":
             yield from load_dataset(kind, data_files=str(file), split="train", streaming=True, keep_linebreaks=True)
         else:
             yield from load_dataset(kind, data_files=str(file), split="train", streaming=True)
     except (ValueError, OSError, RecursionError) as error:  # pyarrow's and unicode's errors are ValueErrors
         raise UsageError(f"source = {file} cannot be read as {kind}: {error}", hint="check the file") from error
-
-
-def _require_shallow(file: Path) -> None:
-    """ValueError where the beginning of a JSON file nests deeper than any record: ``datasets`` would run out
-    of stack, and the process would die."""
-    opener = gzip.open if file.suffix.lower() == ".gz" else open
-    with opener(file, "rb") as lines:
-        depth, num_left = 0, CHECKED_BYTES
-        while num_left > 0 and (line := lines.readline(num_left)):
-            num_left -= len(line)
-            for run in _BRACKETS.findall(_STRINGS.sub(b"", line)):
-                depth = max(0, depth + (len(run) if run[:1] in b"[{" else -len(run)))
-                if depth > MAX_DEPTH:
-                    raise ValueError(f"nested more than {MAX_DEPTH} deep")
-            if ".json" not in file.suffixes:  # a record a line
-                depth = 0
 
 
 def _text_pieces(files: list[Path]) -> Iterator[Dealt]:

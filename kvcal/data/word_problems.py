@@ -1,5 +1,5 @@
-"""Word problems, generated: stories with numbers, and solutions that restate them. They fill contexts in which
-something else is looked up (kvcal.data.reading).
+"""Word problems, generated: stories with numbers, and solutions that restate them. They fill contexts in
+which something else is looked up (kvcal.data.reading).
 
 The same ``random.Random`` state always gives the same problem, in every process.
 """

@@ -79,7 +79,7 @@ def capacity(
     token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
     ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some; ``draft_bytes``: of a token
     in the layers of a model that drafts, on a rank."""
-    shard = HeadShard(plan, 0, num_ranks, lookahead)
+    shard = HeadShard(plan, 0, num_ranks, 1 + lookahead)
     pages = sum(map(shard.block_bytes, shard.blocks))
     fixed, tokens, needed, beside = 0, PAGE_TOKENS, 0, (0, 0, 0)
     if engine == "vllm":
@@ -110,7 +110,7 @@ def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0,
     with rings, padding, and vLLM's block that is nobody's. ``lookahead``, ``state_bytes``, and errors, as of
     :func:`capacity`."""
     batch, context = plan.workload.batch, plan.workload.context
-    shard = HeadShard(plan, 0, num_ranks, lookahead)
+    shard = HeadShard(plan, 0, num_ranks, 1 + lookahead)
     if engine == "sglang":
         token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
         fixed = sglang_rings(shard, batch)
@@ -203,7 +203,7 @@ class VllmPool:
         self.room = max(self.share_bytes * num_shares, *rings.values())
         self.rings, self.sinks = (Placed.of(sizes, self.room) for sizes in (rings, sinks))
         self.draft_bytes = draft_bytes * self.block_tokens
-        self._states_of_a_group = (1 + is_cached + shard.lookahead) if shard.num_states else 0
+        self._states_of_a_group = (is_cached + shard.step_tokens) if shard.num_states else 0
 
     @property
     def _smallest_windows(self) -> list[int]:
@@ -217,7 +217,7 @@ class VllmPool:
         found = []
         for size in [size for size in sizes if size * token_bytes <= self.room] or [min(sizes)]:
             groups = -(-count // max(1, self.room // (size * token_bytes)))
-            found.append(Window(size, groups, -(-(tokens - 1 + self.shard.lookahead) // size) + 1))
+            found.append(Window(size, groups, -(-(tokens - 2 + self.shard.step_tokens) // size) + 1))
         fewest = min(one.num_groups * one.blocks for one in found)
         fitting = (one for one in found if 16 * one.num_groups * one.blocks <= 17 * fewest)
         return min(fitting, key=lambda one: (one.num_groups, one.num_groups * one.blocks))

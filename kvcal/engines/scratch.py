@@ -19,7 +19,7 @@ FLOATS_OF_A_VALUE = 4
 
 
 class Decodes(NamedTuple):
-    """Sequences that get one token each, or a token and drafts, all int32 on the device. Rows of length 0
+    """Sequences that get one token each, or several, all int32 on the device. Rows of length 0
     whose blocks and rings nobody else has may fill a batch up."""
 
     lengths: Tensor  # [B]: tokens of each sequence before the step
@@ -32,8 +32,8 @@ class Decoded(NamedTuple):
     their rows of the batch's queries; ``kept`` int64 [rows]: the number of the token, in a row, that each of
     these rows is. Both None where no request is filled up.
 
-    Where any request has drafts, those with fewer than the most are filled up with their last token, so that
-    one kernel is compiled for all such steps. The ring takes these tokens back, as it does rejected drafts:
+    Where any request has several, those with fewer than the most are filled up with their last token, so that
+    one kernel is compiled for all such steps. The ring takes these tokens back, as it does rejected ones:
     the next step's lengths say how many of its tokens a request has, on the device.
     """
 

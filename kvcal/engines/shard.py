@@ -8,7 +8,7 @@ than heads, ranks / heads of them hold the same one. All ranks have as many head
     ring    of keys, then of values, in the cache's dtype: the first tokens [N, sinks, D], and the newest ones
             [N, 128 + window, D], token t at t modulo their number; after both, where channels are chosen by
             queries, the sums of |q| since the last page, fp32 [N, D], and the tokens at which they begin,
-            int32 [N]. Where drafts are verified, ``lookahead`` at a time, there are as many of the newest
+            int32 [N]. Where steps have up to ``step_tokens``, there are as many of the newest
             tokens more: rejected ones then push nothing out that is needed
 
 A page is packed in the step that fills it, directly into its block. From then on the block alone holds these
@@ -43,7 +43,7 @@ class BlockLayout:
 
     layer: LayerPlan
     cache_dtype: CacheDtype
-    lookahead: int = 0
+    step_tokens: int = 1
 
     @functools.cached_property
     def block_bytes(self) -> int:
@@ -122,8 +122,8 @@ class BlockLayout:
     def _tokens(self, side: Side) -> tuple[int, int]:
         """Bytes of the sinks, and of the newest tokens."""
         fmt, token = self.layer.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
-        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens(self.lookahead)
-        return heads * fmt.num_sink_tokens * token, heads * newest * token
+        heads, newest = self.layer.attention.num_kv_heads, fmt.ring_tokens(self.step_tokens)
+        return heads * fmt.sinks_left() * token, heads * newest * token
 
 
 def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
@@ -156,19 +156,19 @@ def require_equal_plans(digest: str, group: Any) -> None:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``lookahead``:
-    drafts that are verified with a token."""
+    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``step_tokens``:
+    the most tokens of a sequence in a step."""
 
     plan: Plan
     rank: int = 0
     size: int = 1
-    lookahead: int = 0
+    step_tokens: int = 1
 
     @functools.cached_property
     def blocks(self) -> dict[int, BlockLayout]:
         """The rank's layout of every layer with pages, by the layer's index."""
         layers = [_layer_of(layer, self.rank, self.size) for layer in self.plan.layers if layer.is_paged]
-        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype, self.lookahead) for layer in layers}
+        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype, self.step_tokens) for layer in layers}
 
     @functools.cached_property
     def num_states(self) -> int:

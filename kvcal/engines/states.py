@@ -1,7 +1,7 @@
 """Bytes of the states that a model keeps besides keys and values, as vLLM holds them, from its config.json.
 
-A layer's state has the last inputs of a convolution, and but for short convolutions a recurrent state. Drafts
-add an input each. Ranks of tensor parallelism share the channels.
+A layer's state has the last inputs of a convolution, and but for short convolutions a recurrent state. Further
+tokens of a step add an input each. Ranks of tensor parallelism share the channels.
 
     gated delta net   queries, keys and values before the convolution; a matrix [value, key] of each value head
                       (Qwen3-Next, Qwen3.5, OLMo hybrid)
@@ -25,14 +25,15 @@ from kvcal.stored_tensor import ITEM_BYTES
 
 class State(NamedTuple):
     """Of one layer, on all ranks: ``channels`` of the convolution, besides ``group_channels`` of each of
-    ``groups``, of its last ``inputs``; ``takes_drafts``: whether each adds an input; ``recurrent`` values."""
+    ``groups``, of its last ``inputs``; ``grows``: whether each further
+    token of a step adds an input; ``recurrent`` values."""
 
     channels: int
     inputs: int
     recurrent: int = 0
     groups: int = 0
     group_channels: int = 0
-    takes_drafts: bool = True
+    grows: bool = True
 
 
 def _gated_delta_net(of: Mapping[str, Any]) -> State:
@@ -63,11 +64,11 @@ def _zamba(of: Mapping[str, Any]) -> State:
 
 def _mamba_1(of: Mapping[str, Any]) -> State:
     channels = of["mamba_expand"] * of["hidden_size"]
-    return State(channels, of["mamba_d_conv"] - 1, channels * of["mamba_d_state"], takes_drafts=False)
+    return State(channels, of["mamba_d_conv"] - 1, channels * of["mamba_d_state"], grows=False)
 
 
 def _short_convolution(of: Mapping[str, Any]) -> State:
-    return State(of.get("conv_dim") or of["hidden_size"], of["conv_L_cache"] - 1, takes_drafts=False)
+    return State(of.get("conv_dim") or of["hidden_size"], of["conv_L_cache"] - 1, grows=False)
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], State]] = {
@@ -91,7 +92,7 @@ DTYPE_KEYS, NEMOTRON_DTYPE = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "floa
 def state_bytes(
     config: Mapping[str, Any],
     num_ranks: int,
-    lookahead: int,
+    step_tokens: int,
     cache_dtype: CacheDtype,
     state_dtype: CacheDtype | None = None,
 ) -> int:
@@ -116,7 +117,7 @@ def state_bytes(
     channels = state.channels + groups * state.group_channels
     if channels % num_ranks or state.recurrent % num_ranks:
         raise UnsupportedModel(f"{num_ranks} ranks cannot share a state of {channels} channels equally")
-    inputs = state.inputs + lookahead * state.takes_drafts
+    inputs = state.inputs + (step_tokens - 1) * state.grows
     stated = next((text[key] for key in DTYPE_KEYS if text.get(key)), None)
     dtype = state_dtype or stated or (NEMOTRON_DTYPE if family == "nemotron_h" else cache_dtype)
     conv, recurrent = channels // num_ranks * inputs, state.recurrent // num_ranks

@@ -3,7 +3,7 @@
 An engine gives every layer its blocks and rings once (``PagedStep.bind``), and with every step the place of
 each sequence in them. Two kinds of sequences are served:
 
-    decode    one token each for many sequences, or as many with drafts after it: the operators of kvcal.kernels.ops,
+    decode    one token each for many sequences, or several each: the operators of kvcal.kernels.ops,
               with the engine's tables of blocks and of rings as they are. On CUDA these are the kernels;
               nothing waits for the device, so that the call may be captured in a CUDA graph
     extend    a chunk of tokens of one sequence: it attends to its past, page tile by page tile, and to itself at full
@@ -15,11 +15,11 @@ channels that the queries of its chunk choose. A sequence that begins after shar
 of 128. Its ring then needs sinks, which the engine's plug-in brings, and the tokens of its window, which are
 decoded from their pages (``begin``).
 
-Drafts are stored, and attend, as tokens that come alone. A sequence takes them back by its length at the next
-step, of which the device alone may know: nothing of this depends on the host. The page that drafts complete
-is packed with them, because later drafts read it. It becomes a page of the sequence when its last token is
-accepted; until then its block is nobody else's, and the token that takes the place of a rejected one packs it
-again, of tokens that the ring still has.
+Several tokens of a step are stored, and attend, as tokens that come alone. A sequence takes them back by its
+length at the next step, of which the device alone may know: nothing of this depends on the host. The page
+that they complete is packed with them, because later ones read it. It becomes a page of the sequence when its
+last token is accepted; until then its block is nobody else's, and the token that takes the place of a
+rejected one packs it again, of tokens that the ring still has.
 
 An engine may let a sequence begin after blocks that another one fills in the same step. Then all tokens of
 the step must be stored before any attention is computed: each call has a half that stores and a half that
@@ -38,7 +38,7 @@ from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk
 from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.choice import draft_reasons
+from kvcal.kernels.choice import long_step_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import variant_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -66,7 +66,7 @@ class PagedStep:
         self._bases = k_basis, v_basis
         self._step: LayerStep | None = None
         geometry = self.layout.layer.attention
-        queries = geometry.group_heads * (1 + self.layout.lookahead)
+        queries = geometry.group_heads * self.layout.step_tokens
         # Now, so that an engine's measurement of free memory counts it.
         self._workspace = scratch.workspace(geometry.num_kv_heads, queries, geometry.k_head_dim)
 
@@ -74,8 +74,8 @@ class PagedStep:
         """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings,
         ring_bytes or more], bytes side by side, with strides between them of multiples of 16."""
         variant = variant_of(self.layout.layer, self.layout.cache_dtype)
-        drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
-        variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
+        most = 1 if any(long_step_reasons(variant)) else self.layout.step_tokens
+        variant = dataclasses.replace(variant, step_tokens=self.layout.step_tokens)
         k, v = (Memory(*self.layout.unquantized(rings, side), self.layout.pages(blocks, side)) for side in SIDES)
         scratch, transform = self.scratch, PageTransform.of_variant(variant, self._tensors, self.scratch.nothing)
         self._step = LayerStep(
@@ -86,7 +86,7 @@ class PagedStep:
             transform,
             self._bases,
             self._workspace,
-            tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
+            tuple(dataclasses.replace(variant, query_tokens=1 + more).number for more in range(most)),
         )
         layer = self.layout.layer
         self._parts = {side: Part(m.sinks, m.ring, layer.format(side)) for side, m in zip(SIDES, (k, v), strict=True)}
@@ -105,9 +105,9 @@ class PagedStep:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B,
         H, D].
 
-        Of a token and up to ``lookahead`` drafts each: k, v [B, S, N, D], and q [B, S, H, D] as attention,
-        each to the tokens up to its own. Rows with fewer drafts may be filled up with finite tokens, which
-        count as rejected."""
+        Of S tokens each: k, v [B, S, N, D], and q [B, S, H, D] as attention,
+        each to the tokens up to its own. Rows with fewer may be filled up with finite tokens, which count
+        as taken back."""
         return self.attend(self.append(q, k, v, decodes), decodes, logits, q.dtype)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> Tensor:

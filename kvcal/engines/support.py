@@ -76,6 +76,23 @@ def require_sinks(plan: Plan) -> None:
     )
 
 
+def require_tiered(plan: Plan) -> None:
+    """UnsupportedModel where vLLM's ``OffloadingConnector``, and tiers behind it, do not take all of a request's
+    blocks."""
+    if any(fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats):
+        raise UnsupportedModel(
+            "OffloadingConnector asks every group of blocks for full attention or a window; a group of sinks has "
+            "neither",
+            hint="SimpleCPUOffloadConnector, or a plan without sinks: kvcal plan … --set cache.num_sink_tokens=0",
+        )
+
+
+def block_seed(plan: Plan) -> int:
+    """``PYTHONHASHSEED`` with which vLLM's names of blocks are the plan's own: 32 bits of its digest. A name is a hash
+    of this seed and of the tokens up to the block's end, and says nothing else of what the bytes mean."""
+    return int(plan.sha256[:8], 16)
+
+
 def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead: int = 0) -> None:
     """Nothing, where an engine can serve every layer, with so many drafts a token.
 
@@ -83,10 +100,10 @@ def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead
         UnsupportedModel: it cannot (exit code 4): all reasons, with their layers.
         UsageError: more drafts than a step verifies.
     """
-    if lookahead > choice.MAX_DRAFTS:
+    if lookahead >= choice.MAX_STEP_TOKENS:
         raise UsageError(
-            f"{lookahead} drafts, expected at most {choice.MAX_DRAFTS}: a ring has no room for more",
-            hint=f"num_speculative_tokens = {choice.MAX_DRAFTS}",
+            f"{lookahead} drafts, expected at most {choice.MAX_STEP_TOKENS - 1}: a ring has no room for more",
+            hint=f"num_speculative_tokens = {choice.MAX_STEP_TOKENS - 1}",
         )
     if not any(layer.is_paged for layer in plan.layers):
         raise UnsupportedModel(

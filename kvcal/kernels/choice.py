@@ -6,8 +6,8 @@ static cache warns of the layers that it serves (``SlowPath``), and a ``Variant`
 would do (``plain``): they must agree.
 
 ``not_served`` says by a layer's ways (kvcal.pages.ways) why a place does not serve it; ``refusals`` are those
-of a cache of fixed size, and sizes beyond the kernels. ``draft_reasons`` are why one launch cannot verify
-drafts.
+of a cache of fixed size, and sizes beyond the kernels. ``long_step_reasons`` are why one launch cannot
+take several tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
-MAX_DRAFTS = 7  # that a step verifies with its token
+MAX_STEP_TOKENS = 8  # of a sequence in one launch
 MAX_CODE_SUM = 2**22 // 128  # of a token's bytes
 LIFTS = {1: 7, 2: 6, 3: 4, 4: 4}  # by the bits of the widest code
 MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
@@ -135,8 +135,8 @@ def not_served(plan: LayerPlan, place: Place) -> Iterator[str]:
                 yield f"{side} {way.name}: {reason}"
 
 
-def draft_reasons(variant: Variant) -> Iterator[str]:
-    """Why one launch cannot verify drafts of the variant; nothing if it can."""
+def long_step_reasons(variant: Variant) -> Iterator[str]:
+    """Why one launch cannot take several tokens of a sequence in the variant; nothing if it can."""
     yield from plain_reasons(variant)
     k, v = variant.k, variant.v
     if k.window_rule is not None or v.window_rule is not None:

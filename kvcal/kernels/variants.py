@@ -61,8 +61,8 @@ class Variant:
     ``offset``: pages hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error
     feedback, of values enlarged by ``v_gain``. ``ring_tokens``: of a sliding window, whose ring has so many
     tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain
-    kernel, also where the other one could (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have
-    room for beyond the format's own. ``query_tokens``: tokens of a step, 1 + drafts."""
+    kernel, also where the other one could (kvcal.kernels.choice). ``step_tokens``: the most tokens of a
+    step, which rings have room for. ``query_tokens``: those of this step."""
 
     k: Format
     v: Format
@@ -76,7 +76,7 @@ class Variant:
     k_feedback: bool = False
     v_feedback: bool = False
     v_gain: bool = False
-    lookahead: int = 0
+    step_tokens: int = 1
     query_tokens: int = 1
 
     def __hash__(self) -> int:
@@ -126,7 +126,7 @@ class Variant:
         for side in SIDES:
             has_feedback = self.k_feedback if side == "k" else self.v_feedback
             found |= side_defines(
-                side, self.format(side), self.head_dim, self.cache_dtype, has_feedback, self.lookahead
+                side, self.format(side), self.head_dim, self.cache_dtype, has_feedback, self.step_tokens
             )
             if self.ring_tokens is not None:
                 found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_RING": self.ring_tokens}
@@ -156,7 +156,7 @@ def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: C
 
 
 def side_defines(
-    side: Side, fmt: Format, head_dim: int, cache_dtype: str, has_feedback: bool = False, lookahead: int = 0
+    side: Side, fmt: Format, head_dim: int, cache_dtype: str, has_feedback: bool = False, step_tokens: int = 1
 ) -> Defines:
     """The macros of the pages, sinks and ring of one side."""
     layout = fmt.layout(side, 1, head_dim, cache_dtype, fmt.num_bits)
@@ -170,6 +170,6 @@ def side_defines(
         "GROUP": fmt.group_size,
         "SINKS": fmt.num_sink_tokens,
         "WINDOW": fmt.recent_window,
-        "RING": fmt.ring_tokens(lookahead),
+        "RING": fmt.ring_tokens(step_tokens),
     }
     return {f"{side.upper()}_{name}": value for name, value in found.items()}

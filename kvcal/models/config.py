@@ -111,8 +111,8 @@ def read_sizes(source: str) -> ModelSizes:
 
 
 def _gguf_content(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of config.json that a GGUF file's header states, as transformers reads them; {} for types whose
-    configurations have more than these."""
+    """The keys of config.json that a GGUF file's header states, as transformers reads them; {} for types
+    whose configurations have more than these."""
     kind = header.get("general.architecture")
     if kind not in GGUF_HEAD_DIM or header.get("general.name") == "mistral":  # the one "llama" that slides
         return {}

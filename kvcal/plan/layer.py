@@ -95,7 +95,7 @@ class FormatsSpec:
             for fmt in formats:
                 if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
                     raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
-                if fmt is not None and fmt.num_sink_tokens + fmt.max_window > MAX_COUNT:
+                if fmt is not None and fmt.kept_tokens > MAX_COUNT:
                     raise ValueError(
                         f"{side}: num_sink_tokens = {fmt.num_sink_tokens} and a window of {fmt.max_window}; allowed: "
                         f"up to {MAX_COUNT} together"

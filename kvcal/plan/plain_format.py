@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout
+from kvcal.lazy_torch import Tensor
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, without_sinks
 from kvcal.pages.uniform import UniformLayout
 from kvcal.pages.ways import RAW_PAGES, UNIFORM_PAGES, Way
 from kvcal.stored_tensor import ITEM_BYTES
@@ -35,6 +36,19 @@ Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 UNIFORM = "uniform"
 # Left out of JSON where it is the uniform one: plans without the key stay the same bytes.
 Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
+
+
+class Pages(NamedTuple):
+    """Pages of a format. ``kind``: the word for them; ``label``: of the format, for people, such as
+    "3 channel g64"; ``way``: what they need, and where they are served; ``layout``: as of
+    :meth:`PlainFormat.layout`; ``takes_feedback``: whether error feedback can choose their codes, one channel
+    at a time."""
+
+    kind: str
+    label: str
+    way: Way
+    layout: Callable[[Side, int, int, str, int], Layout]
+    takes_feedback: bool = True
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -80,29 +94,28 @@ class PlainFormat:
     def quantizers(self) -> list[str]:
         return [UNIFORM]
 
-    def ways(self) -> list[Way]:
-        """The ways in which it stores pages."""
-        return [RAW_PAGES if self.num_bits == RAW_BITS else UNIFORM_PAGES]
+    def pages(self) -> Pages:
+        """What it stores; of a system's keys, where they ask for it."""
+        if self.num_bits == RAW_BITS:
+            return Pages("16 bits", str(RAW_BITS), RAW_PAGES, self._uniform, takes_feedback=False)
+        return Pages(UNIFORM, f"{self.num_bits} {self.axis} g{self.group_size}", UNIFORM_PAGES, self._uniform)
 
     @property
     def kind(self) -> str:
-        """The word for its pages."""
-        return "16 bits" if self.num_bits == RAW_BITS else UNIFORM
+        return self.pages().kind
 
     @property
     def label(self) -> str:
-        """For people: "3 channel g64", "16", "2 channel g128 +12.5%@4 magnitude", "16>8>4>2 token g128"."""
-        return str(RAW_BITS) if self.num_bits == RAW_BITS else f"{self.num_bits} {self.axis} g{self.group_size}"
+        return self.pages().label
+
+    @property
+    def takes_feedback(self) -> bool:
+        return self.pages().takes_feedback
 
     @property
     def score(self) -> str | None:
         """The score by which channels of pages are chosen (kvcal.systems.kitty.scores), if they are."""
         return None
-
-    @property
-    def takes_feedback(self) -> bool:
-        """Whether its pages have codes that can be chosen with error feedback, one channel at a time."""
-        return self.num_bits != RAW_BITS
 
     @property
     def changes_at(self) -> tuple[int, ...]:
@@ -122,16 +135,34 @@ class PlainFormat:
     @property
     def needs_queries(self) -> bool:
         """Whether pages are written with the help of the queries since the page before."""
-        return any("queries" in way.needs for way in self.ways())
+        return "queries" in self.pages().way.needs
 
     @property
     def max_window(self) -> int:
         return self.recent_window if self.window_rule is None else self.window_rule.max_tokens
 
-    def ring_tokens(self, lookahead: int = 0) -> int:
-        """Tokens that the ring of unquantized recent tokens has room for, with so many drafts
+    @property
+    def kept_tokens(self) -> int:
+        """The most tokens that are kept at 16 bits for good: sinks and the window."""
+        return self.num_sink_tokens + self.max_window
+
+    @property
+    def kept(self) -> str:
+        """The same for people, such as "8 + 64"."""
+        return f"{self.num_sink_tokens} + {self.recent_window if self.window_rule is None else self.window_rule}"
+
+    def sinks_left(self, num_tokens: int = 0) -> int:
+        """Sinks that are to come after the first ``num_tokens`` tokens."""
+        return max(0, self.num_sink_tokens - num_tokens)
+
+    def packed(self, tokens: Tensor, first_page: int = 0) -> Tensor:
+        """Tokens [..., T, D] from page ``first_page`` on, as pages hold them (``without_sinks``)."""
+        return without_sinks(tokens, self.num_sink_tokens, first_page)
+
+    def ring_tokens(self, step_tokens: int = 1) -> int:
+        """Tokens that the ring of unquantized recent tokens has room for, with steps of so many tokens at most
         (kvcal.kernels.operands says where each lies)."""
-        return self.max_window + PAGE_TOKENS + lookahead
+        return self.max_window + PAGE_TOKENS + step_tokens - 1
 
     def pages_read(self, num_tokens: int) -> int:
         """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens after them are in
@@ -168,6 +199,10 @@ class PlainFormat:
     def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         """The record of one page at ``num_bits``, of one head, or of all ``num_heads`` in a row. At 16 bits a
         page holds tokens, whatever the format would quantize them with."""
+        make = self._uniform if num_bits == RAW_BITS and not self.changes_at else self.pages().layout
+        return make(side, num_heads, head_dim, cache_dtype, num_bits)
+
+    def _uniform(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         return UniformLayout(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
 
     def nbytes(

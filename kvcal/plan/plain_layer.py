@@ -123,7 +123,7 @@ class PlainLayer:
 
     def ways(self, side: Side) -> list[Way]:
         """All ways in which a side is stored."""
-        return [*self.format(side).ways(), *self.transforms(side)]
+        return [self.format(side).pages().way, *self.transforms(side)]
 
     def conflicts(self) -> list[str]:
         """Why these transforms and formats do not go together; usually nothing."""

@@ -172,15 +172,10 @@ def _worst(plan: Plan, loaded: LoadedModel, texts: Texts, reporter: Reporter) ->
 
 def _only(plan: Plan, quantized: LayerPlan, sides: Sequence[Side]) -> Plan:
     """``plan`` with all at 16 bits but these sides of one layer."""
-    layers = tuple(
-        _with_sides(layer, sides if layer is quantized else ()) if layer.is_paged else layer for layer in plan.layers
-    )
+    layers = list(plan.layers)
+    for number, layer in enumerate(layers):
+        for side in SIDES:
+            if layer.is_paged and not (layer is quantized and side in sides):
+                layers[number] = layers[number].at_16_bits(side)
     needed = needed_tensors(layers, plan.cache_dtype)
-    return replace(plan, layers=layers, tensors={name: plan.tensors[name] for name in needed})
-
-
-def _with_sides(layer: LayerPlan, sides: Sequence[Side]) -> LayerPlan:
-    """``layer`` with its other sides at 16 bits."""
-    for side in SIDES:
-        layer = layer if side in sides else layer.at_16_bits(side)
-    return layer
+    return replace(plan, layers=tuple(layers), tensors={name: plan.tensors[name] for name in needed})

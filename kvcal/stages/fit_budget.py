@@ -49,7 +49,7 @@ def with_states(job: Job) -> Job:
     if spec is None or spec.engine != "vllm" or not any(layer.state_bytes for layer in loaded.geometry.layers):
         return job
     config = loaded.model.config.get_text_config(decoder=True).to_dict()
-    nbytes = spec.state_bytes or state_bytes(config, spec.tp, spec.drafts, loaded.geometry.cache_dtype)
+    nbytes = spec.state_bytes or state_bytes(config, spec.tp, spec.step_tokens, loaded.geometry.cache_dtype)
     return replace(job, recipe=with_knobs(job.recipe, {"allocate.state_bytes": nbytes}))
 
 

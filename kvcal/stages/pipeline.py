@@ -282,8 +282,7 @@ def _known_layers(recipe: Recipe, geometry: Geometry) -> tuple[LayerPlan, ...] |
     if recipe.formats is not None:
         return fixed_layers(recipe.formats, bare_layers(geometry))
     if recipe.importance is not None:
-        common = recipe.importance, recipe.cache.num_sink_tokens, recipe.cache.param_dtype
-        k, v = (layer_format(side, False, *common) for side in SIDES)
+        k, v = (layer_format(side, False, recipe.importance, recipe.cache) for side in SIDES)
         return layers_in(geometry, k, v)
     return None
 

@@ -1,5 +1,5 @@
-"""The stages after the choice of formats in a folder, which systems declare (``STAGES`` of their stage.py), and
-what they share.
+"""The stages after the choice of formats in a folder, which systems declare (``STAGES`` of their stage.py),
+and what they share.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their
 sha256: what was fitted for another allocation is never mixed into a plan.

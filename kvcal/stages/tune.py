@@ -274,8 +274,7 @@ class TaskObjective:
 
     def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
         by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in tuned_bits(self.plan)}
-        scores = self.scores if self.spec.fit_capacity else None
-        return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
+        return with_thresholds(self.plan, by_bits, self.scores, self.spec.page_share)
 
     def __call__(self, thresholds: Mapping[str, float]) -> Outcome:
         """Accuracy is the mean over the tasks. Raises what the tasks raise, such as NonFiniteActivations."""

@@ -14,6 +14,7 @@ from kvcal.errors import ArtifactError
 from kvcal.models.attention import with_cache
 from kvcal.models.files import config_sha256, locate, read_json
 from kvcal.models.load import LoadedModel
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 
@@ -63,13 +64,14 @@ def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
 
 @torch.inference_mode()
 def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, reporter: Reporter) -> list[Check]:
-    """All that ``kvcal inspect --model`` checks, on random tokens; the plan file itself was checked by reading it."""
+    """All that ``kvcal inspect --model`` checks, on random tokens; the plan file itself was checked by
+    reading it."""
     require_same_model(plan, loaded)
     checks = [
         Check("file", f"digest, keys, values and predicted bytes ({plan.predicted_bytes}) are sound"),
         Check("model", f"{plan.model.id}: configuration, weights, tokenizer and layers match"),
     ]
-    longest = max((fmt.num_sink_tokens + fmt.ring_tokens() for p in plan.layers for fmt in p.formats), default=0)
+    longest = max((fmt.kept_tokens + PAGE_TOKENS for p in plan.layers for fmt in p.formats), default=0)
     counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
     most_rows = len(RAGGED)
     if plan.is_progressive:  # its bits change on a schedule for no more than the workload

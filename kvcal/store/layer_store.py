@@ -2,7 +2,7 @@
 kernels.
 
 Prompts are read and written through the host (``read``, ``write``). One token for every sequence, or a few
-where drafts are verified, is a step: it stores them and attends to all tokens, by the operators of ``step``. It
+or several at a time, is a step: it stores them and attends to all tokens, by the operators of ``step``. It
 waits for nothing. That of a static cache knows no lengths on the host either, so that it
 may be captured in a CUDA graph. Nothing here knows of transformers or of who owns the memory.
 """
@@ -55,13 +55,12 @@ class LayerStore:
         self.prediction = Prediction(plan, state)
         self.sides: dict[Side, PagedTensor] = {}
         self._step: LayerStep | None = None
-        self._lookahead = state.lookahead
-        self._variant = replace(variant_of(plan, self.cache_dtype), lookahead=state.lookahead)
+        self._variant = replace(variant_of(plan, self.cache_dtype), step_tokens=state.step_tokens)
         self._tensors, group = state.tensors_on(steps.device), plan.attention.group_heads
         for side in SIDES:
             codec = PageCodec.of_layer(plan, side, self.cache_dtype, self._tensors)
             pool, kernels, predict = steps.pool(codec.record), self._kernels(side), self.prediction.of(side)
-            self.sides[side] = PagedTensor(codec, group, steps.batch, pool, predict, kernels, state.lookahead)
+            self.sides[side] = PagedTensor(codec, group, steps.batch, pool, predict, kernels, state.step_tokens)
         self.prediction.attach(self.sides)
 
     def __getstate__(self) -> dict[str, object]:
@@ -167,7 +166,7 @@ class LayerStore:
             Basis.of(self._tensors, f"layers.{geometry.index}.{side}") if self.plan.basis(side) else None
             for side in SIDES
         )
-        with_drafts = (replace(self._variant, query_tokens=2 + number).number for number in range(self._lookahead))
+        most = self._variant.step_tokens
         return LayerStep(
             scratch,
             k,
@@ -175,8 +174,8 @@ class LayerStore:
             QueryStatistic(keys.query_sum, keys.query_since),
             self._transform(),
             (k_basis, v_basis),
-            scratch.workspace(geometry.num_kv_heads, geometry.group_heads * (1 + self._lookahead), geometry.k_head_dim),
-            (self._variant.number, *with_drafts),
+            scratch.workspace(geometry.num_kv_heads, geometry.group_heads * most, geometry.k_head_dim),
+            tuple(replace(self._variant, query_tokens=1 + more).number for more in range(most)),
         )
 
     def _kernels(self, side: Side) -> KernelCodec | None:

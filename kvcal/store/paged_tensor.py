@@ -42,9 +42,8 @@ class PagedTensor(Part):
     says what a prediction says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page
     that is decoded, before its transforms are undone. ``oldest``: of every row, the first token that the ring
     had after the last crop (tokens to come replace it in turn). ``group_heads``: query heads of a KV head,
-    over which |q| is summed. ``lookahead``: draft tokens that the ring has room for, so that no crop by as
-    many needs a page.
-    """
+    over which |q| is summed. ``step_tokens``: the most of a step, for which the
+    ring has room: a crop by as many less one needs no page."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class PagedTensor(Part):
         pool: Pool,
         predict: Predict | None = None,
         kernels: KernelCodec | None = None,
-        lookahead: int = 0,
+        step_tokens: int = 1,
     ) -> None:
         fmt = codec.format
         self.codec = codec
@@ -64,7 +63,7 @@ class PagedTensor(Part):
         dtype = CACHE_DTYPES[codec.cache_dtype]
         channels = codec.head_dim if fmt.needs_queries else 0
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
-            counts = fmt.num_sink_tokens, fmt.ring_tokens(lookahead)
+            counts = fmt.sinks_left(), fmt.ring_tokens(step_tokens)
             sinks, ring = (torch.zeros(*shape, n, codec.head_dim, dtype=dtype, device=device) for n in counts)
             super().__init__(fixed(sinks), fixed(ring), fmt)
             self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
@@ -148,7 +147,7 @@ class PagedTensor(Part):
         """Store one token x [B, n, 1, D] of every row, as :meth:`store` would, if it is no sink and completes
         no page; else do nothing and return False. One indexed write instead of a loop over the rows of a
         ragged batch."""
-        is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
+        is_special = (self.format.sinks_left(n) or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
         if any(is_special):
             return False
         numbers = torch.tensor(num_tokens, device=x.device).unsqueeze(1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcal.kernels.operands import ring_slot
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Format, num_pages
 
 # Stores tokens [b, n, 128 P, D] as they are held, as these pages of their sequences.
@@ -32,7 +32,7 @@ def row_map(rows: slice, device: torch.device) -> Tensor:
 
 
 class Part:
-    """See the module's docstring: sinks [R, n, num_sink_tokens, D] and ring [R, n, ring_tokens, D]. Calls are
+    """See the module's docstring: sinks [R, n, sinks, D] and ring [R, n, ring_tokens, D]. Calls are
     for b sequences with equal numbers of tokens, whose rows ``rows`` int64 [b] names; x and out are tokens
     [b, n, T, D]."""
 
@@ -57,7 +57,7 @@ class Part:
         """Store x after ``num_tokens``: sinks, the pages that they complete, and the last ones in the ring.
         ``pages_at_once``: of all sequences, which bounds the scratch."""
         total = num_tokens + x.shape[2]
-        sinks = x[:, :, : max(0, self.format.num_sink_tokens - num_tokens)]
+        sinks = x[:, :, : self.format.sinks_left(num_tokens)]
         if sinks.shape[2]:
             self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = self.entered(sinks)
         first, stop = num_pages(num_tokens), num_pages(total)
@@ -69,7 +69,7 @@ class Part:
             tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
-            tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
+            tokens = self.format.packed(tokens, pages.start)
             pack(tokens, pages)
         self.put_last(rows, total, x)
 

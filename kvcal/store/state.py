@@ -45,13 +45,13 @@ class Source(Protocol):
 
 class PlanState:
     """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers
-    that a later one is predicted from; ``predictions``: every layer's, by its index; ``lookahead``: draft
-    tokens that rings have room for; ``shares_layers``: a layer of the model reads another one's keys and
+    that a later one is predicted from; ``predictions``: every layer's, by its index; ``step_tokens``:
+    the most of a step, which rings have room for; ``shares_layers``: a layer of the model reads another one's keys and
     values. Of a dynamic cache ``steps``, by device, and ``is_stepping``: whether the forward pass that runs may
     take steps by the kernels."""
 
-    def __init__(self, plan: Plan, attention_mask: Tensor | None, lookahead: int = 0) -> None:
-        self.plan, self.lookahead = plan, lookahead
+    def __init__(self, plan: Plan, attention_mask: Tensor | None, step_tokens: int = 1) -> None:
+        self.plan, self.step_tokens = plan, step_tokens
         self.padding = Padding(attention_mask)
         self.tensors: Mapping[str, Tensor] = plan.tensors
         self.sources: set[tuple[int, Side]] = set()
@@ -194,9 +194,8 @@ class StepState:
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def is_step(self, tokens: int) -> bool:
-        """Whether an update of so many columns is a step of the kernels: one token for every row, and
-        drafts."""
-        return tokens <= 1 + self.shared.lookahead and not self.in_prompt
+        """Whether an update of so many columns is a step of the kernels, of all rows."""
+        return tokens <= self.shared.step_tokens and not self.in_prompt
 
     def require_served(self) -> None:
         """UsageError outside ``kvcal.attached``: new tokens are stored by the attention."""

@@ -1,4 +1,4 @@
-"""A step of one layer by the kernels: the new token of every sequence, and drafts after it, are stored and
+"""A step of one layer by the kernels: the new tokens of every sequence, one or several, are stored and
 attend.
 
 Static caches and engines take the same steps, each in memory of its own. ``LayerStep`` is of a layer with

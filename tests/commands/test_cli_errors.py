@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 from typer.main import get_command
 
-from kvcal.__main__ import MOVED, app
+from kvcal.__main__ import app
 from kvcal.artifact import COMMANDS
 from kvcal.plan.plan import load_plan
 from kvcal.stages import pipeline
@@ -160,10 +160,8 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: PreT
 
 
 def test_the_commands_of_hints_exist() -> None:
-    """Also of what took the place of earlier commands."""
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     assert {command.split()[1] for command in COMMANDS.values()} <= commands
-    assert {words.split()[0] for words in MOVED.values()} <= commands and not commands & set(MOVED)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,7 @@ def test_command_measures_every_recipe(finished: Finished) -> None:
     assert done.code == 0, done.err
     stored = load_comparison(out / "compare.json")
     assert done.json == dump(stored)
-    assert {path.name for path in out.iterdir()} == {
-        "compare.json", "evaluation.json", "plans", "quality.png", "report.html"
-    }  # fmt: skip
+    assert {path.name for path in out.iterdir()} == {"compare.json", "evaluation.json", "plans", "report.html"}
     entries = by_name(stored)
     assert list(entries) == [*BASELINE_NAMES, "small @ 1", "small @ 4", "small @ 5", "fixed"]
     refusal = entries["small @ 1"].refusal

@@ -45,8 +45,8 @@ def test_a_budget_that_fits_is_not_changed_by_closest(made: Path) -> None:
     recipe = load_recipe(str(made / "small.toml"))
     job = Job(recipe, load(str(made / "model")), Folder(Path()), SILENT)
     assert closest_recipe(job) is recipe
-    refused = run_kvcal("plan", made / "model", "--bits", 9, "--search", "--closest")
-    assert refused.code == 2 and "--closest with --search" in refused.err
+    refused = run_kvcal("plan", made / "model", "--bits", 9, "--recipe", "best", "--closest")
+    assert refused.code == 2 and "--closest with [search]" in refused.err
 
 
 @pytest.mark.parametrize("budget", [("--bits", 16), ("--budget", "1GB"), ("--kv-budget", "1MB")])

@@ -19,7 +19,6 @@ from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec
@@ -217,16 +216,6 @@ def test_several_tasks_and_the_harness_share_the_mean(
     accuracy, accuracy_se = objective.accuracy(plan)
     assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
     assert accuracy_se == pytest.approx((sum(task.accuracy_se**2 for task in own) + 0.1**2) ** 0.5 / 3)
-
-
-def test_rooms_from_the_recipe_cost_the_same(wordy: tuple[LoadedModel, Plan]) -> None:
-    loaded, plan = wordy
-    spec = TuneSpec(tasks=("chain",), num_problems=1, fit_capacity=False)
-    objective = TaskObjective(loaded, plan, spec, EvaluateSpec(max_new_tokens=2), DATA)
-    assert objective.ranges()["tau_4"][1] == 2.0
-    found = [objective.plan_with({"tau_16": high, "tau_4": 0.01}) for high in (0.02, 5.0)]
-    assert [one.predicted_bytes for one in found] == [plan.predicted_bytes] * 2
-    assert found[1].layers[0].k.boost == Boost("query_range", (Tier(16, 0.1, 5.0), Tier(4, 0.2, 0.01)))
 
 
 def test_what_cannot_be_tuned_is_refused(wordy: tuple[LoadedModel, Plan]) -> None:

@@ -169,7 +169,7 @@ def test_a_recipe_is_checked_whole_before_anything_runs(
 
 FILES: dict[str, object] = {
     "fifo": FIFO, "bin": b"\xff\x00" * 99, "fd/allocation.safetensors": FIFO, "tuned/study.log": FIFO,
-    "deep.jsonl": '{"text": ' + DEEP + "]" * len(DEEP) + "}\n", "fifo.txt": FIFO,
+    "fifo.txt": FIFO,
 }  # fmt: skip
 GENERATE = "generate --model {model} --plan {plan} --max-new-tokens 1 "
 EVAL = "eval {plan} --model {model} --recipe {recipe} --out {tmp}/o "
@@ -185,7 +185,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("inspect {model}/model.safetensors", 5, "is not a kvcal artifact"),
     ("inspect " + "a" * 5000, 5, "File name too long"),
     ("inspect {plan} --zap", 2, "No such option"),
-    ("inspect {plan} --why 0 --times", 2, "--why with --times: --why and --against are answers of their own"),
+    ("inspect {plan} --why 0 --provenance", 2, "--why with --provenance or --model: it is an answer of its own"),
     ("inspect {plan} --model ./" + "a" * 300, 5, "File name too long"),
     # generate
     (GENERATE + f"--prompt a --seed {2**70}", 2, "--seed"),
@@ -208,7 +208,6 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--seq-len 5000", 2, "greater than the model's context"),
     (PROFILE + "--data {tmp}/none.txt", 2, "none.txt: no such file"),
     (PROFILE + "--data {tmp}/fifo.txt", 2, "is a pipe"),
-    (PROFILE + "--data {tmp}/deep.jsonl", 2, "cannot be read as json: nested more than 100 deep"),
     (PROFILE + "--data tasks --data tasks", 2, "'tasks'"),
     # knobs
     (PROFILE + "--set data.sed=1", 2, "--set data.sed=1: unknown key 'sed' of [data]; allowed: source, num_samples"),
@@ -228,7 +227,6 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("allocate {run} --bits 4 --kv-budget 1GB", 2, "--kv-budget and --bits; expected one of --budget, "),
     # plan
     ("plan {model} --out {tmp}/o", 2, "no budget given; expected one of --budget, --kv-budget and --bits"),
-    ("plan {model} --out {tmp}/o --bits 3 --search --recipe default", 2, "recipe 'default' has no [search]"),
     ("plan {model} --out {tmp}/o --bits 3 --name ../up", 2, "--name '../up'; allowed: letters"),
     # tune, search, compare, run
     (TUNE + "--out {tmp}/tuned", 5, "study.log is a pipe"),
@@ -248,7 +246,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("plan {model} --bits 3 --budget 1GB", 2, "error: --budget and --bits; expected one of --budget, --kv-budget and"),
     ("plan {model} --bits 3 --set allocate.batch=foo", 2, "error: --set allocate.batch: allocate.batch = 'foo': Input"),
     ("generate --model {model}", 2, "error: Missing option '--plan'. hint: `"),
-    ("diff {plan}", 2, "No such command 'diff'. hint: `kvcal inspect PLAN --against OLD` took its place"),
+    ("diff {plan}", 2, "No such command 'diff'."),
     ("list models {plan}", 2, "only recipes are printed"),
     ("transform {run} --model {model} --recipe kivi-2", 2, "recipe 'kivi-2' transforms no chosen formats"),
 ]  # fmt: skip

@@ -61,6 +61,8 @@ def test_paths_in_backticks_exist(page: str) -> None:
     roots = "kvcal|tests|docs|examples|lab|recipes|artifacts/plans"
     for path in re.findall(rf"`((?:{roots})/[\w./*-]+)`", TEXTS[page]):
         assert list(ROOT.glob(path.rstrip("/"))), path
+    for path in re.findall(r"`(csrc/[\w./]+)`", TEXTS[page]):
+        assert (ROOT / "kvcal/kernels" / path).exists(), path
 
 
 @functools.cache
@@ -118,6 +120,13 @@ def test_make_targets_exist(page: str) -> None:
         assert target in targets, target
 
 
+def test_a_picture_is_shown_and_is_called_the_same_everywhere() -> None:
+    shown = {
+        (Path(path).name, title) for text in TEXTS.values() for title, path in re.findall(r"!\[(.+?)\]\((.+?)\)", text)
+    }
+    assert sorted(name for name, _ in shown) == sorted(path.name for path in (ROOT / "docs/img").iterdir())
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_python_blocks_import_what_exists(page: str) -> None:
     for block in fenced(TEXTS[page], "python"):
@@ -138,6 +147,12 @@ def test_recipes_of_the_readme_and_exit_codes_are_those_of_the_package() -> None
     sentence = re.search(r"Exit codes: (.*?)\.\n", COMMANDS, re.S)
     assert sentence is not None
     assert {int(code) for code in re.findall(r"\b(\d+)\b", sentence[1])} == codes
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    for path in (ROOT / "kvcal").rglob("*.py"):
+        for name in re.findall(r"(?<![\w/])docs/[\w./-]+\.md", path.read_text()):
+            assert (ROOT / name).exists(), f"{path}: {name}"
 
 
 def test_the_readme_asks_for_the_python_of_the_project() -> None:

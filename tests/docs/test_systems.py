@@ -33,6 +33,16 @@ def test_a_page_has_the_parts_of_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
+def test_equations_are_in_the_files_that_are_named(name: str) -> None:
+    part = PAGES[name].read_text().split("## Paper and equations")[1].split("\n## ")[0]
+    named = re.findall(r"[\w/]+\.py", part)
+    assert named
+    for file in named:
+        places = [folder / file for folder in (PAGES[name].parent, ROOT / "kvcal/systems", ROOT)]
+        assert any(place.exists() for place in places), file
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_bytes_of_pages_are_the_layouts(name: str) -> None:
     rows = table_of(PAGES[name].read_text(), "## Bytes")
     assert rows

@@ -128,7 +128,7 @@ def test_sliding_windows_lie_in_blocks_of_fewer_tokens(
     """``factor``: of the bytes that a request of 32,768 tokens takes in vLLM at 16 bits, in blocks of 16
     tokens: seven groups of five layers, of which one has full attention."""
     plan = gemma(num_bits)
-    shard, found = HeadShard(plan, 0, ranks, drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
+    shard, found = HeadShard(plan, 0, ranks, 1 + drafts), vllm_capacity(plan, 20 * 10**9, ranks, 32768, drafts)
     heads, pool = max(1, 4 // ranks), VllmPool(shard)
     assert shard.windows == {1024: (29, 2 * heads * 256 * 2)} and list(shard.blocks) == [5, 11, 17, 23, 29]
     assert (found.block_bytes, pool.window(1024)) == (block, window)
@@ -168,7 +168,7 @@ def test_pages_beside_states_lie_in_long_blocks(context: int, least: float) -> N
 def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
     shape = SHAPES["granite-4-h-small"]
     plan, nbytes = shape.plan(2), shape.state_bytes(1)
-    pools = [VllmPool(HeadShard(plan, 0, 1, drafts), has_prefixes, nbytes, 8, 3)
+    pools = [VllmPool(HeadShard(plan, 0, 1, 1 + drafts), has_prefixes, nbytes, 8, 3)
              for drafts, has_prefixes in ((0, False), (0, True), (3, True))]  # fmt: skip
     assert [pool.state_blocks // pool.state_groups for pool in pools] == [1, 2, 5]
     found = capacity("vllm", plan, 10**10, 1, 32768, state_bytes=nbytes)
@@ -181,9 +181,9 @@ def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
 
 def test_states_of_a_family_that_is_not_known_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="of the type 'rwkv' is not known"):
-        state_bytes({"model_type": "rwkv"}, 1, 0, "bfloat16")
+        state_bytes({"model_type": "rwkv"}, 1, 1, "bfloat16")
     with pytest.raises(UsageError, match="lacks the key 'conv_L_cache'"):
-        state_bytes({"model_type": "lfm2", "hidden_size": 64}, 1, 0, "bfloat16")
+        state_bytes({"model_type": "lfm2", "hidden_size": 64}, 1, 1, "bfloat16")
     with pytest.raises(UnsupportedModel, match="3 ranks cannot share a state"):
         SHAPES["qwen3-next"].state_bytes(3)
 
@@ -370,6 +370,24 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     ]  # fmt: skip
 
 
+def test_serve_args_name_blocks_by_the_plan_where_they_outlive_an_engine(plan_path: Path, tmp_path: Path) -> None:
+    plan = load_plan(plan_path)
+    found = shlex.split(ran_well("serve-args", plan_path, "--host-memory", "8GB", "--store", tmp_path).out)
+    assert found[:3] == ["env", f"PYTHONHASHSEED={int(plan.sha256[:8], 16)}", "vllm"]
+    tier = {"type": "fs", "root_dir": str(tmp_path)}
+    assert json.loads(found[found.index("--kv-transfer-config") + 1]) == {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 8 * 10**9, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier],
+        },
+    }  # fmt: skip
+    found = shlex.split(ran_well("serve-args", plan_path, "--host-memory", "8GB").out)
+    assert found[0] == "vllm" and json.loads(found[-1]) == {
+        "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 8 * 10**9},
+    }  # fmt: skip
+
+
 def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_path: Path, tmp_path: Path) -> None:
     few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
     for path, num_sinks in ((few, 4), (many, 200)):
@@ -388,7 +406,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
     line = ("serve-args", plan_path, "--kv-memory", "1GB", "--context", 1000)
     plain, more = (run_kvcal(*line, "--drafts", n, "--json").json["capacity"] for n in (0, 7))
     plan = load_plan(plan_path)
-    pools = [VllmPool(HeadShard(plan, lookahead=n)) for n in (0, 7)]
+    pools = [VllmPool(HeadShard(plan, step_tokens=n)) for n in (1, 8)]
     for value, pool in zip((plain, more), pools, strict=True):
         assert (value["block_bytes"], value["ring_blocks"]) == (pool.block_bytes, pool.ring_blocks)
     assert more["num_blocks"] * more["block_bytes"] <= 10**9 and pools[1].rings.block_bytes > pools[0].rings.block_bytes
@@ -399,7 +417,7 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
         assert given == expected | {"num_speculative_tokens": 5}
         layers = {"ngram": 0, "mtp": 1, model: 3}[draft]
         drafted = layers * 128 * plan.layers[0].attention.values_per_token * 2
-        pool, page = VllmPool(HeadShard(plan, lookahead=5), draft_bytes=drafted // 128), 3 * pools[0].share_bytes
+        pool, page = VllmPool(HeadShard(plan, step_tokens=6), draft_bytes=drafted // 128), 3 * pools[0].share_bytes
         assert value["capacity"]["block_bytes"] == pool.block_bytes == max(pool.room, page + drafted)
 
 
@@ -423,6 +441,8 @@ def test_serve_args_of_sglang(plan_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
+        ("serve-args {plan} --store blocks", 2, "--store without --host-memory"),
+        ("serve-args {plan} --engine sglang --host-memory 8GB", 2, "leave the device in vllm alone"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),

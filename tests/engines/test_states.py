@@ -37,15 +37,15 @@ CONFIGS["wide"] = {"model_type": "lfm2_moe", "hidden_size": 2048, "conv_L_cache"
 )
 def test_a_state_takes_the_bytes_of_its_parts(name: str, ranks: int, drafts: int, nbytes: int) -> None:
     config = CONFIGS[name]
-    assert state_bytes(config, ranks, drafts, "bfloat16") == nbytes
-    assert state_bytes({"model_type": "of images", "text_config": config}, ranks, drafts, "bfloat16") == nbytes
+    assert state_bytes(config, ranks, 1 + drafts, "bfloat16") == nbytes
+    assert state_bytes({"model_type": "of images", "text_config": config}, ranks, 1 + drafts, "bfloat16") == nbytes
 
 
 def test_the_recurrent_state_has_the_dtype_that_is_asked_for_or_the_familys() -> None:
     own = CONFIGS["qwen3.5-27b"]
-    assert state_bytes(own, 1, 0, "bfloat16", "bfloat16") == (2 * 2048 + 6144) * 3 * 2 + 48 * 128 * 128 * 2
+    assert state_bytes(own, 1, 1, "bfloat16", "bfloat16") == (2 * 2048 + 6144) * 3 * 2 + 48 * 128 * 128 * 2
     silent = {key: value for key, value in CONFIGS["nemotron-h-8b"].items() if key != "mamba_ssm_cache_dtype"}
-    assert state_bytes(silent, 1, 0, "bfloat16") == (128 * 64 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4
+    assert state_bytes(silent, 1, 1, "bfloat16") == (128 * 64 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4
 
 
 def test_families_that_share_a_state() -> None:
@@ -57,4 +57,4 @@ def test_ranks_share_the_recurrent_state_equally_too() -> None:
     """Three heads' worth of a convolution's channels, and one head's state."""
     alone = CONFIGS["qwen3-next"] | {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
     with pytest.raises(UnsupportedModel, match="3 ranks cannot share a state of 384 channels equally"):
-        state_bytes(alone, 3, 0, "bfloat16")
+        state_bytes(alone, 3, 1, "bfloat16")

@@ -159,9 +159,9 @@ def test_drafts_are_tokens_that_come_alone(name: str, monkeypatch: pytest.Monkey
     The outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere
     else."""
     plan = (PLANS | BESIDE)[name]
-    memories = [Memory(HeadShard(plan, lookahead=7))]
-    monkeypatch.setattr(stepping, "draft_reasons", lambda variant: [])  # as where the fast kernels serve a range
-    memories.append(Memory(HeadShard(plan, lookahead=7)))
+    memories = [Memory(HeadShard(plan, step_tokens=8))]
+    monkeypatch.setattr(stepping, "long_step_reasons", lambda variant: [])  # as where the fast kernels serve a range
+    memories.append(Memory(HeadShard(plan, step_tokens=8)))
     every = [Both(memories[0], plan, seed) for seed in range(3)]
     in_one_call = [Sequence(memories[1], plan) for _ in every]
     for both, sequence, prompt in zip(every, in_one_call, (100, 122, 372), strict=True):
@@ -318,7 +318,7 @@ def test_blocks_and_rings_take_the_bytes_of_the_plan(name: str) -> None:
             expected += 16 * shard.blocks[0].needs_queries  # the tokens at which sums begin
             assert pages * shard.block_bytes(0) + shard.ring_bytes(0) == expected
         token = sum(layer.attention.values_per_token for layer in plan.layers) * (4 if dtype == "float32" else 2)
-        assert HeadShard(plan, lookahead=5).ring_bytes(0) == shard.ring_bytes(0) + 5 * token
+        assert HeadShard(plan, step_tokens=6).ring_bytes(0) == shard.ring_bytes(0) + 5 * token
 
 
 def test_nan_in_a_page_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

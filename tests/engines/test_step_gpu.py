@@ -77,7 +77,7 @@ def test_drafts_are_those_of_the_reference(name: str, dim: int) -> None:
     """Up to 7 drafts after a token, of which any number is right, over the ends of pages; single tokens in
     between. Pages are the same bytes."""
     plan, draw = plan_for(name, dim), random.Random(len(name))
-    memories = [Memory(HeadShard(plan, lookahead=7), device=device) for device in ("cpu", "cuda")]
+    memories = [Memory(HeadShard(plan, step_tokens=8), device=device) for device in ("cpu", "cuda")]
     x, wrong = [tokens(800, dim, seed) for seed in range(3)], tokens(800, dim, 9)
     served = [[Sequence(memory, plan) for _ in range(3)] for memory in memories]
     for row, prompt in enumerate((1, 120, 377)):

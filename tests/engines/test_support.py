@@ -72,7 +72,7 @@ def test_sinks_that_a_first_page_holds_are_shared_with_it(plan: Plan) -> None:
     """With drafts, too."""
     require_sinks(plan)
     assert not loses_sinks(plan) and not loses_sinks(plan, "sglang")
-    has_sinks = bool(VllmPool(HeadShard(plan, lookahead=2)).sinks.block_bytes)
+    has_sinks = bool(VllmPool(HeadShard(plan, step_tokens=3)).sinks.block_bytes)
     assert has_sinks == any(fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats)
 
 

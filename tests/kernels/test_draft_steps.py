@@ -14,7 +14,7 @@ from decode_cases import CASES, TOLERANCE, Case, relative_error, variant_of
 from kernel_oracle import Paged, pair_variant, states
 from torch import Tensor
 
-from kvcal.kernels.choice import MAX_DRAFTS, is_plain
+from kvcal.kernels.choice import MAX_STEP_TOKENS, is_plain
 from kvcal.kernels.variants import Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
@@ -38,7 +38,7 @@ class DraftCase(Case):
         generator = torch.Generator(self.device).manual_seed(seed)
         self.q = torch.randn(shape, device=self.device, generator=generator).bfloat16().float()
         for side, memory in self.stores.items():
-            size = variant.format(side).ring_tokens(variant.lookahead)
+            size = variant.format(side).ring_tokens(variant.step_tokens)
             x = self.dense[side]
             ring = x.new_full((*memory.ring.shape[:2], size, variant.head_dim), math.nan)
             for row, length in enumerate(held):
@@ -83,7 +83,9 @@ class DraftCase(Case):
 
 
 def drafts(name: str, group: int, tokens: int, dim: int = 128, **more: bool) -> Variant:
-    variant = replace(variant_of(*CASES[name], dim=dim, group=group, **more), query_tokens=tokens, lookahead=MAX_DRAFTS)
+    variant = replace(
+        variant_of(*CASES[name], dim=dim, group=group, **more), query_tokens=tokens, step_tokens=MAX_STEP_TOKENS
+    )
     assert not is_plain(variant)
     return variant
 
@@ -141,7 +143,7 @@ def test_appended_bytes_are_those_of_one_token_at_a_time(name: str) -> None:
     """Pages, sinks and rings, fed 1 to 8 tokens at a time, on the GPU and by the reference."""
     tokens, stores = 270, []
     for device, sizes in (("cuda", (8,)), ("cuda", (1, 5, 2, 7, 3)), ("cpu", (1,))):
-        variant = replace(pair_variant(name, 64), lookahead=MAX_DRAFTS)
+        variant = replace(pair_variant(name, 64), step_tokens=MAX_STEP_TOKENS)
         paged = Paged(variant, 2, 3, device)
         k, v, q = (states(2, tokens, heads, 64, seed).to(device) for seed, heads in enumerate((2, 2, 4)))
         start, turn = 0, 0

@@ -145,7 +145,7 @@ def test_a_chip_has_room_for_all_that_the_fast_kernel_takes() -> None:
     values = [RAW, *(Format(bits, "token", size) for bits, size in itertools.product((1, 2, 3, 4, 8), (32, 128)))]
     of_chips = {room: capability for capability in CHIPS if (room := shared_room(capability))}
     for k, v, dim, group in itertools.product(keys, values, (64, 96, 128, 192, 256), (1, 4, 8)):
-        one = replace(variant(k, v, dim, group), lookahead=7, query_tokens=8)
+        one = replace(variant(k, v, dim, group), step_tokens=8, query_tokens=8)
         for room, capability in of_chips.items() if not is_plain(one) else ():
             warps, shared_bytes = block_shape(one, capability)
             assert warps >= 1 and shared_bytes <= room
@@ -180,7 +180,7 @@ STEPS = {(1, 4): 4500, (4, 2): 5250, (4, 8): 5250, (7, 2): 5250}
 @pytest.mark.parametrize("shape", STEPS)
 def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None:
     k, v, *_, of_append = VARIANTS["2 bits"]
-    of_step = replace(variant(k, v, 128, shape[0]), lookahead=7, query_tokens=shape[1])
+    of_step = replace(variant(k, v, 128, shape[0]), step_tokens=8, query_tokens=shape[1])
     assert_decode(of_step, STEPS[shape], 32)
     if shape == (4, 8):
         assert_append(of_step, of_append)

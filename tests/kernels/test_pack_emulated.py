@@ -140,7 +140,7 @@ def test_steps_with_drafts_store_what_the_reference_stores() -> None:
     """Three tokens a step, of which one or three stay: a page that rejected ones completed is packed again by
     what takes their place. The second page has no room."""
     k, v = (Case(side, TOKENS, 64, feedback=True) for side in SIDES)
-    variant = replace(variant_of(k, v), lookahead=2, query_tokens=3)
+    variant = replace(variant_of(k, v), step_tokens=3, query_tokens=3)
     ours, theirs = (kind(variant, 1, 1, "cpu", N) for kind in (EmulatedPaged, Paged))
     k_new, v_new, q = (k.tokens(1, 300, heads) for heads in (N, N + 1, N * GROUP_HEADS))
     v_new = v_new[:, :, 1:]

@@ -50,18 +50,6 @@ def test_changes_of_recipes_are_measured_next_to_the_recipes(
         assert script["recipe_of"](name).sha256 != script["recipe_of"](name.partition(":")[0]).sha256
 
 
-def test_the_words_of_kvmix_hold_eleven_codes(lab_script: Script) -> None:
-    """Ten of 3 bits and one of 2: each group's last code alone has the error of 2 bits, none more."""
-    script = lab_script("kvmix_3bit")
-    values = torch.randn(4, 66, generator=torch.Generator().manual_seed(0))
-    packed = script["encode"](values, 66, torch.float32)
-    error = (script["decode"](packed, 66, 66) - values).abs()
-    step = (values.amax(-1) - values.amin(-1)) / 7
-    is_narrow = torch.arange(66) % 11 == 10
-    assert (error[:, ~is_narrow] <= step[:, None] / 2 + 1e-6).all() and (error[:, is_narrow] > step.max()).any()
-    assert packed.nbytes == 4 * (6 * 4 + 2 * 4)  # six words, a scale and a minimum of four bytes
-
-
 def test_measured_rows_are_within_the_stated_errors(lab_script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     script = lab_script("expected")
     fit = script["fitted"]()
@@ -213,3 +201,39 @@ def test_a_pretrained_model_at_three_bits_keeps_its_text_and_answers(smollm2: st
     assert damage is not None and 1e-3 < damage.kl < 0.05 and damage.top1 > 0.85
     answer = complete(loaded, plan, "What is the capital of France?", 12, 0.0, 0, chat=True)
     assert "Paris" in answer["text"]
+
+
+def test_results_are_those_that_lie_beside_the_pages(lab_script: Script, tmp_path: Path) -> None:
+    """The summary of the newest figures of every text is the one that was published with them."""
+    data = LAB.parent / "docs/measured/data"
+    names = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B")
+    newest = max(path.name[:10] for path in data.glob("*-summary.json"))
+    folders = []
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "real.json").write_text((data / f"{newest}-plans-{name}.json").read_text())
+        folders.append(f"{name}={tmp_path / name}")
+    rows = json.loads((data / f"{newest}-rows-of-tables.json").read_text())
+    tables = {plan: [[1] * right + [0] * (55 - right) for right in tables] for plan, tables in rows["right"].items()}
+    long = {"settings": {}, "plans": {plan: {"bits": bits} for plan, bits in rows["bits"].items()}, "rows": tables}
+    (tmp_path / names[1] / "long.json").write_text(json.dumps(long))
+    lab_script("results", newest, "--plans", *folders, "--rows", folders[1], "--out", tmp_path)
+    made, known = (json.loads((folder / f"{newest}-summary.json").read_text()) for folder in (tmp_path, data))
+    pairs = [(model, plan) for model in names for plan in made["models"][model]]
+    for model, plan in pairs:
+        ours, theirs = (one["models"][model][plan] for one in (made, known))
+        assert ours.keys() == theirs.keys()
+        for key in ours:  # figures of texts lie there rounded
+            assert ours[key] == pytest.approx(theirs[key], abs=0.0011)
+    assert json.loads((tmp_path / f"{newest}-rows-of-tables.json").read_text())["right"] == rows["right"]
+
+
+def test_places_of_records_are_where_they_begin(small_model: Path, lab_script: Script, tmp_path: Path) -> None:
+    sizes = "--tokens 640 --texts 2 --plans kivi-2 --quick --device cpu"
+    script = lab_script("phases", *sizes.split(), "--model", small_model, "--out", tmp_path)
+    rows = json.loads((tmp_path / "phases.json").read_text())["rows"]["640"]["kivi-2"]
+    assert len(rows) >= 4 and all(0 <= place < 128 and lost for place, _, _, lost in rows)
+    loaded = load_model(small_model, device="cpu")
+    texts = script["looked_up"](loaded, "rows", 1, 640)
+    for begin in script["records"](loaded, texts.tokens_BT[0], len(texts.answers[0])):
+        assert '{"order"' in loaded.tokenizer.decode(texts.tokens_BT[0, begin : begin + 12].tolist())

@@ -34,8 +34,8 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "systems", "bench", "engines"},
-    {"commands", "console", "tables", "lm_eval", "__main__", "report", "card", "pictures", "measured_rows"},
+    {"stages", "systems", "engines"},
+    {"commands", "console", "tables", "__main__", "report", "card"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages",

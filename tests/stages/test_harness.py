@@ -1,13 +1,10 @@
-"""Tasks of the lm-evaluation-harness: two small ones from a folder, by `kvcal eval` and by the harness's own
-command, and what is read from its results."""
+"""Tasks of the lm-evaluation-harness: two small ones from a folder, and what is read from its results."""
 
 import functools
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from cache_cases import KIVI_2
@@ -17,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.tasks import problems
-from kvcal.errors import ArtifactError, UsageError
-from kvcal.lm_eval import main
+from kvcal.errors import UsageError
 from kvcal.models.load import load
 from kvcal.plan.plan import save_plan
 from kvcal.stages.evaluate.harness import read_accuracy, require_tasks
@@ -104,28 +100,6 @@ def test_eval_poses_tasks_of_the_harness_beside_its_own(
     wrong = run_kvcal(*command, "--tasks", "chain,nope")
     assert wrong.code == 2 and "neither kvcal nor lm-eval has a task 'nope'" in wrong.err
     assert "retrieval:TOKENS" in wrong.err
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_harness_runs_the_model_kvcal(
-    tasks: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its own command; two batches, of which the second is smaller."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    arguments = f"pretrained={model},plan={model}/plan.safetensors"
-    command = ["lm_eval", "run", "--model", "kvcal", "--model_args", arguments, "--tasks", "tiny_ends", "--limit", "3"]
-    command += ["--include_path", str(tasks), "--batch_size", "4", "--device", "cpu"]
-    command += ["--output_path", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
-    [path] = (tmp_path / "out").rglob("*.json")
-    result = json.loads(path.read_text())
-    assert 0 <= result["results"]["tiny_ends"]["acc,none"] <= 1
-    assert len(result["config"]["plan_sha256"]) == 64 and result["config"]["pretrained"] == str(model)
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", Mock(side_effect=ArtifactError("no plan", "make one")))
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 5 and "error: no plan\nhint: make one" in capsys.readouterr().err
 
 
 RESULTS = {

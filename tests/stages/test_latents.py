@@ -65,7 +65,7 @@ def test_the_sensitivity_is_of_what_is_cached() -> None:
     projection's rows, the norms' and the rotation's own included."""
     tokens_T, mask_T = sample_of(4 + 128 + 20)
     model = TINY_MODELS["deepseek_v3"]()
-    found = measure(GradientPass(model, measured("deepseek_v3"), FEW, 4, "float16"), 0, tokens_T, mask_T)
+    found = measure(GradientPass(model, measured("deepseek_v3"), FEW, CacheSpec()), 0, tokens_T, mask_T)
     cache = Watched(model.config)
     logits_TV = model(input_ids=tokens_T.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
     torch.nn.functional.cross_entropy(logits_TV[:-1], tokens_T[1:], reduction="none")[mask_T[1:]].mean().backward()

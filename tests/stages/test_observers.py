@@ -30,19 +30,21 @@ from kvcal.models.attention import _LISTENING
 from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.pages.uniform import UniformLayout
+from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import Batch, Mean
 from kvcal.stages.profile.observers import OBSERVERS, GradientPass, next_token_losses
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors, range_refusal
 
 
 def observer(model: PreTrainedModel, wanted=ALL, sinks: int = 4) -> GradientPass:
-    return GradientPass(model, geometry_of(model, "float32"), wanted, sinks, "float16")
+    return GradientPass(model, geometry_of(model, "float32"), wanted, CacheSpec(num_sink_tokens=sinks))
 
 
-def errors_of(x_NTD: Tensor, g_NTD: Tensor, *others) -> Errors:
+def errors_of(x_NTD: Tensor, g_NTD: Tensor, wanted, sinks: int, cache_dtype: str, param_dtype="float16") -> Errors:
     """Of one sequence, without the dimension of the batch."""
-    length_1 = torch.tensor([x_NTD.shape[1]])
-    return Errors(*(part[0] for part in quantization_errors(x_NTD[None], g_NTD[None], length_1, *others)))
+    length_1, cache = torch.tensor([x_NTD.shape[1]]), CacheSpec(num_sink_tokens=sinks, param_dtype=param_dtype)
+    found = quantization_errors(x_NTD[None], g_NTD[None], length_1, wanted, cache, cache_dtype)
+    return Errors(*(part[0] for part in found))
 
 
 def next_token_loss(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
     torch.manual_seed(0)
     x_NTD, g_NTD = torch.randn(1, 4 + 128 + 41, 40) * 3, torch.randn(1, 4 + 128 + 41, 40)
     for wanted in (Candidate(1, "channel", 32), Candidate(3, "channel", 128), Candidate(2, "token", 32)):
-        found = errors_of(x_NTD, g_NTD, [wanted], 4, torch.bfloat16, torch.float16)
+        found = errors_of(x_NTD, g_NTD, [wanted], 4, "bfloat16")
         rounded = x_NTD.bfloat16().float()
         error = quantization_error(rounded[0].numpy(), wanted, 4)
         expected = np.abs(error * g_NTD[0].double().numpy()).sum()
@@ -100,7 +102,7 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
     for channel in (2, head_dim - 1):
         g_NTD = torch.zeros_like(x_NTD)
         g_NTD[..., channel] = -1.0
-        found_NC = errors_of(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16).weighted_BNC
+        found_NC = errors_of(x_NTD, g_NTD, ALL[side], 0, "bfloat16").weighted_BNC
         for column, wanted in enumerate(ALL[side]):
             expected_N = errors[wanted][..., channel].sum(-1)
             torch.testing.assert_close(found_NC[:, column], expected_N, rtol=1e-13, atol=0)
@@ -109,19 +111,19 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
 
 def test_tokens_in_the_sinks_cost_nothing() -> None:
     x_NTD = torch.randn(2, 6, 16)
-    few = errors_of(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, torch.float32, torch.float16)
+    few = errors_of(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, "float32")
     assert few.weighted_BNC.shape == (2, 2) and not any(part.any() for part in few)
-    one = errors_of(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, torch.float32, torch.float16)
+    one = errors_of(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, "float32")
     assert (one.weighted_BNC[:, 1] > 0).all()
 
 
 def test_a_range_beyond_the_parameters_is_refused() -> None:
     x_NTD = torch.tensor([-6e4, 6e4]).view(1, 2, 1)
     [candidate] = wanted = [Candidate(1, "channel", 32)]
-    narrow = errors_of(x_NTD, x_NTD, wanted, 0, torch.float32, torch.float16)
+    narrow = errors_of(x_NTD, x_NTD, wanted, 0, "float32")
     assert not torch.isfinite(narrow.squared_BC).any() and torch.isfinite(narrow.energy_B)
-    assert "a group of 32 values" in range_refusal(candidate, torch.float16).message
-    wide = errors_of(x_NTD, x_NTD, wanted, 0, torch.float32, torch.bfloat16)
+    assert "a group of 32 values" in range_refusal(candidate, "float16").message
+    wide = errors_of(x_NTD, x_NTD, wanted, 0, "float32", "bfloat16")
     assert torch.isfinite(wide.weighted_BNC).all()
 
 
@@ -224,7 +226,7 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> No
     2e-5 times the ratio of values to errors, which is below 50 at up to 4 bits (root mean square of both)."""
     model, geometry = built(name), measured(name)
     wanted = {"k": (*FEW["k"], Candidate(4, "channel", 64)), "v": (*FEW["v"], Candidate(2, "token", 128, "rotated"))}
-    gradients = GradientPass(model, geometry, wanted, 4, "float32")
+    gradients = GradientPass(model, geometry, wanted, CacheSpec(param_dtype="float32"))
     samples = [sample_of(length, seed=length) for length in (270, 140, 5)]
     samples[2][1][:] = torch.arange(5) > 2
     data = TokenDataset(*(tuple(parts) for parts in zip(*samples, strict=True)), "f", "random")

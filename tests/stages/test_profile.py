@@ -20,7 +20,7 @@ from kvcal.models.taps import tap
 from kvcal.pages.uniform import dequantize, quantize
 from kvcal.plan.plan import RAW, SIDES, bare_layers
 from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, ProfileSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import divergence
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import graph_bytes
@@ -65,7 +65,7 @@ def test_sensitivities_norms_and_loss_are_means_over_samples(finished) -> None:
     found, _ = finished
     loaded = loaded_model()
     wanted = {side: found.setup.candidates(side) for side in SIDES}
-    observer = GradientPass(loaded.model, loaded.geometry, wanted, 4, "float16")
+    observer = GradientPass(loaded.model, loaded.geometry, wanted, CacheSpec())
     samples = [measure(observer, i, DATA.sequences[i], DATA.loss_masks[i]) for i in range(len(DATA.sequences))]
     assert found.loss == pytest.approx(float(sum(s.loss_B for s in samples)) / 4, rel=1e-6)
     for index, side in product(range(2), SIDES):

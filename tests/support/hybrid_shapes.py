@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
     def state_bytes(self, num_ranks: int, lookahead: int = 0, dtype: CacheDtype | None = None) -> int:
         """Of a layer on a rank, by the configuration."""
-        return state_bytes(self.config, num_ranks, lookahead, "bfloat16", dtype)
+        return state_bytes(self.config, num_ranks, 1 + lookahead, "bfloat16", dtype)
 
 
 SHAPES = {

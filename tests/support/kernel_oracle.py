@@ -219,7 +219,7 @@ class Paged:
             fmt, record = variant.format(side), variant.layout(side).record_bytes
             self.memory[side] = Memory(
                 poisoned(batch, all_heads, fmt.num_sink_tokens, dim),
-                poisoned(batch, all_heads, fmt.ring_tokens(variant.lookahead), dim),
+                poisoned(batch, all_heads, fmt.ring_tokens(variant.step_tokens), dim),
                 poisoned(slots, all_heads, record, dtype=torch.uint8),
             )
         order = torch.arange(slots)

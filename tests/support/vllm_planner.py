@@ -70,7 +70,7 @@ def specs_of(shape: Shape, pool: VllmPool, config: Any, shapes: Any, dtypes: Any
     mode = config.cache_config.mamba_cache_mode
     state = MambaSpec(
         block_size=tokens if mode == "align" else config.model_config.max_model_len, shapes=shapes, dtypes=dtypes,
-        page_size_padded=pool.state_bytes, mamba_cache_mode=mode, num_speculative_blocks=shard.lookahead,
+        page_size_padded=pool.state_bytes, mamba_cache_mode=mode, num_speculative_blocks=shard.step_tokens - 1,
     )  # fmt: skip
 
     def beside(kind: Any, placed: Any) -> Any:
@@ -111,7 +111,7 @@ def planned(
     shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in zip(shapes, dtypes, strict=True))
     own = shape.state_bytes(ranks, drafts)
-    pool = vllm_pool(HeadShard(shape.plan(bits, context, **more), 0, ranks, drafts), own, has_prefixes)
+    pool = vllm_pool(HeadShard(shape.plan(bits, context, **more), 0, ranks, 1 + drafts), own, has_prefixes)
     groups = planner.get_kv_cache_groups(config, specs_of(shape, pool, config, shapes, dtypes))
     layout = config.cache_config.get_resolved_kv_cache_layout()
     block_bytes = planner._get_kv_cache_bytes_per_block(groups, layout)

@@ -103,7 +103,7 @@ class Serving:
                 hint=NO_TREE,
             )
         formats = [fmt for layer in plan.layers for fmt in layer.formats]
-        num_sinks = 0 if args.disable_radix_cache else max(fmt.num_sink_tokens for fmt in formats)
+        num_sinks = 0 if args.disable_radix_cache else max(fmt.sinks_left() for fmt in formats)
         has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
         places = BEGINNINGS * (args.max_running_requests + 1)
         self.beginnings = Beginnings(num_sinks, places) if num_sinks or has_windows else None

@@ -1,7 +1,7 @@
 """After which blocks vLLM lets a request begin, where a process has a plan: whole pages that are packed
 already.
 
-    pages    that a token fills, or one with its drafts, are shared from the next step on. The windows of requests that
+    pages    that a step fills are shared from the next step on. The windows of requests that
              begin are decoded before a step of decodes alone, which may be a CUDA graph; the page is packed
              within it
     loads    from the host's memory end with a page. Of a prompt of whole pages vLLM would take all but the last token
@@ -18,7 +18,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from kvcal.kernels.choice import MAX_DRAFTS
+from kvcal.kernels.choice import MAX_STEP_TOKENS
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 # Looked up with the import, so that a version without them is refused.
@@ -36,7 +36,7 @@ def begin_after_packed_pages() -> None:
 def share(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
     """Blocks of the first ``num_tokens`` of a request, those of the step included that is scheduled."""
     computed = request.num_computed_tokens
-    if num_tokens - computed <= 1 + MAX_DRAFTS:
+    if num_tokens - computed <= MAX_STEP_TOKENS:
         num_tokens = min(num_tokens, computed)
     SHARE(self, request, num_tokens, *args, **kwargs)
 

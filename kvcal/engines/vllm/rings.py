@@ -250,8 +250,8 @@ class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
 class SinkMetadataBuilder(RingMetadataBuilder):
     """Copies sinks before a step, from and to the rings that the step has.
 
-    Where there are drafts the host knows the most tokens that a request may have, and steps are scheduled ahead:
-    two of them may have drafts that it does not know to be rejected. So sinks are saved in every step that may be
+    Where steps have several tokens the host knows the most that a request may have, and steps are scheduled ahead:
+    two of them may have tokens that it does not know to be rejected. So sinks are saved in every step that may be
     the one. They do not change once as many tokens are accepted, and a page is shared after all of its tokens
     are: the last copy before that is right."""
 
@@ -264,14 +264,14 @@ class SinkMetadataBuilder(RingMetadataBuilder):
         starts = given.query_start_loc_cpu[: given.num_reqs + 1]
         counts = starts[1:] - starts[:-1]
         totals = given.seq_lens_cpu_upper_bound[: given.num_reqs]
-        lookahead = self._layer.serving.shard.lookahead
-        past = totals - counts - (2 * (1 + lookahead) if lookahead else 0)
+        most = self._layer.serving.shard.step_tokens
+        past = totals - counts - (2 * most if most > 1 else 0)
         ending = ((counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS)).nonzero().flatten()
         ending = ending.to(blocks.device, non_blocking=True)
         lengths, rings = self.latest[self._layer.ring.name]
         assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
         to = blocks[0].long()[ending]
-        for one in self._layer.serving.begun if lookahead else ():  # which have no sinks yet: to nobody's block
+        for one in self._layer.serving.begun if most > 1 else ():  # which have no sinks yet: to nobody's block
             to = to.masked_fill(rings[0][ending] == one.rings[0], 0)
         found = SinkMetadata(blocks, self._layer, ending, to)
         if len(ending) or self._layer.serving.begun:

@@ -1,16 +1,11 @@
-"""The lm-evaluation-harness's model "kvcal": a model of transformers with a plan's packed cache. Needs
+"""A model of transformers with a plan's packed cache, as the lm-evaluation-harness asks it. Needs
 ``lm_eval``.
-
-    python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks
-    gsm8k
 
 The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; only its two calls of the model
 are replaced. Likelihoods are decode-faithful: context and continuation are fed in chunks that end where pages
 are written (``divergence.feed``), so that every token reads what it would read in decoding. Generation is
 ``model.generate``, whose prompt attends to itself at full precision, as in use. After each call the cache's
 bytes are compared with the plan's prediction, and after generation what was read with the packed pages.
-
-Importing this module registers the model (see kvcal.lm_eval).
 """
 
 from __future__ import annotations
@@ -18,15 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.folder import tokenizer_of
-from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import Plan, load_plan
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.tasks import generate_packed
 from kvcal.stages.generate import PLAIN_DECODING
@@ -34,29 +28,16 @@ from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 
-@register_model("kvcal")
 class PackedCacheLM(HFLM):
     """HFLM with a packed cache for every batch. ``lengths``: tokens of each sequence that it was asked about,
     cut to the model's context; ``generated_tokens``: those of completions, padding apart."""
 
-    def __init__(
-        self,
-        pretrained: str | LoadedModel,
-        plan: str | Plan,
-        dtype: str = "auto",
-        device: str = "auto",
-        batch_size: int | str = 1,
-        **settings: Any,
-    ) -> None:
-        """``pretrained``: a loaded model, or what ``kvcal --model`` takes; ``plan``: a plan, or its file;
-        ``settings``: others of HFLM, such as ``max_length`` and ``add_bos_token``."""
-        self.plan = load_plan(plan) if isinstance(plan, str) else plan
-        loaded = load(pretrained, dtype=dtype, device=device) if isinstance(pretrained, str) else pretrained
-        require_same_model(self.plan, loaded)
-        self.source, self.lengths, self.generated_tokens = loaded.source, list[int](), 0
+    def __init__(self, loaded: LoadedModel, plan: Plan, batch_size: int = 1) -> None:
+        require_same_model(plan, loaded)
+        self.plan, self.lengths, self.generated_tokens = plan, list[int](), 0
         tokenizer = tokenizer_of(loaded)
         super().__init__(
-            pretrained=loaded.model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype=torch.float32, **settings
+            pretrained=loaded.model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype=torch.float32
         )
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
@@ -88,7 +69,5 @@ class PackedCacheLM(HFLM):
         return output
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts that the harness keeps besides its results, found without a network."""
-        identity = {"model_sha": self.plan.model.weights_sha256, "model_dtype": str(self.model.dtype)}
-        bits = self.plan.bits_per_value()
-        return identity | {"pretrained": self.source, "plan_sha256": self.plan.sha256, "plan_bits_per_value": bits}
+        """None: HFLM would ask the hub."""
+        return {}

@@ -47,10 +47,9 @@ from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.drafts import DraftQuality, Drafts, measure_drafts, propose
-from kvcal.stages.evaluate.estimate import AllPlans
 from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, mean_interval, measure_reading, measure_tasks
-from kvcal.stages.evaluate.text import TextQuality, measure_text, reference_logits
+from kvcal.stages.evaluate.text import TEXT, TextQuality, measure_text, reference_logits
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, Amount, NumBytes, flat_records
 
@@ -141,8 +140,7 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
     if len(rows[0].tasks) > 1:
         means = [percent(*mean_accuracy(row.tasks), mean_interval(row.tasks)) for row in rows]
         columns.append(("all tasks %", means))
-    tops = [(row.text.top1_agreement, row.text.top1_se) for row in rows]
-    columns.append(("top-1 %", [percent(top, error, _cut(top, error or 0.0)) for top, error in tops]))
+    columns.append(("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]))
     if drafts := [row.drafts for row in rows if row.drafts is not None]:
         shares = [percent(one.accepted, one.accepted_se, (0.0, 1.0)) for one in drafts]
         columns.append(("drafts accepted %", shares))
@@ -164,17 +162,13 @@ def _with_error(value: float, error: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def percent(share: float, error: float | None, interval: tuple[float, float]) -> str:
+def percent(share: float, error: float | None, interval: tuple[float, float] | None = None) -> str:
     """A cell: a share and its standard error, None if unknown, in %; or its interval, where the error would
-    lead out of 0 to 100 %."""
+    lead out of 0 to 100 %: the error's own, cut there, unless given."""
     if error is None or 0 <= share - error <= share + error <= 1:
         return _with_error(100 * share, None if error is None else 100 * error, 1)
-    low, high = interval
+    low, high = interval or (max(0.0, share - error), min(1.0, share + error))
     return f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def _cut(share: float, error: float) -> tuple[float, float]:
-    return max(0.0, share - error), min(1.0, share + error)
 
 
 def _is_counted(task: TaskResult) -> bool:
@@ -187,8 +181,8 @@ def task_header(task: TaskResult) -> str:
 
 
 def task_cell(task: TaskResult) -> str:
-    """A task's accuracy, in % with its error; of few problems, how many were solved; and the nats that an answer
-    loses."""
+    """A task's accuracy, in % with its error; of few problems, how many were solved; and the nats that an
+    answer loses."""
     solved = (
         f"{task.num_correct} of {task.num_problems}"
         if _is_counted(task)
@@ -324,12 +318,12 @@ def evaluate(
     logits = reference_logits(loaded, data, spec.batch, reporter) if len(numbers) > 1 else []
     drafts = propose(loaded, spec.draft, data, spec.batch, reporter) if spec.draft and numbers else None
 
-    progress = AllPlans(reporter, math.ceil(len(numbers) / world_size()), bool(spec.tasks))
+    progress = _AllPlans(reporter, math.ceil(len(numbers) / world_size()))
 
     def measure(number: int) -> Row:
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
-        progress.begin()
+        progress.num_begun += 1
         return _measure(loaded, name, plan, spec, data, logits, drafts, progress)
 
     gather(None)  # all ranks have read the rows that are kept
@@ -339,6 +333,21 @@ def evaluate(
     evaluation = save()
     gather(None)  # until rank 0 has written the file
     return evaluation
+
+
+class _AllPlans:
+    """A Reporter for ``num_plans`` measurements of one text after the other, whose progress it shows as
+    one."""
+
+    def __init__(self, reporter: Reporter, num_plans: int) -> None:
+        self.say, self._reporter, self._num_plans, self.num_begun = reporter.say, reporter, num_plans, 0
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label == TEXT:
+            before = (self.num_begun - 1) * total
+            self._reporter(before + done, self._num_plans * total, f"{TEXT} of all plans")
+        else:
+            self._reporter(done, total, label)
 
 
 def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], reporter: Reporter) -> EvaluateSpec:

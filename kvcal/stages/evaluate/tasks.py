@@ -9,8 +9,8 @@ prediction, and everything the model attended to with a fresh read of the packed
 
 Long contexts are read (``kvcal.data.reading``: rows, pairs, late facts and others): texts are fed
 decode-faithfully and next to 16 bits (``divergence.lockstep``), so that every token of an answer reads packed
-pages, as in decoding. The rise of an answer's negative log-likelihood, paired with 16 bits, is far quieter than
-the share of right answers, and tells plans apart that shares cannot.
+pages, as in decoding. The rise of an answer's negative log-likelihood, paired with 16 bits, is far quieter
+than the share of right answers, and tells plans apart that shares cannot.
 
 The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n +
 1 / (4 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
@@ -62,9 +62,9 @@ class TaskResult:
     tokens of each problem, prompt and completion. The harness does not count ``num_correct`` and
     ``num_unfinished``: None.
 
-    Of texts that are read: ``lost``, the nats that an answer's negative log-likelihood is above that at 16 bits,
-    with its standard error over texts (None for one text); ``kl_99`` and ``kl_999``, below which the KL to 16
-    bits lies at 99 and 99.9 % of the answers' tokens. None for other tasks."""
+    Of texts that are read: ``lost``, the nats that an answer's negative log-likelihood is above that at 16
+    bits, with its standard error over texts (None for one text); ``kl_99`` and ``kl_999``, below which the KL
+    to 16 bits lies at 99 and 99.9 % of the answers' tokens. None for other tasks."""
 
     task: str
     accuracy: Share
@@ -107,7 +107,13 @@ def measure_tasks(
     order; ``purpose``: of which pool."""
     if not spec.embedded_tasks:
         return ()
-    sequences = _sequences(loaded, spec, purpose)
+    tokenizer = tokenizer_of(loaded)
+    limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
+    sequences = [
+        Written(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
+        for task in spec.embedded_tasks
+        for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
+    ]
     order = sorted(sequences, key=lambda s: s.prompt_T.numel() + s.expected_tokens)
     for first in range(0, len(order), spec.batch):
         _complete(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
@@ -119,7 +125,8 @@ def measure_tasks(
 @dataclass(frozen=True, eq=False)
 class Answers:
     """Of one text. ``right_A``: whether greedy decoding gives an answer; ``lost_A``: nats that its negative
-    log-likelihood is above that at 16 bits, fp64; ``kl_n``: KL to 16 bits at the answers' tokens, nats, fp64."""
+    log-likelihood is above that at 16 bits, fp64; ``kl_n``: KL to 16 bits at the answers' tokens, nats,
+    fp64."""
 
     right_A: Tensor
     lost_A: Tensor
@@ -223,16 +230,6 @@ def wilson_se(num_correct: float, num_problems: int) -> float:
     """Half the width of Wilson's interval at z = 1."""
     p, n = num_correct / num_problems, num_problems
     return math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n)
-
-
-def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Written]:
-    tokenizer = tokenizer_of(loaded)
-    limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
-    return [
-        Written(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
-        for task in spec.embedded_tasks
-        for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
-    ]
 
 
 def _complete(

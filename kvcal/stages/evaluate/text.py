@@ -35,13 +35,12 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import SILENT, Reporter
 from kvcal.stages.divergence import feed, kl_divergence
-from kvcal.stages.evaluate.estimate import TEXT
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 KEPT_BYTES, CHUNK = 2**30, 128
 TAILS = (0.99, 0.999)
-AT_16_BITS = "evaluate: texts at 16 bits"  # of progress
+AT_16_BITS, TEXT = "evaluate: texts at 16 bits", "evaluate: text"  # of progress
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

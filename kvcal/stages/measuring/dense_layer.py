@@ -25,7 +25,7 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_layer import PlanLayer, require_shapes, tokens_to_next_event
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.store.paged_tensor import BEYOND_FLOAT16
 from kvcal.systems.kitty.scores import query_sum
@@ -85,13 +85,13 @@ def _read_back(pages: Sequence[_Page]) -> None:
     else:
         codec = PageCodec.joined(codecs, rows)
     fmt, cache_dtype = codec.format, CACHE_DTYPES[codec.cache_dtype]
-    exact = torch.cat([without_sinks(page.exact, fmt.num_sink_tokens, number) for page in pages], dim).to(cache_dtype)
+    exact = torch.cat([fmt.packed(page.exact, number) for page in pages], dim).to(cache_dtype)
     mean = torch.cat([page.part.query_means.pop(number) for page in pages], dim) if fmt.needs_queries else None
     ordinals = torch.full((len(exact),), number, device=exact.device)
     at_once = ENCODE_PAGES if len(pages) == 1 else len(exact)
     records = codec.encode(exact, ordinals, fmt.num_bits, mean, at_once=at_once)
     decoded = codec.restore(codec.decode(records, fmt.num_bits), ordinals, fmt.num_bits)
-    sinks = min(PAGE_TOKENS, max(0, fmt.num_sink_tokens - PAGE_TOKENS * number))
+    sinks = min(PAGE_TOKENS, fmt.sinks_left(PAGE_TOKENS * number))
     for page, found in zip(pages, decoded.split(pages[0].tokens.shape[dim], dim), strict=True):
         page.tokens[:, :, sinks:] = page.part.left(found[:, :, sinks:].to(page.tokens.dtype))
 
@@ -175,6 +175,16 @@ class DenseLayer(DynamicLayer, PlanLayer):
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
         reads_others = any(plan.sources(side) for side in SIDES)
         return not (is_read or reads_others or state.is_scheduled or plan.geometry.state_bytes)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether tokens stay as the model makes them."""
+        return all(fmt == RAW for fmt in self.plan.formats) and self.plan.k_pages == "post"
+
+    @property
+    def reads_no_page(self) -> bool:
+        """Whether the next tokens read no page, and their queries count for none."""
+        return not (self._needs_queries or any(part.codec.format.pages_read(self.columns) for part in self._parts))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -33,14 +33,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers import PreTrainedModel
 
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, naming
-from kvcal.geometry import CACHE_DTYPES, Geometry
+from kvcal.geometry import Geometry
 from kvcal.models.attention import repeatable_attention
 from kvcal.models.forwards import side_by_side
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.supported_layers import attention_layers
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.layout_protocol import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import Batch
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors, range_refusal
 
@@ -138,15 +138,13 @@ class GradientPass:
         model: PreTrainedModel,
         geometry: Geometry,
         candidates: Mapping[Side, Sequence[Candidate]],
-        num_sink_tokens: int,
-        param_dtype: str,
+        cache: CacheSpec,
     ) -> None:
         """``candidates``: of "k" and of "v". UnsupportedModel where a layer's projections are not found."""
         self._model = model
         self._geometry = geometry
         self._candidates = candidates
-        self._num_sink_tokens = num_sink_tokens
-        self._param_dtype = PARAM_DTYPES[param_dtype]
+        self._cache = cache
         self._layers = {layer.index for layer in attention_layers(geometry) if layer.window is None}
         self._projections: dict[nn.Module, list[KVProjection]] = {}  # fused weights are both K's and V's
         for projection in kv_projections(model, geometry) if self._layers else ():
@@ -217,8 +215,7 @@ class GradientPass:
         """In the backward: the errors of one layer's keys or values, weighted by their gradient."""
         found.finite_gradients.append((place, g_BNTD.isfinite().flatten(1).all(1)))
         layer, side = place
-        cache_dtype = CACHE_DTYPES[self._geometry.cache_dtype]
-        settings = self._candidates[side], self._num_sink_tokens, cache_dtype, self._param_dtype, side
+        settings = self._candidates[side], self._cache, self._geometry.cache_dtype, side
         with naming(f"{NAMES[side]} of layer {layer} in samples {list(found.batch.numbers)}"):
             found.errors[place] = quantization_errors(x_BNTD, g_BNTD, found.lengths_B, *settings)
 
@@ -244,7 +241,7 @@ class GradientPass:
         """NonFiniteActivations for an error or a norm that is not finite."""
         for (layer, side), of_place in errors.items():
             for row, column in (~of_place.squared_BC.isfinite()).nonzero().tolist():
-                reason = range_refusal(self._candidates[side][column], self._param_dtype)
+                reason = range_refusal(self._candidates[side][column], self._cache.param_dtype)
                 place = f"{NAMES[side]} of layer {layer} in sample {batch.numbers[row]}"
                 raise NonFiniteActivations(f"{place}: {reason.message}", reason.hint)
         for (layer, side), norm_B in norms.items():

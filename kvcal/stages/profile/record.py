@@ -103,7 +103,8 @@ class ProfileSetup:
         return tuple(one for one in self.kl_candidates(side) if one.num_bits == min(self.spec.kl_bits))
 
     def together(self, side: Side) -> tuple[Candidate, ...]:
-        """Those whose KL is measured in all layers at once, by rising bits: with "sides" of the two lowest bits."""
+        """Those whose KL is measured in all layers at once, by rising bits: with "sides" of the two lowest
+        bits."""
         if self.spec.kl_measured != "sides" or len(self.layers) < 2:
             return ()
         lowest = sorted(set(self.spec.kl_bits))[:2]
@@ -155,8 +156,9 @@ class Profile:
 
     def kl(self, index: int, side: Side) -> Tensor:
         """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``: measured; or the
-        layer's share, at the fewest bits, of what all layers lose together; or scaled from either by the squared
-        error (KL is quadratic in a small error). UsageError for a profile that was made with kl_samples = 0."""
+        layer's share, at the fewest bits, of what all layers lose together; or scaled from either by the
+        squared error (KL is quadratic in a small error). UsageError for a profile that was made with
+        kl_samples = 0."""
         if not self.setup.kl_candidates(side):
             raise UsageError(
                 "the profile holds no KL: it was made with kl_samples = 0",
@@ -177,8 +179,8 @@ class Profile:
         return torch.tensor([kl_of[one] for one in self.setup.kl_candidates(side)], dtype=torch.float64)
 
     def kl_error(self, index: int, side: Side) -> Tensor | None:
-        """The standard error of ``kl`` over texts, [C] fp64: that of what was measured of the layer alone, as a share
-        of it. None for one text, and in a profile that does not have texts apart."""
+        """The standard error of ``kl`` over texts, [C] fp64: that of what was measured of the layer alone, as
+        a share of it. None for one text, and in a profile that does not have texts apart."""
         moments = self.means.get(f"kl_of_texts.{side}.{index}")
         if moments is None or moments.count < 2:
             return None
@@ -243,8 +245,8 @@ class Profile:
 
 
 def _bounded(of_all: Mapping[Candidate, float], one: Candidate, error_of: Mapping[Candidate, float]) -> float:
-    """The loss of all layers together, within a factor of ``MOST_APART`` of what squared errors say from the fewest
-    bits on."""
+    """The loss of all layers together, within a factor of ``MOST_APART`` of what squared errors say from the
+    fewest bits on."""
     fewest = min(other for other in of_all if other[1:] == one[1:])
     expected = of_all[fewest] * error_of[one] / error_of[fewest]
     return min(max(of_all[one], expected / MOST_APART), expected * MOST_APART)

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout_protocol import AXES, PAGE_TOKENS
+from kvcal.pages.layout_protocol import AXES, PAGE_TOKENS, PARAM_DTYPES
 from kvcal.plan.page_format import UNIFORM, Format, Side
+from kvcal.recipe import CacheSpec
 
 
 class Errors(NamedTuple):
@@ -65,14 +67,13 @@ def quantization_errors(
     g_BNTD: Tensor,
     lengths_B: Tensor,
     formats: Sequence[Candidate],
-    num_sink_tokens: int,
-    cache_dtype: torch.dtype,
-    param_dtype: torch.dtype,
+    cache: CacheSpec,
+    cache_dtype: CacheDtype,
     side: Side = "k",
 ) -> Errors:
     """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks, not
-    finite where a group's range is one that ``param_dtype`` cannot hold (``range_refusal``). Does not wait
-    for the device.
+    finite where a group's range is one that the cache's ``param_dtype`` cannot hold (``range_refusal``). Does
+    not wait for the device.
 
     Products, and their sums over at most ``D`` channels, are fp32 (1e-7 relative); all further sums are fp64.
 
@@ -81,7 +82,7 @@ def quantization_errors(
         lengths_B: int64, on the device of x; what lies after a sequence's length is padding."""
     B, N, T, D = x_BNTD.shape
     found = [(x_BNTD.new_zeros(B, N, 0, dtype=torch.float64), x_BNTD.new_zeros(B, 0, dtype=torch.float64))]
-    if num_sink_tokens >= T:
+    if cache.num_sink_tokens >= T:
         nothing = x_BNTD.new_zeros(B, N, len(formats), dtype=torch.float64)
         return Errors(nothing, nothing[:, 0], nothing.new_zeros(B))
     columns_of: dict[tuple[str, str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -89,7 +90,7 @@ def quantization_errors(
         # Uniform groups longer than a token's channels are all the same group.
         size = min(size, D) if (quantizer, axis) == (UNIFORM, "token") else size
         columns_of[quantizer, axis, size][num_bits].append(column)
-    values = _Values(x_BNTD, g_BNTD, lengths_B, num_sink_tokens, cache_dtype, param_dtype)
+    values = _Values(x_BNTD, g_BNTD, lengths_B, cache.num_sink_tokens, cache_dtype, PARAM_DTYPES[cache.param_dtype])
     place_of: dict[int, int] = {}  # of a column, in what is found
     for (quantizer, axis, size), columns_of_bits in columns_of.items():
         for place, columns in enumerate(columns_of_bits.values(), start=sum(part.shape[1] for _, part in found)):
@@ -104,10 +105,10 @@ def quantization_errors(
     return Errors(weighted_BNC, squared_BC, values.squares(values.x_BNTD))
 
 
-def range_refusal(candidate: Candidate, param_dtype: torch.dtype) -> NonFiniteActivations:
+def range_refusal(candidate: Candidate, param_dtype: str) -> NonFiniteActivations:
     """The error for a candidate whose errors are not finite."""
     return NonFiniteActivations(
-        f"a group of {candidate.group_size} values holds NaN, infinity, or a range beyond {_name(param_dtype)}",
+        f"a group of {candidate.group_size} values holds NaN, infinity, or a range beyond {param_dtype}",
         hint="a range too large for float16 fits with param_dtype = 'bfloat16'",
     )
 
@@ -120,28 +121,28 @@ class _Values:
     raw_BNTD: Tensor
     g_BNTD: Tensor
     lengths_B: Tensor
-    num_sink_tokens: int
-    cache_dtype: torch.dtype
+    num_sinks: int
+    cache_dtype: CacheDtype
     param_dtype: torch.dtype
 
     @cached_property
     def is_real_BT(self) -> Tensor:
         """Mask of the tokens after the sinks that are no padding."""
-        tokens = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
+        tokens = torch.arange(self.num_sinks, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
         return tokens < self.lengths_B[:, None]
 
     @cached_property
     def x_BNTD(self) -> Tensor:
         """After the sinks, as a cache holds them, fp32."""
-        token_T = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
-        last_B1 = (self.lengths_B - 1).clamp(min=self.num_sink_tokens)[:, None]
+        token_T = torch.arange(self.num_sinks, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
+        last_B1 = (self.lengths_B - 1).clamp(min=self.num_sinks)[:, None]
         read_B1T1 = token_T.minimum(last_B1)[:, None, :, None]
-        return self.raw_BNTD.take_along_dim(read_B1T1, 2).to(self.cache_dtype).float()
+        return self.raw_BNTD.take_along_dim(read_B1T1, 2).to(CACHE_DTYPES[self.cache_dtype]).float()
 
     @cached_property
     def weight_BNTD(self) -> Tensor:
         """|gradients| after the sinks, fp32."""
-        return self.g_BNTD[:, :, self.num_sink_tokens :].float().abs() * self.is_real_BT[:, None, :, None]
+        return self.g_BNTD[:, :, self.num_sinks :].float().abs() * self.is_real_BT[:, None, :, None]
 
     def squares(self, x_BNTD: Tensor) -> Tensor:
         """The sum of squares over heads, channels and real tokens, fp64 [B]."""
@@ -154,10 +155,9 @@ def _page_errors(
 ) -> tuple[Tensor, Tensor]:
     """As ``_group_errors``, of pages that another quantizer packs."""
     weighted, squared = [], []
-    cache_dtype = _name(values.cache_dtype)
     for num_bits in all_bits:
         fmt = Format(num_bits, axis, size, quantizer=quantizer)  # type: ignore[arg-type]
-        read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, cache_dtype) for x_NTD in values.x_BNTD])
+        read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, values.cache_dtype) for x_NTD in values.x_BNTD])
         error_BNTD = (read_BNTD - values.x_BNTD).abs()
         squared.append(values.squares(error_BNTD))
         weighted.append(error_BNTD.mul_(values.weight_BNTD).sum(-1).sum(-1, dtype=torch.float64))
@@ -198,7 +198,7 @@ def _group_errors(values: _Values, all_bits: Sequence[int], axis: str, group_siz
     return torch.stack(weighted, -1), torch.stack(squared, -1)
 
 
-def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tensor:
+def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: CacheDtype) -> Tensor:
     """x as pages of ``fmt`` are read, fp32; the last, partial page is filled up with its last token."""
     heads, length, dim = x_NTD.shape
     operands = {
@@ -206,11 +206,7 @@ def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tens
         for layout in [fmt.layout(side, heads, dim, cache_dtype, fmt.num_bits)]
         for operand in layout.plan_tensors("")
     }
-    codec = PageCodec(side, fmt, heads, dim, cache_dtype, operands=operands)  # type: ignore[arg-type]
+    codec = PageCodec(side, fmt, heads, dim, cache_dtype, operands=operands)
     missing = -length % PAGE_TOKENS
     filled = torch.cat([x_NTD, x_NTD[:, -1:].expand(-1, missing, -1)], dim=1)
     return codec.read_back(filled)[:, :length].float()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

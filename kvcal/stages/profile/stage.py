@@ -69,7 +69,11 @@ def run_profile(
 ) -> Profile:
     """Measure, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is
     continued. ``basis``: of the pages whose KL is measured."""
-    setup = _setup_of(loaded, data, spec, cache)
+    about_data = (data.fingerprint, data.description, len(data.sequences), data.num_tokens, data.num_loss_tokens)
+    weights = weight_bytes(loaded.model)
+    setup = ProfileSetup(
+        loaded.identity, loaded.geometry, weights, loaded.vocab_size, spec, cache, *about_data, loaded.max_context
+    )
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
     texts = divergence.kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
     steps = _divergence_steps(setup, texts, divergence.texts_at_once(loaded, spec.kl_tokens))
@@ -79,7 +83,7 @@ def run_profile(
         most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
         if spec.gradients:
             measured = {side: setup.candidates(side) for side in SIDES}
-            gradients = GradientPass(loaded.model, loaded.geometry, measured, cache.num_sink_tokens, cache.param_dtype)
+            gradients = GradientPass(loaded.model, loaded.geometry, measured, cache)
             measure = partial(gradient_means, gradients)
             at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
             most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, label, at_once)
@@ -129,14 +133,6 @@ def gradient_bytes(loaded: LoadedModel, num_tokens: int) -> int:
     num_logits = num_tokens * loaded.vocab_size
     logits = 2 * model.dtype.itemsize * num_logits + 3 * 4 * min(MAX_LOGITS, num_logits)
     return parameter_bytes(model) + num_tokens * graph_bytes(model) + logits
-
-
-def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> ProfileSetup:
-    weights = weight_bytes(loaded.model)
-    about_data = (data.fingerprint, data.description, len(data.sequences), data.num_tokens, data.num_loss_tokens)
-    return ProfileSetup(
-        loaded.identity, loaded.geometry, weights, loaded.vocab_size, spec, cache, *about_data, loaded.max_context
-    )
 
 
 def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:

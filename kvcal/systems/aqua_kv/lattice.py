@@ -6,11 +6,12 @@ bytes:
 
     planes, low bits first (see packing) | scales [num_groups][128]
 
-padded to 16 bytes. A token's row is rotated (kvcal.systems.basis.rotated) in groups of the largest power of two that
-divides the width. A group's scale is its L2 norm / sqrt(group size): the standard deviation of values that
-the rotation has made nearly Gaussian. Each ``lattice_dim`` neighbours, divided by the scale, become the index
-of their nearest point in a Gaussian-optimal grid. An index has num_bits * lattice_dim bits and is stored in
-planes of 2 bits: rows are tokens, columns indices, padded with zero codes to a multiple of 8 columns.
+padded to 16 bytes. A token's row is rotated (kvcal.systems.basis.rotated) in groups of the largest power of
+two that divides the width. A group's scale is its L2 norm / sqrt(group size): the standard deviation of
+values that the rotation has made nearly Gaussian. Each ``lattice_dim`` neighbours, divided by the scale,
+become the index of their nearest point in a Gaussian-optimal grid. An index has num_bits * lattice_dim bits
+and is stored in planes of 2 bits: rows are tokens, columns indices, padded with zero codes to a multiple of 8
+columns.
 
 The scale is stored in ``param_dtype`` and codes are computed against the stored one; a group whose stored
 scale is 0 decodes to exactly 0. All decisions are single IEEE operations (the norm in fp64, by halves), so

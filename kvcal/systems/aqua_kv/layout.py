@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.pages.layout_protocol import RAW_BITS, Layout
+from kvcal.pages.layout_protocol import Layout
 from kvcal.pages.ways import NO_KERNELS, Way
-from kvcal.plan.plain_format import PlainFormat, Side
+from kvcal.plan.plain_format import Pages, PlainFormat, Side
 from kvcal.strict import STRICT
 from kvcal.systems.aqua_kv.lattice import ALLOWED_BITS, LatticeLayout
 
@@ -35,22 +35,12 @@ class Format(PlainFormat):
             )
         return found
 
-    def ways(self) -> list[Way]:
-        return super().ways() if self.lattice_dim is None else [LATTICE]
+    def pages(self) -> Pages:
+        if self.lattice_dim is None:
+            return super().pages()
+        label = f"{self.num_bits} lattice d{self.lattice_dim}"
+        return Pages("lattice", label, LATTICE, self._lattice, takes_feedback=False)
 
-    @property
-    def kind(self) -> str:
-        return super().kind if self.lattice_dim is None else "lattice"
-
-    @property
-    def label(self) -> str:
-        return super().label if self.lattice_dim is None else f"{self.num_bits} lattice d{self.lattice_dim}"
-
-    @property
-    def takes_feedback(self) -> bool:
-        return self.lattice_dim is None and super().takes_feedback
-
-    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        if num_bits == RAW_BITS or self.lattice_dim is None:
-            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+    def _lattice(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
+        assert self.lattice_dim is not None
         return LatticeLayout(num_bits, self.lattice_dim, num_heads * head_dim, self.param_dtype)

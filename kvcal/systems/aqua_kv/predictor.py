@@ -125,8 +125,8 @@ class LinearPredictor:
         return weight, self.stored["bias"].to("cpu", torch.float64)
 
     def of_pages(self, num_heads: int, inputs: Sequence[Tensor]) -> Tensor:
-        """[M, N, 128, D] fp32: what it says about M pages of ``num_heads`` KV heads, from pages [M, .., 128, ..]
-        fp32: the source's; for values, this layer's keys after them."""
+        """[M, N, 128, D] fp32: what it says about M pages of ``num_heads`` KV heads, from pages [M, .., 128,
+        ..] fp32: the source's; for values, this layer's keys after them."""
         x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
         return self.apply(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)
 

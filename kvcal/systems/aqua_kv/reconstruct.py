@@ -31,7 +31,7 @@ from kvcal.models.forwards import Forward, LayerInputs, kept_inputs
 from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, page_positions, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, page_positions
 from kvcal.pages.rescale_and_rope import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
@@ -281,7 +281,7 @@ def _raw_pages(
             sample = pages.numbers[int(pages.row[~is_finite_P][0])]
             name = "keys" if side == "k" else "values"
             raise NonFiniteActivations(f"sequence {sample}: the {name} of layer {index} hold NaN or infinity")
-        packed_BNTD = without_sinks(pages_BNPTD.flatten(2, 3), layer.format(side).num_sink_tokens)
+        packed_BNTD = layer.format(side).packed(pages_BNPTD.flatten(2, 3))
         sides[side] = pages.chosen(_in_pages(packed_BNTD, pages.most))
     k_pre = unrotate(sides["k"], table, page_positions(pages.index))
     fmt, query_mean = layer.format("k"), None

@@ -15,10 +15,11 @@ is
 
     T = diag(l)^-exponent U' L'                       (WUSH-KV has exponent 1/4; with error feedback 7/16 errs less)
 
-Rotated pages (kvcal.systems.basis.rotated) add their Hadamard transform when they are packed. H and C get ``RIDGE``
-times their mean diagonal, so that T can be inverted. T is scaled to a mean variance of 1 in y. Left out: one
-T for all heads, which share no query; T within the projections' weights, which norms of queries and keys
-forbid; and a center of values, which on SmolLM2-135M made the KL worse (24.2 instead of 15.0 thousandths).
+Rotated pages (kvcal.systems.basis.rotated) add their Hadamard transform when they are packed. H and C get
+``RIDGE`` times their mean diagonal, so that T can be inverted. T is scaled to a mean variance of 1 in y. Left
+out: one T for all heads, which share no query; T within the projections' weights, which norms of queries and
+keys forbid; and a center of values, which on SmolLM2-135M made the KL worse (24.2 instead of 15.0
+thousandths).
 
 What enters decides bytes, so the sums of T (k - c) are sums of integers: T in 16 bits for each row and k - c
 in 24 bits for each token and head, in units of a power of two. A product is at most 2^38 and a sum of up to
@@ -107,8 +108,8 @@ def rounded(matrix: Tensor) -> Tensor:
 
 
 def _in_units(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    """x fp32 [..., D] as integers of so many bits, in fp64, and the unit of each row [..., 1], a power of two;
-    NaN of a row with a number that is not finite."""
+    """x fp32 [..., D] as integers of so many bits, in fp64, and the unit of each row [..., 1], a power of
+    two; NaN of a row with a number that is not finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     shift = num_bits - 1 - torch.frexp(largest).exponent.clamp_(min=LEAST_EXPONENTS[num_bits])
@@ -133,8 +134,8 @@ def fitted_basis(
     matrix = scale_ND.unsqueeze(2) * (vectors.mT @ lower.mT)
     variance_N = torch.einsum("nij,njk,nik->n", matrix, covariance, matrix)
     matrix = matrix * (matrix.shape[1] / variance_N).sqrt()[:, None, None]
-    # Of values that are all but 0, or beyond any range, T is as large, or nearly as small, as a plan takes it:
-    # rounding moves the inverse.
+    # Of values that are all but 0, or beyond any range, T is as large, or nearly as small, as a plan takes
+    # it: rounding moves the inverse.
     matrix = matrix * (LARGEST_ENTRY / _largest(matrix)).clamp_max(1.0)
     matrix = matrix * (_largest(torch.linalg.inv(matrix)) / (LARGEST_ENTRY / 2)).clamp_min(1.0)
     found, center = rounded(matrix.float()), None if center_ND is None else center_ND.float()

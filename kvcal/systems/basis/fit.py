@@ -7,8 +7,8 @@ values the sum of W_o' W_o over its query heads, without data. Both are taken to
 query is turned back by ``DISTANCES`` positions of keys, evenly from the first token to its own. Positions are
 stretched as for λ.
 
-With [basis], rotated pages get a basis (kvcal.systems.basis.basis) from the same forwards, of queries and keys
-weighted by what attention makes of an error, with each text at all places of the model's context, and
+With [basis], rotated pages get a basis (kvcal.systems.basis.basis) from the same forwards, of queries and
+keys weighted by what attention makes of an error, with each text at all places of the model's context, and
 feedback works in it. The center of keys stays 0 where attention has logits without a key, or soft caps:
 softmax then sees a constant.
 
@@ -20,7 +20,7 @@ of the loss.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ from kvcal.systems.basis.layout import ROTATED
 from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
 from kvcal.systems.basis.rotated import GAINED_BITS, gain_spec, value_gains
 
-SCHEMA = 6
+SCHEMA = 7
 SAMPLES = "samples"
 # Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations
 # alone.
@@ -121,8 +121,8 @@ class BasisRecord:
                 f"{stage} was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
                 hint=f"run {stage} again for this model",
             )
-        fed = self.factors.keys() & feedback_places(layers, SIDES)
-        based = self.bases.keys() & basis_places(layers, SIDES)
+        fed = self.factors.keys() & feedback_places(layers)
+        based = self.bases.keys() & basis_places(layers)
         changed = []
         for layer in layers:
             k, v = ((layer.geometry.index, side) for side in SIDES)
@@ -156,27 +156,27 @@ def fitted_layers(layers: tuple[LayerPlan, ...], spec: FeedbackSpec) -> tuple[La
     if not isinstance(spec, BasisSpec):
         return layers
     found: dict[Side, Format] = {}
-    for side in spec.sides:
+    for side in SIDES:
         every = (layer.format(side) for layer in layers if layer.is_paged)
         if first := next((fmt for fmt in every if fmt.kind == ROTATED), None):
             found[side] = replace(first, num_bits=2)
     return tuple(replace(x, k=found.get("k", x.k), v=found.get("v", x.v)) if x.takes_transforms else x for x in layers)
 
 
-def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
+def feedback_places(layers: tuple[LayerPlan, ...]) -> list[Place]:
     """Layers and sides whose codes feedback can choose."""
     return [
         (layer.geometry.index, side)
         for layer in layers
         for side in SIDES
-        if side in sides and layer.takes_transforms and layer.format(side).takes_feedback
+        if layer.takes_transforms and layer.format(side).takes_feedback
     ]
 
 
-def basis_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
+def basis_places(layers: tuple[LayerPlan, ...]) -> list[Place]:
     """Layers and sides whose pages take a basis: rotated ones, without other transforms."""
     found = []
-    for place in feedback_places(layers, sides):
+    for place in feedback_places(layers):
         layer, side = next(one for one in layers if one.geometry.index == place[0]), place[1]
         is_moved = not {*layer.transforms(side)} <= {FEEDBACK, BASIS}
         if layer.format(side).kind == ROTATED and not is_moved:
@@ -196,13 +196,13 @@ def run_basis(
 ) -> BasisRecord:
     """Calibrate, and write the record to ``path``; an earlier run of the same ``inputs`` that was interrupted
     is continued. ``layers`` and ``tensors``: the plan's, with all transforms."""
-    kind, places = spec.stage, feedback_places(layers, spec.sides)
+    kind, places = spec.stage, feedback_places(layers)
     if loaded.geometry.has_latents:
         reporter.say(f"{kind}: {LATENTS}")
     elif not places:
         reporter.say(f"{kind}: no layer has codes that could be chosen, nothing to calibrate")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, kind)
-    based = basis_places(layers, spec.sides) if isinstance(spec, BasisSpec) else []
+    based = basis_places(layers) if isinstance(spec, BasisSpec) else []
     by_index = {layer.geometry.index: layer for layer in layers}
     longest = max(map(len, data.sequences))
     _require_packed_tokens(based, by_index, longest)

@@ -1,5 +1,6 @@
 """Sums of what attention makes of errors in keys and values: products of queries and of output projections
-(error feedback), queries and keys weighted by that, and moments of keys and values (kvcal.systems.basis.basis).
+(error feedback), queries and keys weighted by that, and moments of keys and values
+(kvcal.systems.basis.basis).
 
 An error e of key s changes the logits of the queries t that read it by q_t . e, and the attention block's
 output, to first order, by p_ts (v_s - o_t) (q_t . e), where p are attention weights and o outputs. So query t
@@ -121,7 +122,8 @@ def output_products(weight_CHD: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def rotated(hessian_NDD: Tensor, signs_D: Tensor) -> Tensor:
-    """Of values x R', where R is the rotation of kvcal.systems.basis.rotated with these signs: R H R', fp64."""
+    """Of values x R', where R is the rotation of kvcal.systems.basis.rotated with these signs: R H R',
+    fp64."""
     basis = rotate_channels(torch.eye(len(signs_D)), signs_D).double()  # rows: the rotated unit vectors, so it is R'
     return basis.t() @ hessian_NDD @ basis
 

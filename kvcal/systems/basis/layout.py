@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.pages.layout_protocol import RAW_BITS, Layout
+from kvcal.pages.layout_protocol import Layout
 from kvcal.pages.ways import Way
-from kvcal.plan.plain_format import PlainFormat, Side
+from kvcal.plan.plain_format import Pages, PlainFormat, Side
 from kvcal.strict import STRICT
 from kvcal.systems.basis.rotated import SCALE_DTYPE, RotatedLayout
 
@@ -30,18 +30,10 @@ class Format(PlainFormat):
             found.append(f"scales of rotated pages have 8 bits: they take no param_dtype, found {self.param_dtype!r}")
         return found
 
-    def ways(self) -> list[Way]:
-        return [ROTATED_PAGES] if self.quantizer == ROTATED else super().ways()
+    def pages(self) -> Pages:
+        if self.quantizer != ROTATED:
+            return super().pages()
+        return Pages(ROTATED, f"{self.num_bits} {ROTATED} g{self.group_size}", ROTATED_PAGES, self._rotated)
 
-    @property
-    def kind(self) -> str:
-        return ROTATED if self.quantizer == ROTATED else super().kind
-
-    @property
-    def label(self) -> str:
-        return f"{self.num_bits} {ROTATED} g{self.group_size}" if self.quantizer == ROTATED else super().label
-
-    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        if num_bits == RAW_BITS or self.quantizer != ROTATED:
-            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+    def _rotated(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         return RotatedLayout(side, num_bits, self.axis, self.group_size, head_dim, SCALE_DTYPE, cache_dtype)

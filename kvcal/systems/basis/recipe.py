@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.plan.page_format import Side
 from kvcal.strict import STRICT, Size, TextTokens, knob
 from kvcal.systems import Section
 
@@ -20,15 +19,10 @@ class FeedbackSpec(Section):
 
     stage: ClassVar[str] = "feedback"
     excludes = {"progressive": "its pages round codes again"}
-    sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
     damping: Annotated[float, Field(ge=1e-4, le=10)] = knob(0.03, "Added to the Hessian, times its mean diagonal.")
     position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
     num_samples: Size = knob(16, "Calibration sequences.")
     seq_len: TextTokens = knob(2048, "Tokens of each at most.")
-
-    def __post_init__(self) -> None:
-        if not self.sides or len(set(self.sides)) < len(self.sides):
-            raise ValueError(f"sides = {list(self.sides)}, expected one or both of ['k', 'v']")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,7 +14,7 @@ whose targets are wider than values, a token tries ``CANDIDATES`` neighbouring s
 that step on, in all groups together. It keeps the one whose codes err least, by the costs of the factor.
 Codes of 2 bits lie nearer to 0 than what they stand for: a regression on Gaussians has a slope of .915, by a
 channel's cost from .86 to .98. Attention's sum over tokens averages errors, and keeps the slope: so values in
-a basis are divided by it first. For keys that raised the KL (docs/real.md). The record is that of a uniform
+a basis are divided by it first. For keys that raised the KL (docs/log.md). The record is that of a uniform
 page of codes per token without the zeros, which are -(2^b - 1) / 2 times the scales. An inner product of two
 tokens that are rotated alike is the one before: kernels rotate the query, and rotate back what values add up
 to. Sinks and recent tokens stay as the model made them. Left out: keys per channel, whose outliers a rotation
@@ -39,7 +39,7 @@ STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.0307623
 # What is left of a Gaussian's variance: the same table, at 8 bits with what scales of 8 bits add.
 DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.65e-05}
 SCALE_DTYPE = "float8_e5m2"
-LOWEST, CANDIDATES = 1.2, 3  # measured on one model (docs/real.md)
+LOWEST, CANDIDATES = 1.2, 3  # measured on one model (docs/log.md)
 # Of values in a basis: bits that have gains, the slope of a channel of mean cost, and of a factor e of that
 # cost.
 GAINED_BITS, SLOPE, SLOPE_OF_COST = 2, 0.915, 0.033

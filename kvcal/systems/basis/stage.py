@@ -76,14 +76,14 @@ def basis_folder(job: Job) -> BasisRecord:
 
 def with_calibration_of(spec: FeedbackSpec, layers: Layers, cache_dtype: CacheDtype) -> Layers:
     """All layers that may have feedback, or bases with it."""
-    keys: dict[str, Any] = {f"{side}_feedback": True for side in spec.sides}
+    keys: dict[str, Any] = {f"{side}_feedback": True for side in SIDES}
     if isinstance(spec, BasisSpec):
-        keys |= {f"{side}_basis": True for side in spec.sides} | {"v_gain": "v" in spec.sides}
+        keys |= {f"{side}_basis": True for side in SIDES} | {"v_gain": True}
 
     def calibrated(layer: LayerPlan) -> LayerPlan:
         formats: dict[str, Any] = {}
         if isinstance(spec, BasisSpec):
-            formats = {side: replace(layer.format(side), quantizer=ROTATED) for side in spec.sides}
+            formats = {side: replace(layer.format(side), quantizer=ROTATED) for side in SIDES}
         return replace(layer, **keys, **formats)
 
     return tuple(calibrated(layer) if layer.takes_transforms else layer for layer in layers)

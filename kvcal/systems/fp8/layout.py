@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, Layout, aligned_size, join_fields, require_finite
+from kvcal.pages.layout_protocol import PAGE_TOKENS, Layout, aligned_size, join_fields, require_finite
 from kvcal.pages.ways import NO_KERNELS, Way
-from kvcal.plan.plain_format import PlainFormat, Side
+from kvcal.plan.plain_format import Pages, PlainFormat, Side
 from kvcal.strict import STRICT
 
 FP8, BITS, LARGEST = "fp8", 8, 448.0
@@ -37,24 +37,12 @@ class Format(PlainFormat):
             found.append(f"quantizer = 'fp8' takes 8 bits, and no axis or group_size; found {self.num_bits} bits")
         return found
 
-    def ways(self) -> list[Way]:
-        return [FP8_PAGES] if self.quantizer == FP8 else super().ways()
+    def pages(self) -> Pages:
+        if self.quantizer != FP8:
+            return super().pages()
+        return Pages(FP8, f"{BITS} {FP8}", FP8_PAGES, self._fp8, takes_feedback=False)
 
-    @property
-    def kind(self) -> str:
-        return FP8 if self.quantizer == FP8 else super().kind
-
-    @property
-    def label(self) -> str:
-        return f"{BITS} {FP8}" if self.quantizer == FP8 else super().label
-
-    @property
-    def takes_feedback(self) -> bool:
-        return self.quantizer != FP8 and super().takes_feedback
-
-    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        if num_bits == RAW_BITS or self.quantizer != FP8:
-            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+    def _fp8(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         return Fp8Layout(head_dim, self.param_dtype)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.pages.layout_protocol import RAW_BITS, Layout
+from kvcal.pages.layout_protocol import Layout
 from kvcal.pages.ways import Way
-from kvcal.plan.plain_format import PlainFormat, Side
+from kvcal.plan.plain_format import Pages, PlainFormat, Side
 from kvcal.strict import STRICT
 from kvcal.systems.kitty.boost import Boost
 from kvcal.systems.kitty.scores import SCORES
@@ -41,27 +41,19 @@ class Format(PlainFormat):
                 )
         return found
 
-    def ways(self) -> list[Way]:
+    def pages(self) -> Pages:
         if self.boost is None:
-            return super().ways()
-        return [TIERS_BY_QUERIES if SCORES[self.boost.score].needs_queries else TIERS]
-
-    @property
-    def kind(self) -> str:
-        return super().kind if self.boost is None else "tiers"
-
-    @property
-    def label(self) -> str:
-        plain = super().label
-        return plain if self.boost is None else f"{plain}{''.join(map(str, self.boost.tiers))} {self.boost.score}"
+            return super().pages()
+        label = f"{super().pages().label}{''.join(map(str, self.boost.tiers))} {self.boost.score}"
+        way = TIERS_BY_QUERIES if SCORES[self.boost.score].needs_queries else TIERS
+        return Pages("tiers", label, way, self._tiered)
 
     @property
     def score(self) -> str | None:
         return super().score if self.boost is None else self.boost.score
 
-    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        if num_bits == RAW_BITS or self.boost is None:
-            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+    def _tiered(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
+        assert self.boost is not None
         tiers = tuple((tier.num_bits, tier.num_channels(head_dim), tier.above) for tier in self.boost.tiers)
         return TieredLayout(num_bits, tiers, self.group_size, head_dim, self.param_dtype, cache_dtype)
 

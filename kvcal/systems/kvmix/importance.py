@@ -19,6 +19,7 @@ from typing import Any
 from kvcal.plan.layer import bare_layers, in_formats
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Workload
+from kvcal.recipe import CacheSpec
 from kvcal.stages.allocate.record import Allocation, unbudgeted
 from kvcal.stages.profile.record import Profile
 from kvcal.systems.kvmix.recipe import ImportanceSpec
@@ -33,8 +34,7 @@ def kvmix_allocation(
     profile: Profile, spec: ImportanceSpec, workload: Workload, provenance: dict[str, Any]
 ) -> Allocation:
     """KVmix: formats by the gradient norms of the profile; rotary keys stay at 16 bits."""
-    cache = profile.setup.cache
-    formats = kvmix_formats(kvmix_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
+    formats = kvmix_formats(kvmix_scores(profile), spec, profile.setup.cache)
     layers = tuple(
         in_formats(layer, *formats[layer.geometry.index]) if layer.is_paged else layer
         for layer in bare_layers(profile.setup.geometry)
@@ -49,20 +49,16 @@ def kvmix_scores(profile: Profile) -> Scores:
     }
 
 
-def kvmix_formats(
-    scores: Scores, spec: ImportanceSpec, num_sink_tokens: int, param_dtype: str
-) -> dict[int, tuple[Format, Format]]:
+def kvmix_formats(scores: Scores, spec: ImportanceSpec, cache: CacheSpec) -> dict[int, tuple[Format, Format]]:
     """The formats of K and V of every layer in ``scores``, which holds the same layers for both sides."""
     layers, formats = sorted(scores["k"]), []
     for side in SIDES:
         important = important_layers(scores[side], spec.share)
-        formats.append([layer_format(side, i in important, spec, num_sink_tokens, param_dtype) for i in layers])
+        formats.append([layer_format(side, i in important, spec, cache) for i in layers])
     return dict(zip(layers, zip(*formats, strict=True), strict=True))
 
 
-def layer_format(
-    side: Side, is_important: bool, spec: ImportanceSpec, num_sink_tokens: int, param_dtype: str
-) -> Format:
+def layer_format(side: Side, is_important: bool, spec: ImportanceSpec, cache: CacheSpec) -> Format:
     """K per channel, V per token."""
     high_bits = spec.k_high_bits if side == "k" else spec.v_high_bits
     num_bits = high_bits if is_important else spec.low_bits
@@ -71,9 +67,9 @@ def layer_format(
         num_bits,
         axis="channel" if side == "k" else "token",
         group_size=spec.group_size,
-        num_sink_tokens=num_sink_tokens,
+        num_sink_tokens=cache.num_sink_tokens,
         recent_window=spec.min_window if rule is None and spec.window != "none" else 0,
-        param_dtype=param_dtype,  # type: ignore[arg-type]
+        param_dtype=cache.param_dtype,
         window_rule=rule,
     )
 

@@ -21,7 +21,7 @@ class WindowRule:
     ``clamped``: floor(share n), at least ``min_tokens``. ``paged``: kept <- floor(share (kept + 128)) for
     every page of 128 new tokens; it stays near 128 share / (1 - share), however long the text. The paper's
     rule, kept <- floor(share (kept + new)) for every update, keeps 819 tokens of a prompt of 4,096 at 20 %,
-    and none after five tokens of decoding: no window at all. README.md has a page with both side by side.
+    and none after five tokens of decoding: no window at all.
     """
 
     kind: Literal["clamped", "paged"]
@@ -35,6 +35,9 @@ class WindowRule:
                 f"share = {self.share} must be between 0 and 1, and 0 <= min_tokens = {self.min_tokens} <= "
                 f"max_tokens = {self.max_tokens} <= {MAX_UNQUANTIZED}"
             )
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}% {self.kind}, at most {self.max_tokens}"
 
     def window(self, num_tokens: int) -> int:
         """Tokens that stay unquantized at least, after ``num_tokens``."""

@@ -28,7 +28,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.layout_protocol import PAGE_TOKENS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -72,7 +72,7 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     assert score is not None
     N, T, D = k_post_NTD.shape
     P = T // PAGE_TOKENS
-    keys_NTD = without_sinks(k_post_NTD[:, : P * PAGE_TOKENS], fmt.num_sink_tokens)
+    keys_NTD = fmt.packed(k_post_NTD[:, : P * PAGE_TOKENS])
     pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
     magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
     queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
@@ -106,18 +106,15 @@ def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> B
     return Boost(boost.score, tuple(tiers)) if tiers else None
 
 
-def with_thresholds(
-    plan: Plan, thresholds: Mapping[int, float], scores: Scores | None = None, page_share: float = 1.0
-) -> Plan:
-    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: capacities
-    are fitted to ``page_share`` of these pages; else they stay as they are."""
+def with_thresholds(plan: Plan, thresholds: Mapping[int, float], scores: Scores, page_share: float = 1.0) -> Plan:
+    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one, and capacities that are
+    fitted to ``page_share`` of the pages of ``scores``."""
     layers = list(plan.layers)
     for position, layer in enumerate(layers):
         if layer.is_paged and (old := boost_of(layer.format("k"))) is not None:
             tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
             boost = Boost(old.score, tuple(tiers))
-            fitted = boost if scores is None else fitted_boost(boost, scores[layer.geometry.index], page_share)
-            keys: dict[str, Any] = {"boost": fitted}
+            keys: dict[str, Any] = {"boost": fitted_boost(boost, scores[layer.geometry.index], page_share)}
             layers[position] = replace(layer, k=replace(layer.format("k"), **keys))
     return replace(plan, layers=tuple(layers))
 

@@ -28,7 +28,7 @@ from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, Segment, tap
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS, without_sinks
+from kvcal.pages.layout_protocol import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.stages.calibration import calibration_inputs
 
@@ -38,17 +38,16 @@ QUIETEST = 2.0**-10
 
 
 def key_magnitudes(
-    loaded: LoadedModel, tokens_T: Tensor, position_scale: float, num_sink_tokens: Mapping[int, int]
+    loaded: LoadedModel, tokens_T: Tensor, position_scale: float, layers: Mapping[int, LayerPlan]
 ) -> dict[int, Tensor]:
     """Of one sequence, {layer: max|K_post| over the tokens after its sinks, fp64 [N, D] on the CPU, 0 without
-    any}, for the layers that ``num_sink_tokens`` names. NonFiniteActivations: NaN or infinity, naming the
-    layer."""
+    any}, for each of ``layers`` by index. NonFiniteActivations: NaN or infinity, naming the layer."""
     found: dict[int, Tensor] = {}
 
     def measure(captured: Captured) -> None:
-        if captured.layer not in num_sink_tokens:
+        if captured.layer not in layers:
             return
-        k_post_NTD = captured.k_post_BNTD[0, :, num_sink_tokens[captured.layer] :]
+        k_post_NTD = captured.k_post_BNTD[0, :, layers[captured.layer].format("k").num_sink_tokens :]
         if not bool(torch.isfinite(k_post_NTD).all()):
             raise NonFiniteActivations(f"keys of layer {captured.layer} hold NaN or infinity")
         largest_ND = k_post_NTD.abs().amax(1) if k_post_NTD.shape[1] else k_post_NTD.new_zeros(k_post_NTD.shape[::2])
@@ -101,5 +100,5 @@ def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, T
         codec = PageCodec.of_layer(layer, "k", cache_dtype, tensors)
         sinks, stored = fmt.num_sink_tokens, PAGE_TOKENS * num_pages
         cached = k_post_BNTD[0, :, :stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is given
-        found[0, :, sinks:stored] = codec.read_back(without_sinks(cached, sinks))[:, sinks:].to(found.dtype)
+        found[0, :, sinks:stored] = codec.read_back(fmt.packed(cached))[:, sinks:].to(found.dtype)
     return found

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.pages.layout_protocol import Layout
 from kvcal.pages.ways import Way
-from kvcal.plan.plain_format import PlainFormat, Side
+from kvcal.plan.plain_format import Pages, PlainFormat, Side
 from kvcal.strict import STRICT
 from kvcal.systems.pm_kvq.shrink import ShrinkingLayout
 
@@ -47,24 +47,13 @@ class Format(PlainFormat):
                 )
         return found
 
-    def ways(self) -> list[Way]:
-        return [SHRINKING] if self.shrink_at else super().ways()
-
-    @property
-    def kind(self) -> str:
-        return "shrinking" if self.shrink_at else super().kind
-
-    @property
-    def label(self) -> str:
+    def pages(self) -> Pages:
+        """Without error feedback: codes are rounded again."""
         if not self.shrink_at:
-            return super().label
+            return super().pages()
         bits = ">".join(str(self.start_bits >> n) for n in range(len(self.shrink_at) + 1))
-        return f"{bits} {self.axis} g{self.group_size}"
-
-    @property
-    def takes_feedback(self) -> bool:
-        """Not where codes are rounded again."""
-        return not self.shrink_at and super().takes_feedback
+        label = f"{bits} {self.axis} g{self.group_size}"
+        return Pages("shrinking", label, SHRINKING, self._shrinking, takes_feedback=False)
 
     @property
     def changes_at(self) -> tuple[int, ...]:
@@ -74,9 +63,7 @@ class Format(PlainFormat):
     def start_bits(self) -> int:
         return self.num_bits << len(self.shrink_at)
 
-    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        if not self.shrink_at:
-            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+    def _shrinking(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         return ShrinkingLayout(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
 
     def bits_at(self, columns: int) -> int:

@@ -179,9 +179,8 @@ class _Search:
 
     def magnitudes(self, sample: int) -> dict[int, Tensor]:
         """Those of one sequence, by layer."""
-        sinks = {index: layer.format("k").num_sink_tokens for index, layer in self.layers.items()}
         with naming(f"sample {sample}"):
-            return key_magnitudes(self.loaded, self.data.sequences[sample], self.position_scale, sinks)
+            return key_magnitudes(self.loaded, self.data.sequences[sample], self.position_scale, self.layers)
 
     def errors(self, magnitudes: Mapping[int, Tensor], sample: int) -> dict[str, Mean]:
         found: dict[str, Mean] = {}

@@ -6,10 +6,10 @@ from dataclasses import dataclass as plain_dataclass
 from pydantic.dataclasses import dataclass
 
 from kvcal.lazy_torch import Tensor
-from kvcal.pages.layout_protocol import RAW_BITS, Layout
+from kvcal.pages.layout_protocol import Layout
 from kvcal.pages.uniform import UniformLayout
 from kvcal.pages.ways import NO_KERNELS, Way
-from kvcal.plan.plain_format import PlainFormat, Side
+from kvcal.plan.plain_format import Pages, PlainFormat, Side
 from kvcal.strict import STRICT
 
 MIRRORED = Way("pages in a mirror", refused={"static": NO_KERNELS})
@@ -36,18 +36,11 @@ class Format(PlainFormat):
     def kinds(self) -> list[str]:
         return [*super().kinds(), *["mirrored"] * self.mirrored]
 
-    def ways(self) -> list[Way]:
-        return [MIRRORED] if self.mirrored else super().ways()
+    def pages(self) -> Pages:
+        plain = super().pages()
+        if not self.mirrored:
+            return plain
+        return Pages("mirrored", f"{plain.label} mirrored", MIRRORED, self._mirrored)
 
-    @property
-    def kind(self) -> str:
-        return "mirrored" if self.mirrored else super().kind
-
-    @property
-    def label(self) -> str:
-        return f"{super().label} mirrored" if self.mirrored else super().label
-
-    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
-        if num_bits == RAW_BITS or not self.mirrored:
-            return super().layout(side, num_heads, head_dim, cache_dtype, num_bits)
+    def _mirrored(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         return MirroredLayout(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)

@@ -5,6 +5,7 @@ import gc
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedMod
 
 def test_keys_before_rope_are_measured_before_rope(tmp_path: Path, llama: LoadedModel) -> None:
     tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
-    record = run(tmp_path, llama, layers_of(llama, k_pages="pre"), tables, replace(SPEC, sides=("k",)))
+    record = run(tmp_path, llama, layers_of(llama, k_pages="pre"), tables)
     total = sum(query_products(q, 2, torch.arange(q.shape[1]), rotary_table(16)) for q in queries_of(llama, 0))
     factor, _ = feedback_factor(total / sum(map(len, DATA.sequences)), 0.01)
     torch.testing.assert_close(record.factors[0, "k"], factor, rtol=2e-3, atol=1e-4)
@@ -299,6 +300,19 @@ def test_keys_get_no_center_where_softmax_sees_a_constant(tmp_path: Path, llama:
         assert centers and all(bool(center.any()) == (name == "neither") for center in centers)
 
 
+def test_without_a_context_or_known_positions_a_basis_is_of_the_texts_places(tmp_path, llama, monkeypatch) -> None:
+    layers, listener, found = layers_of(llama, ROTATED, ROTATED), Listener(), {}
+    found["context"] = run(tmp_path / "context", llama, layers, spec=WITH_BASIS)
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadedModel, "max_context", None)
+        found["endless"] = run(tmp_path / "endless", llama, layers, spec=WITH_BASIS)
+    monkeypatch.setattr(basis_stage, "rotary_maps", Mock(side_effect=UnsupportedModel("unknown RoPE")))
+    found["unknown"] = run(tmp_path / "unknown", llama, layers, spec=WITH_BASIS, reporter=listener)
+    assert "basis: bases are fitted to the first 200 positions alone: unknown RoPE" in listener.said
+    bases = {name: record.bases[0, "k"].matrix for name, record in found.items()}
+    assert torch.equal(bases["endless"], bases["unknown"]) and not torch.equal(bases["context"], bases["unknown"])
+
+
 def test_only_codes_of_2_bits_have_gains(tmp_path: Path, llama: LoadedModel) -> None:
     record = run(tmp_path, llama, layers_of(llama, ROTATED, ROTATED), spec=WITH_BASIS)
     for bits in (1, 2, 3, 4):
@@ -348,9 +362,9 @@ def test_only_rotated_pages_without_transforms_get_a_basis(tmp_path: Path, llama
     assert {side for _, side in record.bases} == {"v"} and {side for _, side in record.factors} == {"k", "v"}
     for moved in ({"k_offset": True}, {"k_rescale": True}, {"k_pages": "pre"}):
         layers = layers_of(llama, ROTATED, ROTATED, **moved)
-        assert not basis_stage.basis_places(layers, ("k",)) and basis_stage.basis_places(layers, ("v",))
+        assert {side for _, side in basis_stage.basis_places(layers)} == {"v"}
     shrinking = Format(2, "token", 128, param_dtype="float32", shrink_at=(100,))
-    assert basis_stage.feedback_places(layers_of(llama, K, shrinking), ("k", "v")) == [(0, "k"), (1, "k")]
+    assert basis_stage.feedback_places(layers_of(llama, K, shrinking)) == [(0, "k"), (1, "k")]
     for layer in record.apply(layers_of(llama, K, RAW)):  # bits are chosen later: these at 16
         assert layer.k_feedback and not (layer.v_feedback or layer.v_basis or layer.v_gain)
     layer = layers_of(llama, ROTATED, V)[0]

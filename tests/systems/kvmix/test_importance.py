@@ -108,7 +108,7 @@ def test_formats_are_the_papers() -> None:
     """20 % of the layers at 3 (K) and 4 (V) bits with windows of 20 %, the others at 2 bits with 10 %."""
     layers = [0, 1, 2, 4, 5, 6, 8, 9, 10, 12]
     scores = random_scores(layers, 3)
-    formats = kvmix_formats(scores, ImportanceSpec(), 0, "float16")
+    formats = kvmix_formats(scores, ImportanceSpec(), CacheSpec(num_sink_tokens=0))
     assert list(formats) == layers
     for number, side in enumerate(("k", "v")):
         best = sorted(layers, key=lambda index: scores[side][index])[-2:]
@@ -141,5 +141,5 @@ def test_the_recipes_are_the_paper_and_its_windows() -> None:
         same = replace(recipe.importance, window="paged", min_window=0, max_window=512)
         assert same == ImportanceSpec()
         scores = {"k": {0: 2.0, 1: 1.0}, "v": {0: 2.0, 1: 1.0}}
-        (k, v), _ = kvmix_formats(scores, recipe.importance, 0, recipe.cache.param_dtype).values()
+        (k, v), _ = kvmix_formats(scores, recipe.importance, recipe.cache).values()
         assert (k.max_window, v.max_window) == (window, window)

@@ -16,23 +16,24 @@ from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import KIND, SCHEMA
+from kvcal.recipe import CacheSpec
 from kvcal.systems.kvmix.importance import layer_format
 from kvcal.systems.kvmix.recipe import ImportanceSpec
 from kvcal.systems.kvmix.window_rule import WindowRule
 
-PAPER = ImportanceSpec()
+PAPER, NO_SINKS = ImportanceSpec(), CacheSpec(num_sink_tokens=0)
 HEADS = 2
 # Every kind of rule, with sinks and without; K and V of four plans. 60 % jumps by 76 tokens at the first
 # page.
 K_FORMATS = (
-    layer_format("k", True, PAPER, 0, "float16"),
-    layer_format("k", False, PAPER, 3, "float16"),
+    layer_format("k", True, PAPER, NO_SINKS),
+    layer_format("k", False, PAPER, CacheSpec(num_sink_tokens=3)),
     Format(2, "channel", 32, 0, 0, window_rule=WindowRule("paged", 0.6, 192)),
     Format(3, "channel", 64, 5, 0, "bfloat16", window_rule=WindowRule("paged", 0.6, 50, 7)),
 )
 V_FORMATS = (
-    layer_format("v", True, PAPER, 0, "float16"),
-    layer_format("v", False, replace(PAPER, window="clamped"), 0, "float16"),
+    layer_format("v", True, PAPER, NO_SINKS),
+    layer_format("v", False, replace(PAPER, window="clamped"), NO_SINKS),
     Format(2, "token", 32, 1, 0, window_rule=WindowRule("clamped", 0.5, 130, 20)),
     Format(4, "token", 128, 60, 0, window_rule=WindowRule("clamped", 0.3, 512)),
 )

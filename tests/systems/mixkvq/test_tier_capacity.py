@@ -162,13 +162,12 @@ def test_rooms_of_pages_that_nothing_boosts_and_of_very_wide_heads() -> None:
 def test_thresholds_are_put_into_the_plan() -> None:
     loaded = as_loaded(tiny_llama())
     plan = make_plan(loaded, (format_of(), V))
-    same_rooms = with_thresholds(plan, {16: 0.9, 4: 0.2})
-    assert same_rooms.layers[1].k.boost == Boost("query_range", (Tier(16, 0.25, 0.9), Tier(4, 0.5, 0.2)))
-    assert same_rooms.predicted_bytes == plan.predicted_bytes and same_rooms.layers[0].v == plan.layers[0].v
     scores = measure_scores(loaded, plan, text(300, 270), Silent())
     assert sorted(scores) == [0, 1] and scores[0].shape == (4, 2, 8)
     costs = [with_thresholds(plan, {16: high, 4: low}, scores) for high, low in ((1e9, 1e9), (1e9, 1.0), (1.0, 0.5))]
-    assert costs[0].layers[0].k.boost is None
+    assert costs[0].layers[0].k.boost is None and costs[2].layers[0].v == plan.layers[0].v
+    boost = costs[2].layers[1].k.boost
+    assert boost is not None and {tier.num_bits: tier.above for tier in boost.tiers} == {16: 1.0, 4: 0.5}
     assert costs[0].predicted_bytes < costs[1].predicted_bytes < costs[2].predicted_bytes
     assert key_code_bits(costs[0], scores) == 2
     assert with_thresholds(make_plan(loaded), {16: 0.9, 4: 0.2}, scores) == make_plan(loaded)

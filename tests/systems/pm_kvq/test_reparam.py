@@ -15,10 +15,12 @@ from tiny_models import _IDS, _SHAPE, _build, as_loaded, built
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.supported_layers import geometry_of
 from kvcal.models.taps import tap
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.systems.pm_kvq import reparam as reparam_stage
@@ -63,9 +65,13 @@ def test_lambda_is_the_formula(alpha):
         assert torch.equal(found, torch.ones_like(found))
 
 
+def with_sinks(count: int) -> LayerPlan:
+    return LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), Format(2, "token", 32, count), Format(2))
+
+
 def magnitudes_of(loaded: LoadedModel, scale: float, index: int, sinks: int) -> Tensor:
     """Merged over the sequences."""
-    found = [key_magnitudes(loaded, tokens_T, scale, {index: sinks})[index] for tokens_T in DATA.sequences]
+    found = [key_magnitudes(loaded, tokens_T, scale, {index: with_sinks(sinks)})[index] for tokens_T in DATA.sequences]
     return torch.stack(found).amax(0)
 
 
@@ -79,7 +85,7 @@ def test_magnitudes_are_those_of_the_keys_after_the_sinks(outliers):
             outliers.model(tokens_T[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
     for index, parts in keys.items():
         assert torch.equal(magnitudes_of(outliers, 4.0, index, 3), torch.cat(parts, dim=1).abs().amax(1))
-    assert not key_magnitudes(outliers, DATA.sequences[1], 1.0, {0: 60})[0].any()
+    assert not key_magnitudes(outliers, DATA.sequences[1], 1.0, {0: with_sinks(60)})[0].any()
 
 
 def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND: Tensor) -> float:

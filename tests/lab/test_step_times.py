@@ -1,5 +1,5 @@
-"""``kvcal inspect --times`` on a CPU, where the kernels' reference runs and a clock says 10 µs; and the scripts that
-use it."""
+"""Times of steps on a CPU, where the kernels' reference runs and a clock says 10 µs; and the script that takes
+them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import step_times
 import torch
 from cache_cases import KIVI_2
-from cli_cases import ran_well, run_kvcal
 
-from kvcal import bench, save_plan
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
@@ -34,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What calls returned; every call takes 10 µs on a device that is the CPU."""
     found: list[torch.Tensor] = []
 
-    def replay_us(step: bench.Call, prepared: Sequence[bench.Call]) -> list[float]:
+    def replay_us(step: step_times.Call, prepared: Sequence[step_times.Call]) -> list[float]:
         """A replay for each call before it; of a cache, the first of them alone runs."""
         prepared[0]()
         made = step()
@@ -42,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return [10.0] * len(prepared)
 
     gpu = SimpleNamespace(L2_cache_size=10, total_memory=1 << 40, name="Test GPU")
-    monkeypatch.setattr(bench, "replay_us", replay_us)
+    monkeypatch.setattr(step_times, "replay_us", replay_us)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu.name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -53,8 +52,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("workload", [WORKLOAD, Workload(2, 1500)])
 def test_a_step_attends_to_all_tokens_and_its_own(plan: Plan, workload: Workload) -> None:
     """Each call equals fp64 attention over what the layer reads back as dense keys and values."""
-    layers = bench.filled_layers(plan, plan.layers, workload, torch.device("cpu"))
-    context, (first, second) = workload.context, bench.step_calls(layers)
+    layers = step_times.filled_layers(plan, plan.layers, workload, torch.device("cpu"))
+    context, (first, second) = workload.context, step_times.step_calls(layers)
     outputs = [first(), second()]
     assert isinstance(first, partial)
     q, k_new, v_new = first.args[:3]
@@ -76,15 +75,15 @@ def test_times_are_of_rows_at_random_phases_and_of_rows_that_pack_at_once(monkey
     """A step takes 40 µs, and 8 µs for each row that fills a page; the first round is disturbed."""
     lengths, workload, seen = torch.zeros(5, dtype=torch.int32), Workload(5, 4000), []
 
-    def replay_us(step: bench.Call, prepared: Sequence[bench.Call]) -> list[float]:
+    def replay_us(step: step_times.Call, prepared: Sequence[step_times.Call]) -> list[float]:
         for prepare in prepared:
             prepare()
             seen.append(lengths.clone())
         full = [float((one % 128 == 127).sum()) for one in seen]
         return [40 + 8 * count + 99 * (n < 384) for n, count in enumerate(full)]
 
-    monkeypatch.setattr(bench, "replay_us", replay_us)
-    times = bench.step_times(lambda: None, lengths, workload, layers=4)
+    monkeypatch.setattr(step_times, "replay_us", replay_us)
+    times = step_times.step_times(lambda: None, lengths, workload, layers=4)
     assert (times.us, times.longest_us, times.in_phase_us) == (10, 12, 20) and 10 < times.us_99 <= 12
     mean = (40 * 128 + 8 * 5) / 128
     assert times.packing == pytest.approx(1 - 40 / mean)
@@ -93,24 +92,18 @@ def test_times_are_of_rows_at_random_phases_and_of_rows_that_pack_at_once(monkey
     assert len({tuple(row.tolist()) for row in tokens[:128]}) == 128, "each of the phases once"
 
 
-def test_layers_alike_share_a_row_and_refusals_have_a_reason(plan: Plan, clock: list[torch.Tensor]) -> None:
-    first, *others = plan.layers
-    rows = bench.time_layers(plan, WORKLOAD, torch.device("cpu"))
-    assert [row.layers for row in rows] == [tuple(layer.geometry.index for layer in (first, *others))]
-    assert rows[0].step is not None and rows[0].nbytes == first.nbytes("bfloat16", (300, 300), 300)
-    assert (rows[0].step.us, rows[0].step.mean_us, rows[0].dense_us) == (5.0, 5.0, 5.0)
-    assert all(output.isfinite().all() for output in clock)
-    lattice = LayerPlan(first.geometry, Format(2, lattice_dim=2), Format(2))
-    with pytest.raises(bench.UnsupportedModel, match="lattice"):
-        bench.filled_layers(plan, [lattice], WORKLOAD, torch.device("cpu"))
+def test_layers_that_kernels_do_not_read_are_refused(plan: Plan) -> None:
+    lattice = LayerPlan(plan.layers[0].geometry, Format(2, lattice_dim=2), Format(2))
+    with pytest.raises(step_times.UnsupportedModel, match="lattice"):
+        step_times.filled_layers(plan, [lattice], WORKLOAD, torch.device("cpu"))
 
 
 def test_a_step_in_a_basis_enters_and_leaves_it(lab_script: Callable[..., dict[str, Any]]) -> None:
     """The default plan: layers of other bits are other rows; steps store their token in the basis."""
     default_plan = lab_script("shared")["default_plan"]
     made = default_plan(Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 64, 64) for n in range(3))), 3.0)
-    layers = bench.filled_layers(made, made.layers, Workload(2, 300), torch.device("cpu"))
-    (call, *_), store = bench.step_calls(layers), layers[0].store
+    layers = step_times.filled_layers(made, made.layers, Workload(2, 300), torch.device("cpu"))
+    (call, *_), store = step_times.step_calls(layers), layers[0].store
     assert isinstance(call, partial)
     basis, (_, k_new, v_new) = store.step.bases[0], call.args[:3]
     call()
@@ -120,36 +113,13 @@ def test_a_step_in_a_basis_enters_and_leaves_it(lab_script: Callable[..., dict[s
     assert not torch.equal(store.sides["v"].ring[:, :, place], v_new)
 
 
-def test_the_command_prints_a_row_for_each_kind_of_layer(plan: Plan, clock: list[torch.Tensor], tmp_path: Path) -> None:
-    save_plan(plan, tmp_path / "plan.safetensors")
-    timed = ("inspect", tmp_path / "plan.safetensors", "--times")
-    value = ran_well(*timed, "--batch", 2, "--context", 300, "--json").json
-    found = value["times"]
-    assert found["device"] == "Test GPU" and value["workload"] == {"batch": 2, "context": 300}
-    assert found["plan_sha256"] == plan.sha256
-    (layer,) = found["layers"]
-    assert layer["step"]["longest_us"] == layer["step"]["us"] and layer["step"]["packing"] == 0.0
-    shown = ran_well(*timed).out
-    assert "A step of a layer of plan.safetensors, for m, on Test GPU, batch 2 x 300 tokens" in " ".join(shown.split())
-    assert f"{layer['dense_us'] / layer['step']['us']:.2f}x" in shown
-
-
-def test_without_a_gpu_it_ends_with_code_6(plan: Plan, tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    save_plan(plan, tmp_path / "plan.safetensors")
-    done = run_kvcal("inspect", tmp_path / "plan.safetensors", "--times")
-    assert done.code == 6 and "needs a CUDA device" in done.err
-
-
 @pytest.mark.gpu
-def test_on_a_gpu_times_are_times(plan: Plan, tmp_path: Path) -> None:
-    save_plan(plan, tmp_path / "plan.safetensors")
-    timed = ("inspect", tmp_path / "plan.safetensors", "--times", "--batch", 2, "--context", 4096, "--json")
-    (row,) = ran_well(*timed).json["times"]["layers"]
-    step = row["step"]
-    assert 1 < step["us"] <= step["us_99"] <= step["longest_us"] < 10_000 and 1 < row["dense_us"] < 10_000
-    assert step["in_phase_us"] > step["us"] and 0 <= step["packing"] < 1
+def test_on_a_gpu_times_are_times(plan: Plan) -> None:
+    workload, device = Workload(2, 4096), torch.device("cuda")
+    step = step_times.layers_times(step_times.filled_layers(plan, plan.layers, workload, device), workload)
+    dense = step_times.dense_us(plan.layers[0], workload, torch.bfloat16, device)
+    assert 1 < step.us <= step.us_99 <= step.longest_us < 10_000 and dense is not None and 1 < dense < 10_000
+    assert step.in_phase_us > step.us and 0 <= step.packing < 1
 
 
 PRODUCT = "--tiny --shape 2x300 --prompt 300 --chunk 200 --context 300 --batch 1 --memory 0.001"

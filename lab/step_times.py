@@ -1,4 +1,4 @@
-"""Time of a decoding step over a plan's packed pages, next to a step at 16 bits: ``kvcal inspect --times``.
+"""Time of a decoding step over a plan's packed pages, next to a step at 16 bits.
 
 A step of a layer is all that its cache does for one new token of every row: keys and values enter their
 basis, are stored, and fill pages, which are packed; queries turn, attention reads sinks, pages and ring, and
@@ -11,7 +11,6 @@ values, and attends by the fastest backend of torch's SDPA.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import statistics
@@ -28,14 +27,14 @@ from transformers import LlamaConfig
 
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.static_layer import StaticPages
-from kvcal.errors import KvcalError, SlowPath, UnsupportedModel
+from kvcal.errors import SlowPath, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import refusals
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import needed_nbytes, needed_tensors
+from kvcal.plan.tensors import needed_tensors
 from kvcal.store.layer_store import NewTokens
 
 Call = Callable[[], object]
@@ -57,42 +56,6 @@ class StepTimes:
     longest_us: float
     in_phase_us: float
     packing: float
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """``layers``: indices of layers that are alike; ``nbytes``: of the cache of one. ``step`` is one layer's,
-    None with a ``reason``; ``dense_us``: of a step at 16 bits, None where no backend takes the shape."""
-
-    layers: tuple[int, ...]
-    k: str
-    v: str
-    nbytes: int
-    step: StepTimes | None = None
-    dense_us: float | None = None
-    reason: str = ""
-
-
-def time_layers(plan: Plan, workload: Workload, device: torch.device) -> list[LayerTime]:
-    """A row for each distinct layer with pages; layers that differ in nothing but their index are alike."""
-    alike: dict[LayerPlan, list[LayerPlan]] = {}
-    for layer in plan.layers:
-        if layer.is_paged:
-            alike.setdefault(replace(layer, geometry=replace(layer.attention, index=0)), []).append(layer)
-    rows = []
-    for first, *others in alike.values():
-        nbytes = first.nbytes(plan.cache_dtype, workload.lengths, workload.context)
-        copies = num_copies(nbytes + needed_nbytes((first,), plan.cache_dtype), device)
-        k, v = (fmt.label for fmt in first.formats)
-        row = LayerTime(tuple(layer.geometry.index for layer in (first, *others)), k, v, nbytes)
-        try:
-            row = replace(row, step=layers_times(filled_layers(plan, [first] * copies, workload, device), workload))
-        except (KvcalError, torch.OutOfMemoryError) as refused:
-            row = replace(row, reason=refused.message if isinstance(refused, KvcalError) else "out of memory")
-        gc.collect()  # layers of a cache know each other
-        torch.cuda.empty_cache()
-        rows.append(replace(row, dense_us=dense_us(first, workload, CACHE_DTYPES[plan.cache_dtype], device)))
-    return rows
 
 
 def num_copies(nbytes: int, device: torch.device) -> int:

@@ -9,23 +9,25 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from artifact_subjects import profile, save_comparison, search_result
+from artifact_subjects import profile, search_result
 from report_cases import K3, UNIFORM, V2, attention, evaluation, plan_of, row
 
 from kvcal.data.reading import TuneSpec
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.geometry import StateGeometry
-from kvcal.measured_rows import decimal, dots_of, of_evaluation
 from kvcal.plan.damage import Damage, SideDamage, save_damage
 from kvcal.plan.layer import parts_of
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.progress import SILENT
-from kvcal.report import _cost_units, _costs, write_report
+from kvcal.quantities import format_kl
+from kvcal.records import write_json
+from kvcal.report import _cost_units, _costs, dots_of, of_comparison, of_evaluation, write_report
+from kvcal.stages import compare
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import BudgetSplit, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
-from kvcal.stages.compare import Comparison, Entry
+from kvcal.stages.compare import Comparison, Entry, verdict
 from kvcal.stages.evaluate.stage import save_evaluation
 from kvcal.stages.search import save as save_search
 from kvcal.stages.tune import Outcome, tune
@@ -89,7 +91,8 @@ def compared(folder: Path, name: str = "a-model") -> None:
             (f"{name} @ 3", 3.0, 0.01, 7),
         )
     )
-    save_comparison(Comparison(name, {}, "text", "f", 1, UNIFORM.workload, entries), folder / "compare.json")
+    found = Comparison(name, {}, "text", "f", 1, UNIFORM.workload, entries)
+    write_json(folder / "compare.json", compare.KIND, compare.SCHEMA, found)
 
 
 def tuned(folder: Path) -> None:
@@ -119,7 +122,6 @@ def test_plan_budget_and_evaluation_state_the_records_figures(tmp_path: Path) ->
     plan = planned(tmp_path)
     found = report(tmp_path)
     assert sections_of(found) == ["gain", "lost", "measured", "bytes", "layers", "next", "details"]
-    assert {path.name for path in tmp_path.glob("*.png")} == {"bits.png", "quality.png"}
     cells = {cells[0]: cells[1:] for cells in rows_of(found)}
     assert cells["budget"][1] == str(plan.predicted_bytes + 7_000_000)
     assert [cells[name][1] for name in ("weights", "workspace", "left over")] == ["3000000", "1000000", "3000000"]
@@ -284,6 +286,16 @@ def test_points_lie_on_one_axis_of_kl() -> None:
         "16-bit": ("rival", 0, 0), "kivi-2": ("rival", pytest.approx(50), pytest.approx(47.7, abs=0.1)),
         "plan": ("kvcal", 0, 0),
     }  # fmt: skip
-    assert [decimal(kl, error) for kl, error in ((0.81, 0.002), (0.0078, 0.01), (5e-5, 1e-5), (0.25, None))] == [
+    assert [format_kl(kl, error) for kl, error in ((0.81, 0.002), (0.0078, 0.01), (5e-5, 1e-5), (0.25, None))] == [
         "0.810 ± 0.002", "0.0078 ± 0.0100", "below 0.0001", "0.25"
     ]  # fmt: skip
+
+
+def test_plans_of_the_recipe_of_kvcal_plan_are_kvcals_own() -> None:
+    entries = tuple(
+        Entry(name, name.partition(" @")[0], "r", None, name == "kivi-2", None, row(name, UNIFORM, 0.1, 4))
+        for name in ("kivi-2", "default @ 2.5", "default @ 3", "kitty")
+    )
+    comparison = Comparison("m", {}, "text", "f", 1, UNIFORM.workload, entries)
+    roles = {one.name: one.role for one in of_comparison(comparison, verdict(comparison))}
+    assert roles == {"kivi-2": "rival", "default @ 2.5": "kvcal", "default @ 3": "kvcal", "kitty": "other"}
