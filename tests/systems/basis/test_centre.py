@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_cases import save_llama
 from evaluation_cases import as_loaded
 from listener import Listener
 from reparam_cases import outlier_model
 from tiny_models import VOCAB_SIZE, built
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
 
+from kvcal import Folder, build_plan, load_model, load_recipe
 from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
@@ -60,7 +62,7 @@ def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
     """The stored mean is that of an fp64 loop after the first tokens, and pages are read back to 4 bits."""
     loaded = as_loaded(built(name))
     layers = layers_in(loaded, LATTICE)
-    found = centring(loaded, layers, list(TOKENS), Listener())
+    found = centring(loaded, layers, [*TOKENS[0, :FIRST].expand(9, FIRST), *TOKENS], Listener())
     applied, tensors = found.apply(layers), layout_tensors(layers) | found.tensors()
     assert {x.geometry.index for x in applied if x.k_offset} == {x.geometry.index for x in layers if x.is_paged}
     for layer in filter(lambda layer: layer.k_offset, applied):
@@ -120,8 +122,29 @@ def test_kernels_formats_take_a_constant_where_it_serves() -> None:
                 sin = sum(math.sin(p * frequency) for p in range(0, 32768, 7)) / len(range(0, 32768, 7))
                 expected_N = k_pre_ND[:, a] * cos - k_pre_ND[:, b] * sin
                 torch.testing.assert_close(offset_ND[:, a].double(), expected_N, rtol=1e-4, atol=1e-4)
+        before = centring(loaded, (replace(layer, k_offset=False, k_pages="pre"),), list(TOKENS % 128), notes)
+        assert "layers.0.rotary" in before.stored
+        torch.testing.assert_close(before.stored["layers.0.k_offset"].double(), k_pre_ND, rtol=1e-4, atol=1e-4)
     assert places == {7: (True, "post"), 0: (True, "pre")}
     assert len(notes.said) == 1 and "layers [0]" in notes.said[0]
+
+
+@pytest.mark.parametrize(("share", "is_stored"), [(0.003, False), (0.05, True)])
+def test_a_constant_is_taken_out_from_a_hundredth_of_the_variance_on(share: float, is_stored: bool) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e8}
+    model = outlier_model(1, 1.0, Qwen2Config, rope_parameters=rope)
+    loaded, projection = as_loaded(model), model.model.layers[0].self_attn.k_proj
+
+    def keys() -> Tensor:
+        return keys_of(loaded, TOKENS % 128)[0].k_pre_BNTD[:, :, FIRST:].transpose(0, 1).flatten(1, 2)
+
+    with torch.no_grad():
+        projection.bias.zero_()
+        projection.bias.sub_(keys().mean(1).flatten())  # no constant but that of the slowest channel
+        variance = float(keys().var(1).sum())
+        projection.bias.view(2, 16)[:, 7] += (share * variance / 2) ** 0.5
+    found = centring(loaded, layers_in(loaded, BY_TOKEN), list(TOKENS % 128), Listener())
+    assert bool(found.stored) == is_stored
 
 
 def test_other_layers_keep_theirs(tmp_path: Path) -> None:
@@ -147,3 +170,13 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
         loaded.model.model.layers[0].self_attn.k_proj.bias[0] = math.inf
     with pytest.raises(NonFiniteActivations, match="keys of layer 0"):
         centring(loaded, layers, list(TOKENS), Listener())
+
+
+def test_means_that_no_layer_takes_any_more_leave_the_folder(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    loaded = load_model(str(save_llama(tmp_path / "model", tokenizer)), device="cpu")
+    folder = Folder.create(tmp_path / "out")
+    for recipe, has_means in (("higgs-2", True), ("kivi-2", False)):
+        plan = build_plan(loaded, folder, load_recipe(recipe), Workload(1, 512))
+        assert folder.centre.exists() == has_means == any(layer.k_offset for layer in plan.layers)
