@@ -54,8 +54,8 @@ class TransformStage:
     stages; ``is_of``: whether it comes after the formats of a recipe are chosen. ``make``: its record, in the
     job's folder, or the one that is there. ``every``: the layers with all transforms that a section may lead
     to, whose bytes are kept free. ``show``: of its record, JSON, a title, a header and rows. ``is_optional``:
-    it has no section, and may find nothing to do. ``fitted``: the layers that a record was fitted for, where a
-    plan has these; None: these."""
+    it has no section, and may find nothing to do. ``fitted``: the layers that a record was fitted for, where
+    a plan has these; None: these."""
 
     name: str
     order: int
