@@ -88,10 +88,8 @@ def test_what_is_allowed_is_written_and_marked(model: Path, refused: Outcome) ->
     assert "warning: the plan destroys the model" in told.err
 
 
-def test_every_command_that_measures_refuses_it(model: Path, plan: Path, tmp_path: Path) -> None:
-    assert named(run_kvcal("inspect", plan, "--model", model))
-    short = ("--tasks", "", "--samples", 1, "--seq-len", 1024)
-    assert named(run_kvcal("eval", plan, "--model", model, "--out", tmp_path / "eval", *short))
+def test_commands_that_make_a_plan_refuse_it(model: Path, tmp_path: Path) -> None:
+    """Those that measure a plan are in test_damage.py."""
     out = ("--model", model, "--out", tmp_path / "out", *SIZES)
     knobs = ("tasks=[]", "against=[]", "data.num_samples=1", "data.seq_len=1024")
     assert named(run_kvcal("run", "default", *out, *SETS, *(f"--set=evaluate.{knob}" for knob in knobs)))

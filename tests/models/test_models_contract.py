@@ -49,9 +49,10 @@ SHAPES = {
 # Bytes of the state besides keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a
 # convolution over their channels and twice 8.
 BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}
-LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}
+# Of docs/models.md: families whose keys before RoPE are not known, and layers that do not turn.
 WITHOUT_K_PRE = {"llama4"}  # its keys are normalised after RoPE
 WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}, "llama4": {3}}
+LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}
 
 
 class Nudging(DynamicCache):

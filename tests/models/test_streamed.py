@@ -89,12 +89,10 @@ def with_places(folder: Path, num_kept: int, num_places: int) -> LoadedModel:
     return loaded
 
 
-def profile_bytes(
-    loaded: LoadedModel, folder: Path, reporter: object = None, data: TokenDataset = DATA, spec: ProfileSpec = SPEC
-) -> bytes:
+def profile_bytes(loaded: LoadedModel, folder: Path, data: TokenDataset = DATA, spec: ProfileSpec = SPEC) -> bytes:
     folder.mkdir(exist_ok=True)
     path = folder / "profile.safetensors"
-    profile_stage.run_profile(loaded, data, spec, CACHE, {"data.fingerprint": "f"}, path, reporter or Silent())
+    profile_stage.run_profile(loaded, data, spec, CACHE, {"data.fingerprint": "f"}, path, Silent())
     return path.read_bytes()
 
 

@@ -9,7 +9,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from artifact_subjects import profile, save_comparison, search_result
+from artifact_subjects import profile, search_result
 from report_cases import K3, UNIFORM, V2, attention, evaluation, plan_of, row
 
 from kvcal.data.reading import TuneSpec
@@ -21,7 +21,9 @@ from kvcal.plan.layer import parts_of
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.quantities import format_kl
+from kvcal.records import write_json
 from kvcal.report import _cost_units, _costs, dots_of, of_comparison, of_evaluation, write_report
+from kvcal.stages import compare
 from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.record import BudgetSplit, layer_bytes, unbudgeted
 from kvcal.stages.allocate.record import save as save_allocation
@@ -89,7 +91,8 @@ def compared(folder: Path, name: str = "a-model") -> None:
             (f"{name} @ 3", 3.0, 0.01, 7),
         )
     )
-    save_comparison(Comparison(name, {}, "text", "f", 1, UNIFORM.workload, entries), folder / "compare.json")
+    found = Comparison(name, {}, "text", "f", 1, UNIFORM.workload, entries)
+    write_json(folder / "compare.json", compare.KIND, compare.SCHEMA, found)
 
 
 def tuned(folder: Path) -> None:

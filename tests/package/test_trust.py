@@ -3,12 +3,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import soak_caches
 import threaded_requests
-from artifact_subjects import subjects
+from artifact_subjects import RECORDS, plans
 from fuzz_artifacts import canonical, content_of, fuzz, sealed
 
 from kvcal.artifact import COMMANDS, kind_of
@@ -58,24 +59,26 @@ FILES = 6
 
 def test_mutants_are_refused_or_hold_what_they_say() -> None:
     """Plans come from others; what stages write for each other is held against its digest."""
-    for subject in [subject for subject in subjects() if subject.kind == "plan"]:
-        counts, bad = fuzz(subject, range(FILES), seed=1)
+    for name, plan in plans().items():
+        counts, bad = fuzz(name, plan, range(FILES), seed=1)
         assert not bad, bad
         assert sum(counts.values()) == FILES and counts["refused"] > 0
 
 
-@pytest.mark.parametrize("kind", ["profile", "allocation", "reparam", "predictors", "feedback"])
+@pytest.mark.parametrize("kind", RECORDS)
 def test_a_file_of_another_build_is_refused_with_the_command_that_makes_it(kind: str, tmp_path: Path) -> None:
-    subject, path = next(one for one in subjects() if one.kind == kind), tmp_path / "file"
-    subject.write(path)
+    (made, module), path = RECORDS[kind], tmp_path / "file"
+    load = partial(module.load, kind=kind) if kind == "feedback" else module.load
+    module.save(made(), {}, path)
+    load(path)
     command, content = COMMANDS[str(kind_of(path))], content_of(path.read_bytes())
     body = json.loads(content.body) | {"a_key_of_another_build": 1}
     path.write_bytes(sealed(replace(content, body=canonical(body))))
     with pytest.raises(ArtifactError, match="a_key_of_another_build") as refused:
-        subject.use(path)
+        load(path)
     assert refused.value.hint == f"delete the file and run the stage that makes it again: {command}"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="truncated") as refused:
-        subject.use(path)
+        load(path)
     again = f"check the path; if it is the right one, delete the file and run the stage that makes it again: {command}"
     assert refused.value.hint == again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,15 @@ from kvcal import Folder, build_plan, load_plan, load_recipe, with_knobs
 from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.folder import sequences
+from kvcal.folder import Job, sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
+from kvcal.progress import SILENT
 from kvcal.recipe import Recipe
 from kvcal.stages.allocate import fixed_widths
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.fixed_widths import PROGRAM, compared, fixed_allocations, report_of, width_pairs
+from kvcal.stages.allocate.fixed_widths import PROGRAM, Contest, compared, fixed_allocations, report_of, width_pairs
+from kvcal.stages.allocate.record import Allocation, layer_bytes
 from kvcal.stages.divergence import Text
 from kvcal.stages.profile import record as profile_record
 
@@ -46,7 +49,7 @@ def made(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def test_one_side_has_one_width_and_the_other_two_neighbours() -> None:
-    pairs = [(one["k"], one["v"]) for one in width_pairs((2, 3, 4, 8, 16))]
+    pairs = [(one["k"], one["v"]) for one in width_pairs((1, 2, 3, 4, 8, 16))]
     assert ((2, 3), (2,)) in pairs and ((3,), (2, 3)) in pairs and ((3, 4), (2,)) in pairs and ((4,), (2, 3)) in pairs
     assert len(set(pairs)) == len(pairs)
     for k, v in pairs:
@@ -72,6 +75,56 @@ def test_plans_of_fixed_widths_take_the_bytes_of_the_budget(model: LoadedModel, 
         assert allocation.split.cache <= allocation.split.for_cache - allocation.split.reserved
         wider = max(allocation.split.paged, program.split.paged)
         assert allocation.split.paged > 0.8 * wider  # three layers: a step is a sixth of a bit
+        most = {side: max(widths) for side, widths in allowed[name].items()}
+        assert in_bits(program, most).split.paged > program.split.paged
+    choices = [program.layers, *(one.layers for one in found.values())]
+    assert all(one not in choices[:number] for number, one in enumerate(choices))
+
+
+def in_bits(allocation: Allocation, bits: dict[str, int]) -> Allocation:
+    """With keys and values of so many bits in all layers."""
+    layers = tuple(
+        replace(layer, **{side: replace(layer.format(side), num_bits=bits[side]) for side in ("k", "v")})
+        for layer in allocation.layers
+    )
+    paged = layer_bytes(layers, allocation.cache_dtype, allocation.workload)[1]
+    return replace(allocation, layers=layers, split=replace(allocation.split, paged=paged))
+
+
+def test_a_choice_that_two_pairs_of_widths_lead_to_is_measured_once(made: tuple[Folder, Plan]) -> None:
+    """Bytes of K3V2 in all layers: keys 3 and values 2 or 3, and keys 3 or 4 and values 2."""
+    folder, _ = made
+    program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
+    of_both = in_bits(program, {"k": 3, "v": 2})
+    spec = short(3.5, **{"allocate.bits": None, "allocate.kv_budget": f"{of_both.split.cache}B"}).allocate
+    assert spec is not None
+    found = fixed_allocations(replace(program, split=of_both.split), profile, spec, 0)
+    assert [one.layers for one in found.values()].count(of_both.layers) == 1
+
+
+def test_the_texts_are_those_of_the_recipe_and_as_many_that_look_up(
+    model: LoadedModel, made: tuple[Folder, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fixed_widths, "job_sequences", lambda job, spec, purpose: (*spec.sources, spec.min_len, purpose)
+    )
+
+    def read(loaded: LoadedModel, *sources: str) -> list[tuple[object, ...]]:
+        job = Job(short(3.5, **{"data.source": list(sources)}), loaded, made[0], SILENT)
+        return [tuple(getattr(one, "name", one) for one in data) for data in Contest.of(job).data]
+
+    look_ups = ("lookups", 400, "select")
+    assert read(model, "python:docs", "lookups") == [("python:docs", 0, "select"), look_ups]
+    assert read(model, "lookups") == [look_ups]
+    assert read(replace(model, source="reasoner-10m"), "tasks") == [("tasks", 0, "select")]
+
+
+def test_without_fixed_widths_of_as_many_bytes_the_program_ships_unmeasured(
+    made: tuple[Folder, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_widths, "fixed_allocations", lambda *_: {})
+    program = allocation_record.load(made[0].allocation)[0]
+    assert Contest(None, None, ()).decided(program, None, None, 0, SILENT) is program  # type: ignore[arg-type]
 
 
 def texts(count: int, num_tokens: int) -> list[Text]:
@@ -104,6 +157,12 @@ def test_the_choice_by_layer_ships_where_it_loses_less_by_more_than_the_error(
     assert fixed.ratio == pytest.approx(math.exp(sum(means) / 2))
     assert fixed.log_error == pytest.approx(math.hypot(*errors) / 2, abs=1e-12)
     assert (program.ratio, program.kl, fixed.look_ups) == (None, 1.0, pytest.approx(sum(of_fixed[1]) / 3))
+
+
+def test_a_plan_without_a_loss_has_a_ratio(made: tuple[Folder, Plan]) -> None:
+    kls = [{PROGRAM: torch.ones(2).double(), "fixed": torch.zeros(2).double()}]
+    report = compared(kls, dict.fromkeys((PROGRAM, "fixed"), made[1]), [texts(2, 300)])
+    assert report.shipped == "fixed" and report.plans[1].ratio == pytest.approx(1 / fixed_widths.LEAST_KL)
 
 
 def test_of_two_that_the_choice_by_layer_does_not_beat_the_better_one_ships(made: tuple[Folder, Plan]) -> None:
@@ -141,6 +200,7 @@ def test_fixed_widths_that_win_are_the_plan(
     report = report_of(plan)
     assert report is not None and report.shipped != PROGRAM
     assert any(f"{report.shipped} ships" in said for said in listener.said)
+    assert [one.bits for one in report.plans if one.name == report.shipped] == [plan.bits_per_value()]
     assert plan.bits_per_value() <= 3.5 and len(widths(plan.layers, "k")) + len(widths(plan.layers, "v")) <= 3
     again = build_plan(model, Folder.create(tmp_path), short(3.5), reporter=listener)
     assert again.sha256 == plan.sha256 and "allocate: allocation.safetensors is current, skipped" in listener.said

@@ -36,8 +36,8 @@ def loaded(tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     return as_loaded(wordy_llama(len(tokenizer)), tokenizer)
 
 
-def lm(loaded: LoadedModel, pair: tuple[Format, Format] = KIVI_2, batch: int = 3) -> Any:
-    return PackedCacheLM(loaded, make_plan(loaded, pair), batch_size=batch)
+def lm(loaded: LoadedModel, pair: tuple[Format, Format] = KIVI_2) -> Any:
+    return PackedCacheLM(loaded, make_plan(loaded, pair), batch_size=3)
 
 
 def alone(loaded: LoadedModel, pair: tuple[Format, Format], tokens: list[int], num_given: int) -> tuple[float, bool]:

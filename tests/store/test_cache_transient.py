@@ -109,7 +109,7 @@ PLANS = {
     "windows": llama_plan(*KINDS["windows"]),
     "raw": llama_plan(RAW, RAW),
     "kitty": llama_plan(*recipe_formats()["kitty"]),
-    "lattice": with_tensors(llama_plan(RAW, RAW), [replace(layer, k=LATTICE, v=LATTICE) for layer in TWO_LAYERS], None),
+    "lattice": with_tensors(llama_plan(RAW, RAW), [replace(layer, k=LATTICE, v=LATTICE) for layer in TWO_LAYERS]),
     "shrinking": fixed((130, 259, 300), (200, 200, 400)),
     "scheduled": scheduled(K_2, V_2, 3)[0],
     "feedback": with_transforms(llama_plan(*KIVI_2), "feedback", 0.1),

@@ -1,7 +1,5 @@
 """What the tests of allocations share: profiles made by hand, of models that are not there."""
 
-from collections.abc import Callable
-
 import torch
 
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
@@ -15,9 +13,6 @@ IDENTITY = ModelIdentity("t", "llama", "c", "w", "t")
 CACHE = CacheSpec(num_sink_tokens=0, k_recent_window=0, v_recent_window=0)
 WEIGHTS, VOCABULARY = 1_000_000, 500
 
-# (layer, side, candidate) -> loss of every head
-Loss = Callable[[int, Side, Candidate], float]
-
 
 def halving(layer: int, side: Side, candidate: Candidate) -> float:
     """Later layers, values and few bits lose more; keys per token lose more than per channel."""
@@ -25,24 +20,20 @@ def halving(layer: int, side: Side, candidate: Candidate) -> float:
     return (layer + (2 if side == "v" else 1 + (axis == "token"))) * group_size / 4.0**num_bits
 
 
-def geometry(num_layers: int = 3, heads: int = 2, dim: int = 32) -> Geometry:
-    return Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, heads, dim, dim) for n in range(num_layers)))
+def geometry() -> Geometry:
+    return Geometry("llama", "bfloat16", tuple(AttentionGeometry(n, 4, 2, 32, 32) for n in range(3)))
 
 
-def profile(
-    model: Geometry | None = None, loss: Loss = halving, spec: ProfileSpec | None = None, cache: CacheSpec = CACHE,
-    max_positions: int | None = None,
-) -> Profile:  # fmt: skip
+def profile(spec: ProfileSpec | None = None, cache: CacheSpec = CACHE) -> Profile:
     """Of sensitivities alone."""
-    model = model or geometry()
     spec = spec or ProfileSpec(num_bits=(2, 3, 4), group_sizes=(32, 128), kl_samples=0)
-    subject = ProfileSetup(IDENTITY, model, WEIGHTS, VOCABULARY, spec, cache, "f", "by hand", 1, 10, 9, max_positions)
+    subject = ProfileSetup(IDENTITY, geometry(), WEIGHTS, VOCABULARY, spec, cache, "f", "by hand", 1, 10, 9)
     means = {}
     for name, shape in subject.totals().items():
         found = torch.ones(shape, dtype=torch.float64)
         if name.startswith("sensitivity"):
             _, side, index = name.split(".")
             for column, candidate in enumerate(subject.candidates(side)):
-                found[:, column] = loss(int(index), side, candidate)
+                found[:, column] = halving(int(index), side, candidate)
         means[name] = Mean(found, 1)
     return Profile(subject, means)

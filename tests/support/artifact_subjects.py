@@ -1,18 +1,19 @@
-"""One small artifact of every kind, and what a file of that kind is used for: load it, and rely on what it
-says."""
+"""A small artifact of every stage; plans of every feature, and what a plan's file is used for: load it, and rely
+on what it says."""
 
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from cache_cases import KIVI_2, feed, llama_plan, model_plan, random_ids, tiny_llama
 from form_cases import KITTY, RULE, form_plan, with_tensors
-from predictor_runs import fitted_llama, loaded_llama, plan_with
+from predictor_runs import fitted_llama, loaded_llama
 from progressive_cases import fixed, transformed
-from report_cases import UNIFORM, evaluation, row
 from tiny_models import built
 from transformers import PreTrainedModel
 
@@ -22,17 +23,12 @@ from kvcal.cache.attached import attached_for
 from kvcal.geometry import ModelIdentity
 from kvcal.pages.error_feedback import factor_spec
 from kvcal.plan.page_format import SIDES, Format
-from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload, plan_bytes, save_plan
+from kvcal.plan.plan import DEFAULT_WORKLOAD, plan_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
-from kvcal.records import write_json
-from kvcal.stages import compare as compare_stage
 from kvcal.stages import search as search_record
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.budget import compile_plan
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.compare import Comparison, Entry, Refusal, comparison_columns, load_comparison
-from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.profile import record as profile_record
 from kvcal.systems.aqua_kv import record as predictor_record
 from kvcal.systems.basis import fit as basis_stage
@@ -41,17 +37,7 @@ from kvcal.systems.kvmix.window_rule import WindowRule
 from kvcal.systems.pm_kvq import reparam as reparam_stage
 from kvcal.systems.pm_kvq.recipe import ReparamSpec
 
-SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """``write`` writes the sound file; ``use`` loads one and relies on it: AssertionError where it errs."""
-
-    kind: str
-    name: str
-    write: Callable[[Path], None]
-    use: Callable[[Path], None]
+SHORT = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
 
 def plans() -> dict[str, Plan]:
@@ -113,17 +99,10 @@ def open_plan(path: Path) -> None:
     use_plan(plan)
 
 
-def same_again(path: Path, save: Callable[[Path], None]) -> None:
-    """Saved again, what was loaded is the same file."""
-    again = path.with_suffix(".again")
-    save(again)
-    assert again.read_bytes() == path.read_bytes(), "another spelling is accepted"
-
-
 @functools.cache
 def profile() -> profile_record.Profile:
     loaded = loaded_llama()
-    spec, cache = ProfileSpec(**SECONDS_SPEC), CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
+    spec, cache = ProfileSpec(**SHORT), CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
     subject = profile_record.ProfileSetup(
         loaded.identity, loaded.geometry, 5000, 64, spec, cache, "f", "text", 4, 900, 800
     )
@@ -133,35 +112,6 @@ def profile() -> profile_record.Profile:
         for name, shape in subject.totals().items()
     }
     return profile_record.Profile(subject, means)
-
-
-def open_profile(path: Path) -> None:
-    found = profile_record.load(path)
-    same_again(path, lambda again: profile_record.save(found, {}, again))
-    assert all(found.sensitivity(layer.index, side).min() >= 0 for layer in found.setup.layers for side in SIDES)
-    assert found.loss >= 0
-    for layer in found.setup.layers:
-        assert min(found.grad_norm(layer.index, side) for side in SIDES) >= 0
-    views.profile_table(found)
-    if found.setup.kl_candidates("k"):
-        spec = AllocateSpec(bits=16.0, batch=2, context=512)
-        use_allocation(allocate(found, spec, {}))
-
-
-def use_allocation(found: allocation_record.Allocation) -> None:
-    """It compiles, and its split is what its layers take."""
-    views.budget_table(found)
-    fixed, paged = allocation_record.layer_bytes(found.layers, found.cache_dtype, found.workload)
-    assert (found.split.fixed, found.split.paged) == (fixed, paged), "the split is not the layers'"
-    assert found.split.budget >= 0
-    if not any(layer.k_predictor or layer.v_predictor or layer.k_rescale for layer in found.layers):
-        compile_plan(replace(found, provenance={}), found.layers)
-
-
-def open_allocation(path: Path) -> None:
-    found, inputs = allocation_record.load(path)
-    same_again(path, lambda again: allocation_record.save(found, inputs, again))
-    use_allocation(found)
 
 
 @functools.cache
@@ -178,25 +128,6 @@ def search_result() -> search_record.SearchRecord:
     return search_record.SearchRecord(allocation, report, plan.tensors)
 
 
-def open_search(path: Path) -> None:
-    found = search_record.load(path)
-    same_again(path, lambda again: search_record.save(found, {}, again))
-    views.search_table(found.report)
-    use_allocation(found.allocation)
-    use_plan(compile_plan(found.allocation, found.allocation.layers, found.plan_tensors))
-
-
-def open_predictors(path: Path) -> None:
-    found = predictor_record.load(path)
-    same_again(path, lambda again: predictor_record.save(found, {}, again))
-    predictor_record.table_rows(found)
-    plan = plan_with(loaded_llama(), fitted_llama()[0])
-    fixed, paged = allocation_record.layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
-    split = allocation_record.BudgetSplit(fixed + paged, None, None, fixed, paged)
-    allocation = allocation_record.Allocation(plan.model, plan.cache_dtype, plan.layers, plan.workload, {}, split)
-    use_plan(compile_plan(allocation, found.apply(plan.layers), found.tensors()))
-
-
 @functools.cache
 def reparam_result() -> reparam_stage.Reparam:
     loaded = loaded_llama()
@@ -206,14 +137,6 @@ def reparam_result() -> reparam_stage.Reparam:
     generator = torch.Generator().manual_seed(0)
     lambdas = {i: torch.rand(2, 8, generator=generator) + 0.5 for i in range(3)}
     return reparam_stage.Reparam(subject, layers, lambdas)
-
-
-def open_reparam(path: Path) -> None:
-    found = reparam_stage.load(path)
-    same_again(path, lambda again: reparam_stage.save(found, {}, again))
-    reparam_stage.table_rows(found)
-    layers = llama_plan(*KIVI_2, num_layers=3).layers
-    use_plan(replace(llama_plan(*KIVI_2, num_layers=3), layers=found.apply(layers), tensors=found.tensors()))
 
 
 @functools.cache
@@ -227,63 +150,15 @@ def feedback_result() -> basis_stage.BasisRecord:
     return basis_stage.BasisRecord(subject, sides, factors, {})
 
 
-def open_feedback(path: Path) -> None:
-    found = basis_stage.load(path, "feedback")
-    same_again(path, lambda again: basis_stage.save(found, {}, again))
-    basis_stage.table_rows(found)
-    plan = llama_plan(*KIVI_2, num_layers=3)
-    use_plan(replace(plan, layers=found.apply(plan.layers), tensors=found.tensors()))
+def allocation_result() -> allocation_record.Allocation:
+    return allocate(profile(), AllocateSpec(bits=16.0, batch=2, context=512), {"recipe": "r"})
 
 
-def comparison() -> Comparison:
-    rows = {
-        "16-bit": row("16-bit", UNIFORM, 0.0, 7),
-        "kivi-2": row("kivi-2", UNIFORM, 0.5, 2),
-        "x": row("x", UNIFORM, 0.1, 5),
-    }
-    entries = [Entry(n, n, "s" * 64, None, n != "x", None, r) for n, r in rows.items()]
-    entries.append(Entry("y", "y", "t" * 64, 2.5, False, Refusal("build", "no", None, 3)))
-    return Comparison("m", {"model.x": "y"}, "text", "f", 1, Workload(8, 4096), tuple(entries))
-
-
-def save_comparison(found: Comparison, path: Path) -> None:
-    write_json(path, compare_stage.KIND, compare_stage.SCHEMA, found)
-
-
-def open_comparison(path: Path) -> None:
-    found = load_comparison(path)
-    same_again(path, lambda again: save_comparison(found, again))
-    comparison_columns(found)
-
-
-def open_evaluation(path: Path) -> None:
-    found = load_evaluation(path)
-    same_again(path, lambda again: save_evaluation(found, again))
-    table_columns(found.rows)
-
-
-def _saved(save: Callable, record: object) -> Callable[[Path], None]:
-    return lambda path: save(record, {}, path)
-
-
-@functools.cache
-def subjects() -> list[Subject]:
-    """All kinds; plans of several features."""
-    fitted = fitted_llama()[1]
-    allocation = allocate(profile(), AllocateSpec(bits=16.0, batch=2, context=512), {"recipe": "r"})
-    found = [Subject("plan", name, functools.partial(save_plan, plan), open_plan) for name, plan in plans().items()]
-    found += [
-        Subject("profile", "", _saved(profile_record.save, profile()), open_profile),
-        Subject("allocation", "", _saved(allocation_record.save, allocation), open_allocation),
-        Subject("search", "", _saved(search_record.save, search_result()), open_search),
-        Subject("predictors", "", _saved(predictor_record.save, fitted), open_predictors),
-        Subject("reparam", "", _saved(reparam_stage.save, reparam_result()), open_reparam),
-        Subject("feedback", "", _saved(basis_stage.save, feedback_result()), open_feedback),
-        Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
-        Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
-    ]
-    return found
-
-
-def _rows() -> list[Row]:
-    return [row("16-bit", UNIFORM, 0.0, 7), row("x", UNIFORM, 0.1, 5)]
+# Of each stage's artifact: one, and the module that saves and loads it.
+RECORDS: dict[str, tuple[Callable[[], Any], ModuleType]] = {
+    "profile": (profile, profile_record),
+    "allocation": (allocation_result, allocation_record),
+    "predictors": (lambda: fitted_llama()[1], predictor_record),
+    "reparam": (reparam_result, reparam_stage),
+    "feedback": (feedback_result, basis_stage),
+}

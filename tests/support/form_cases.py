@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan, plan_of, tiny_llama
+from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan, tiny_llama
 from static_cases import QUERY
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.geometry import Geometry
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.tensors import needed_tensors
@@ -83,8 +82,8 @@ LAYERS: dict[str, list[Change]] = {
 NAMES = list(LAYERS)
 
 
-def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None = None) -> Plan:
-    """The plan with other layers, and random tensors for their transforms; ``rotary``: by default Llama's."""
+def with_tensors(plan: Plan, layers: Sequence[LayerPlan]) -> Plan:
+    """The plan with other layers, and random tensors for their transforms; RoPE of all channels."""
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, spec in needed_tensors(layers, plan.cache_dtype).items():
         normal = torch.randn([extent or 1 for extent in spec.shape], generator=generator)
@@ -92,7 +91,7 @@ def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None 
         if name.endswith("rotary"):
             index = int(name.split(".")[1])
             (dim,) = {layer.attention.k_head_dim for layer in layers if layer.geometry.index == index}
-            tensors[name] = rotary_table(dim) if rotary is None else rotary
+            tensors[name] = rotary_table(dim)
         elif name.endswith("signs"):
             tensors[name] = (2 * (normal > 0).to(torch.int8) - 1).contiguous()
         elif dtype == torch.uint8:
@@ -106,20 +105,18 @@ def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None 
     return replace(plan, layers=tuple(layers), tensors=tensors)
 
 
-def rotary_table(dim: int, pairs: int | None = None, theta: float = 1e4) -> Tensor:
+def rotary_table(dim: int, pairs: int | None = None) -> Tensor:
     """Llama's: the first ``pairs`` of dim / 2 (all if None), neighbours dim / 2 apart."""
     a = torch.arange(dim // 2 if pairs is None else pairs, dtype=torch.float64)
-    return torch.stack([a, a + dim // 2, theta ** (-2 * a / dim), torch.ones_like(a)], dim=1)
+    return torch.stack([a, a + dim // 2, 1e4 ** (-2 * a / dim), torch.ones_like(a)], dim=1)
 
 
-def form_plan(
-    name: str, cache_dtype: str = "bfloat16", geometry: Geometry | None = None, rotary: Tensor | None = None
-) -> Plan:
-    """Of three layers with two KV heads: ``tiny_llama(2, 3)``'s unless a geometry is given."""
-    plan = llama_plan(K, V, 2, cache_dtype, 3) if geometry is None else plan_of(geometry, K, V)
+def form_plan(name: str, cache_dtype: str = "bfloat16") -> Plan:
+    """For ``tiny_llama(2, 3)``: three layers with two KV heads."""
+    plan = llama_plan(K, V, 2, cache_dtype, 3)
     changes = itertools.chain(LAYERS[name], itertools.repeat(lambda layer: layer))
     layers = [change(layer) for change, layer in zip(changes, plan.layers, strict=False)]
-    return with_tensors(plan, layers, rotary)
+    return with_tensors(plan, layers)
 
 
 def dynamic_of(plan: Plan, mask: Tensor | None = None) -> PlanCache:

@@ -19,9 +19,9 @@ def correlated(num_tokens: int, num_inputs: int, num_outputs: int, seed: int = 0
     return x, x @ weight + 0.5 * noise + 100.0
 
 
-def fitted(num_inputs: int = 24, num_outputs: int = 16, seed: int = 0, ridge: float = 1e-3) -> LinearFit:
+def fitted(num_inputs: int = 24, num_outputs: int = 16, seed: int = 0) -> LinearFit:
     x, y = correlated(400, num_inputs, num_outputs, seed)
-    return NormalEquations.empty(num_inputs, num_outputs).update(x, y).solve(ridge)
+    return NormalEquations.empty(num_inputs, num_outputs).update(x, y).solve(1e-3)
 
 
 def weight_by_hand(predictor: LinearPredictor) -> Tensor:

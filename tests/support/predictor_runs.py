@@ -42,9 +42,9 @@ def sequences(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZ
     return TokenDataset(tokens, masks, f"print-{seed}-{list(lengths)}", "random tokens")
 
 
-def aqua_layers(loaded: LoadedModel, k_pages: str = "post", first: Format = FIRST) -> tuple[LayerPlan, ...]:
-    """The first paged layer in ``first``, others in ``REST``."""
-    found, fmt = [], first
+def aqua_layers(loaded: LoadedModel, k_pages: str = "post") -> tuple[LayerPlan, ...]:
+    """The first paged layer in ``FIRST``, others in ``REST``."""
+    found, fmt = [], FIRST
     for layer in bare_layers(loaded.geometry):
         if layer.is_paged:
             layer, fmt = LayerPlan(layer.geometry, fmt, fmt, k_pages=k_pages), REST
@@ -96,5 +96,5 @@ def fitted_llama(k_pages: str = "post") -> tuple[tuple[LayerPlan, ...], Predicto
     return layers, fit(loaded_llama(), layers, sequences([260] * 6))
 
 
-def prompt(length: int, vocab_size: int = 64) -> Tensor:
-    return sequences([length], seed=7, vocab_size=vocab_size).sequences[0]
+def prompt(length: int) -> Tensor:
+    return sequences([length], seed=7).sequences[0]

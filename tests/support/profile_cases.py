@@ -36,8 +36,8 @@ def gqa_model(name: str, dtype: torch.dtype = torch.float32, num_layers: int = 4
     return model.to(dtype)
 
 
-def loaded_model(name: str = "llama", num_layers: int = 2) -> LoadedModel:
-    return as_loaded(gqa_model(name, num_layers=num_layers))
+def loaded_model() -> LoadedModel:
+    return as_loaded(gqa_model("llama", num_layers=2))
 
 
 def data_of(*lengths: int) -> TokenDataset:

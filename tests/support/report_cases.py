@@ -8,7 +8,7 @@ from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
 from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 from kvcal.stages.evaluate.text import TextQuality
 
-K3, K4, V2, V8 = Format(3, "channel", 64), Format(4, "token", 32), Format(2, "token", 32), Format(8, "token", 128)
+K3, V2, V8 = Format(3, "channel", 64), Format(2, "token", 32), Format(8, "token", 128)
 
 
 def attention(index: int, window: int | None = None) -> AttentionGeometry:
@@ -34,9 +34,9 @@ def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None 
     return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, at_text, tasks, at_tasks, 1.0)
 
 
-def with_tasks(one: Row, names: tuple[str, ...] = ("ledger", "chain", "times")) -> Row:
-    """The row with its task's result under each of these names."""
-    return replace(one, tasks=tuple(replace(one.tasks[0], task=name) for name in names))
+def with_tasks(one: Row) -> Row:
+    """The row with its task's result under the names of three."""
+    return replace(one, tasks=tuple(replace(one.tasks[0], task=name) for name in ("ledger", "chain", "times")))
 
 
 def evaluation(*rows: Row) -> Evaluation:

@@ -105,13 +105,13 @@ def drifting_ids(batch: int, length: int) -> Tensor:
     return pairs.repeat(1, 1, 16).flatten(1)[:, :length]
 
 
-def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | None = None) -> int:
-    """Every page is stored with the same bytes, in every row and head of all layers, or of the first ones,
-    and the queries since the last one were counted alike; how many pages there are."""
+def assert_same_pages(static: PlanCache, dynamic: PlanCache) -> int:
+    """Every page is stored with the same bytes, in every row and head of all layers, and the queries since the
+    last one were counted alike; how many pages there are."""
     count = 0
     lengths = dynamic.lengths
     assert static.lengths == lengths
-    for ours, theirs in list(zip(static.layers, dynamic.layers, strict=True))[:num_layers]:
+    for ours, theirs in zip(static.layers, dynamic.layers, strict=True):
         assert isinstance(ours, AttentionLayer) and isinstance(theirs, AttentionLayer)
         for our, their in zip(ours.parts, theirs.parts, strict=True):
             assert_same_queries(our, their, lengths)

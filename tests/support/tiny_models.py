@@ -106,7 +106,9 @@ _CONFIGS: dict[str, tuple[str, dict]] = {
         "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64,
         "head_dim": 16, "attention_chunk_size": 8, "use_qk_norm": True,
     }),
-    "falcon_h1": ("FalconH1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}),
+    "falcon_h1": ("FalconH1", {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16,
+    }),
     # Layers of a state alone, then with a state and the attention block that such layers share.
     "zamba2": ("Zamba2", _MHA | {
         "num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 32, "mamba_ngroups": 1,
@@ -161,9 +163,9 @@ def as_loaded(
     return LoadedModel(model, tokenizer, identity, geometry_of(model, cache_dtype), "tiny")
 
 
-def batch(length: int = 9) -> dict[str, torch.Tensor]:
-    """Two sequences, the second left-padded by 3."""
-    ids = torch.randint(3, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(1))
+def batch() -> dict[str, torch.Tensor]:
+    """Two sequences of 9, the second left-padded by 3."""
+    ids = torch.randint(3, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     return {"input_ids": ids, "attention_mask": mask}

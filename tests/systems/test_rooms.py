@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_cases import save_llama
+from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).parents[2]
 TOY = ROOT / "tests" / "support" / "toy_system"
@@ -68,18 +70,17 @@ else:
     raise AssertionError("sections that exclude each other were taken")
 """
 # Of plans, pages and caches, without a word of the system that is taken away.
-OTHERS = ("tests/plan/test_plan.py", "tests/systems/kitty", "tests/systems/pm_kvq/test_shift.py")
+OTHERS = ("tests/plan/test_plan.py", "tests/systems/kitty/test_tiered_cache.py", "tests/systems/pm_kvq/test_shift.py")
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package's code, whose embedded model is a link, and its recipes."""
-    copied = shutil.copytree(
-        ROOT / "kvcal", tmp_path / "kvcal", ignore=shutil.ignore_patterns("embedded", "__pycache__")
-    )
+    folder = tmp_path_factory.mktemp("tree")
+    copied = shutil.copytree(ROOT / "kvcal", folder / "kvcal", ignore=shutil.ignore_patterns("embedded"))
     (copied / "embedded").symlink_to(ROOT / "kvcal" / "embedded")
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    return tmp_path
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    return folder
 
 
 def ran(tree: Path, *arguments: object) -> str:
@@ -101,15 +102,15 @@ def test_a_folder_adds_a_system(tree: Path) -> None:
     (tree / "toy.toml").write_text(formats)
     (tree / "both.toml").write_text(formats + "[feedback]\n")
     ran(tree, "-c", WITH, tree / "toy.toml", tree, tree / "both.toml")
-    shown = ran(tree, "-m", "kvcal", "inspect", tree / "toy.safetensors")
-    assert "mirrored" in shown
+    assert "mirrored" in ran(tree, "-m", "kvcal", "inspect", tree / "toy.safetensors")
     rows = json.loads(ran(tree, "-m", "kvcal", "inspect", tree / "toy.safetensors", "--json"))["layers"]
     assert [row["k"][0]["mirrored"] for row in rows] == [True] * len(rows)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def without(tree: Path) -> Path:
     """The copy without AQUA-KV, and without recipes that ask for it."""
+    shutil.rmtree(tree / "kvcal" / "systems" / "toy", ignore_errors=True)
     shutil.rmtree(tree / "kvcal" / "systems" / "aqua_kv")
     for name in ("aqua-kv", "higgs-2", "best"):
         (tree / "recipes" / f"{name}.toml").unlink()
@@ -120,10 +121,10 @@ def test_deleting_a_folder_removes_a_system(without: Path) -> None:
     assert ran(without, "-c", WITHOUT).strip() == str(without / "kvcal" / "__init__.py")
 
 
-def test_plans_are_made_without_it(without: Path) -> None:
-    plan = without / "plan.safetensors"
-    sizes = ("--batch", 8, "--context", 4096, "--samples", 2, "--seq-len", 300, "--allow-damage")
-    ran(without, "-m", "kvcal", "plan", "reasoner-10m", "--bits", 4, *sizes, "-o", plan, "--out", without / "out")
+def test_plans_are_made_without_it(without: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    plan, model = without / "plan.safetensors", save_llama(without / "model", tokenizer, head_dim=64)
+    sizes = ("--batch", 8, "--context", 4096, "--samples", 2, "--seq-len", 300, "--data", "tasks", "--allow-damage")
+    ran(without, "-m", "kvcal", "plan", model, "--bits", 4, *sizes, "-o", plan, "--out", without / "out")
     assert "in basis with feedback" in ran(without, "-m", "kvcal", "inspect", plan)
 
 

@@ -76,13 +76,13 @@ def turned(k_ND: Tensor, positions: int, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
 
 
-def quantized(rows: np.ndarray, num_bits: int, head_dim: int = 8) -> np.ndarray:
+def quantized(rows: np.ndarray, num_bits: int) -> np.ndarray:
     """Per token and head, one number after the other (a head of 8 is one group)."""
     result = np.empty_like(rows)
     for token, row in enumerate(rows.astype(np.float32).tolist()):
-        for start in range(0, len(row), head_dim):
-            codes, scale, zero = quantize_group(row[start : start + head_dim], num_bits, "float16")
-            result[token, start : start + head_dim] = [dequantize_code(code, scale, zero) for code in codes]
+        for start in range(0, len(row), 8):
+            codes, scale, zero = quantize_group(row[start : start + 8], num_bits, "float16")
+            result[token, start : start + 8] = [dequantize_code(code, scale, zero) for code in codes]
     return result
 
 
@@ -338,6 +338,7 @@ def test_keys_that_are_not_finite_name_layer_and_sequence(monkeypatch: pytest.Mo
 
 RECIPE = """
 [data]
+source = "tasks"
 num_samples = 4
 seq_len = 280
 [formats]

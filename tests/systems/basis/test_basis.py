@@ -102,6 +102,12 @@ def test_entries_are_integers_of_16_bits_a_row() -> None:
     assert basis is not None and torch.equal(basis.matrix, found)
 
 
+def test_what_is_next_to_zero_is_zero() -> None:
+    """Units are normal numbers, whatever the exponents."""
+    assert not rounded(torch.full((1, 4, 4), 1e-40)).any()
+    assert not Basis(torch.eye(4)[None], torch.eye(4)[None]).enter(torch.full((3, 1, 4), 1e-40)).any()
+
+
 def test_operands_lie_row_by_row() -> None:
     """A fitted basis is read by kernels before it was ever stored, and those know no strides."""
     assert all(operand.is_contiguous() for operand in some_basis(3, 16, True).operands)

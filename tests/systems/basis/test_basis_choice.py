@@ -28,14 +28,15 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 
 
 def short(bits: float, **knobs: object) -> Recipe:
-    texts = {"data.num_samples": 4, "data.seq_len": 400, "data.min_len": 0}
+    texts = {"data.source": "tasks", "data.num_samples": 4, "data.seq_len": 400, "data.min_len": 0}
     texts |= {"profile.kl_samples": 2, "profile.kl_tokens": 400}
     texts |= {"basis.num_samples": 2, "basis.seq_len": 400, "allocate.bits": bits, **knobs}
     return with_knobs(load_recipe("default"), texts)
 
 
 def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp_path: Path) -> None:
-    plan = build_plan(model, Folder.create(tmp_path), short(3.0))
+    alone = {"allocate.fixed_widths": False}
+    plan = build_plan(model, Folder.create(tmp_path), short(3.0, **alone))
     assert plan.bits_per_value() <= 3.0
     profile = profile_record.load(tmp_path / "profile.safetensors")
     names = {f"{side}.{index}" for side in SIDES for index in range(3)}
@@ -51,7 +52,7 @@ def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp
         assert layer.v_basis == layer.v_feedback == (layer.v.quantizer == "rotated")
     # The basis serves other budgets, with the folder's other artifacts, and a compilation by itself.
     told = (tmp_path / "basis.safetensors").stat().st_mtime_ns
-    more = build_plan(model, Folder.create(tmp_path), short(4.0))
+    more = build_plan(model, Folder.create(tmp_path), short(4.0, **alone))
     assert (tmp_path / "basis.safetensors").stat().st_mtime_ns == told
     assert 3.0 < more.bits_per_value() <= 4.0 and load_plan(tmp_path / "plan.safetensors").sha256 == more.sha256
     alone = compile_folder(Folder(tmp_path), tmp_path / "other.safetensors")

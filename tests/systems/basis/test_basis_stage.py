@@ -5,6 +5,7 @@ import gc
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -297,6 +298,19 @@ def test_keys_get_no_center_where_softmax_sees_a_constant(tmp_path: Path, llama:
         record = run(tmp_path / name, loaded, layers_of(loaded, ROTATED, ROTATED), spec=WITH_BASIS)
         centers = [basis.center for (_, side), basis in record.bases.items() if side == "k"]
         assert centers and all(bool(center.any()) == (name == "neither") for center in centers)
+
+
+def test_without_a_context_or_known_positions_a_basis_is_of_the_texts_places(tmp_path, llama, monkeypatch) -> None:
+    layers, listener, found = layers_of(llama, ROTATED, ROTATED), Listener(), {}
+    found["context"] = run(tmp_path / "context", llama, layers, spec=WITH_BASIS)
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadedModel, "max_context", None)
+        found["endless"] = run(tmp_path / "endless", llama, layers, spec=WITH_BASIS)
+    monkeypatch.setattr(basis_stage, "rotary_maps", Mock(side_effect=UnsupportedModel("unknown RoPE")))
+    found["unknown"] = run(tmp_path / "unknown", llama, layers, spec=WITH_BASIS, reporter=listener)
+    assert "basis: bases are fitted to the first 200 positions alone: unknown RoPE" in listener.said
+    bases = {name: record.bases[0, "k"].matrix for name, record in found.items()}
+    assert torch.equal(bases["endless"], bases["unknown"]) and not torch.equal(bases["context"], bases["unknown"])
 
 
 def test_only_codes_of_2_bits_have_gains(tmp_path: Path, llama: LoadedModel) -> None:

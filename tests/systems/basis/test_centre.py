@@ -60,7 +60,7 @@ def test_pages_hold_keys_less_the_mean_of_a_loop(name: str) -> None:
     """The stored mean is that of an fp64 loop after the first tokens, and pages are read back to 4 bits."""
     loaded = as_loaded(built(name))
     layers = layers_in(loaded, LATTICE)
-    found = centring(loaded, layers, list(TOKENS), Listener())
+    found = centring(loaded, layers, [*TOKENS[0, :FIRST].expand(9, FIRST), *TOKENS], Listener())
     applied, tensors = found.apply(layers), layout_tensors(layers) | found.tensors()
     assert {x.geometry.index for x in applied if x.k_offset} == {x.geometry.index for x in layers if x.is_paged}
     for layer in filter(lambda layer: layer.k_offset, applied):
@@ -120,8 +120,29 @@ def test_kernels_formats_take_a_constant_where_it_serves() -> None:
                 sin = sum(math.sin(p * frequency) for p in range(0, 32768, 7)) / len(range(0, 32768, 7))
                 expected_N = k_pre_ND[:, a] * cos - k_pre_ND[:, b] * sin
                 torch.testing.assert_close(offset_ND[:, a].double(), expected_N, rtol=1e-4, atol=1e-4)
+        before = centring(loaded, (replace(layer, k_offset=False, k_pages="pre"),), list(TOKENS % 128), notes)
+        assert "layers.0.rotary" in before.stored
+        torch.testing.assert_close(before.stored["layers.0.k_offset"].double(), k_pre_ND, rtol=1e-4, atol=1e-4)
     assert places == {7: (True, "post"), 0: (True, "pre")}
     assert len(notes.said) == 1 and "layers [0]" in notes.said[0]
+
+
+@pytest.mark.parametrize(("share", "is_stored"), [(0.003, False), (0.05, True)])
+def test_a_constant_is_taken_out_from_a_hundredth_of_the_variance_on(share: float, is_stored: bool) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e8}
+    model = outlier_model(1, 1.0, Qwen2Config, rope_parameters=rope)
+    loaded, projection = as_loaded(model), model.model.layers[0].self_attn.k_proj
+
+    def keys() -> Tensor:
+        return keys_of(loaded, TOKENS % 128)[0].k_pre_BNTD[:, :, FIRST:].transpose(0, 1).flatten(1, 2)
+
+    with torch.no_grad():
+        projection.bias.zero_()
+        projection.bias.sub_(keys().mean(1).flatten())  # no constant but that of the slowest channel
+        variance = float(keys().var(1).sum())
+        projection.bias.view(2, 16)[:, 7] += (share * variance / 2) ** 0.5
+    found = centring(loaded, layers_in(loaded, BY_TOKEN), list(TOKENS % 128), Listener())
+    assert bool(found.stored) == is_stored
 
 
 def test_other_layers_keep_theirs(tmp_path: Path) -> None:

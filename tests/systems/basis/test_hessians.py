@@ -22,7 +22,7 @@ from kvcal.systems.basis.hessians import (
     query_products,
 )
 
-TOKENS, DIM = 23, 6
+TOKENS, DIM = 13, 6
 
 
 def qkv(group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def qkv(group: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(2 * torch.randn(n, TOKENS, DIM, generator=generator) for n in (2 * group, 2, 2))
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("sinks", "window"), [(0, 0), (2, 3)])
 def test_weights_are_what_an_error_does_to_the_output(group: int, sinks: int, window: int, monkeypatch) -> None:
     monkeypatch.setattr(module, "SCORES_AT_ONCE", 5 * TOKENS)
@@ -50,6 +50,8 @@ def test_weights_are_what_an_error_does_to_the_output(group: int, sinks: int, wi
                 expected[n] += p[s] ** 2 * (error @ error) * torch.outer(q[head, t].double(), q[head, t].double())
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(weight, cost.sqrt() / cost.sqrt().mean(1, keepdim=True), atol=1e-3, rtol=1e-3)
+    none = key_costs(q, k, v, projection.mT @ projection, 0.4, sinks, TOKENS)  # nothing is packed
+    assert not any(part.any() for part in none)
 
 
 def test_moments_of_parts_are_those_of_the_whole() -> None:
@@ -61,6 +63,7 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
         torch.testing.assert_close(covariance[head], x[head].double().T.cov(correction=0))
     mean, second = mean_and_covariance(sums, False)
     assert not mean.any()
+    assert not any(part.any() for part in mean_and_covariance(torch.zeros(1, 3, 3).double(), True))
     torch.testing.assert_close(second, covariance + torch.einsum("ni,nj->nij", *[x.double().mean(1)] * 2))
 
 
@@ -97,21 +100,21 @@ def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
 @pytest.mark.parametrize("dim", [16, 64])
 def test_sums_over_the_context_are_those_of_texts_at_its_places(dim: int, monkeypatch) -> None:
     """All channels of 16 turn; of 64 the first 16, as in Pythia."""
-    generator, context = torch.Generator().manual_seed(5), 1000
+    generator, context = torch.Generator().manual_seed(5), 200
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     shape = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 2, "rope_parameters": rope}
     partial = hf.GPTNeoXConfig(num_hidden_layers=1, vocab_size=128, **shape)
     model = outlier_model(1) if dim == 16 else hf.GPTNeoXForCausalLM(partial)
     rotary = rotary_maps(model, geometry_of(model))[0]
     assert rotary.pairs.numel() == 16
-    k_pre_NTD = torch.randn(2, 60, dim, generator=generator) + 1
-    firsts = torch.linspace(0, context - 60, -(-context // 60), dtype=torch.float64)
+    k_pre_NTD = torch.randn(2, 20, dim, generator=generator) + 1
+    firsts = torch.linspace(0, context - 20, -(-context // 20), dtype=torch.float64)
     table = rotary.tensor()
     table[:, 3] = 1.0
     expected = torch.zeros(2, dim + 1, dim + 1, dtype=torch.float64)
     for first in firsts:
         for head in range(2):
-            for token in range(60):
+            for token in range(20):
                 position = first + token
                 k = k_pre_NTD[head, token].double()
                 for a, b, frequency, _ in table.tolist():
@@ -119,8 +122,8 @@ def test_sums_over_the_context_are_those_of_texts_at_its_places(dim: int, monkey
                     k[a], k[b] = k[a] * cos - k[b] * sin, k[b] * cos + k[a] * sin
                 one = torch.cat([k, k.new_ones(1)])
                 expected[head] += torch.outer(one, one) / len(firsts)
-    sums = moments(rotate(k_pre_NTD, table, torch.arange(60)))
-    torch.testing.assert_close(over_context(sums, rotary, 60, context), expected, atol=1e-3, rtol=1e-5)
-    torch.testing.assert_close(over_context(sums, rotary, 60, 30), sums)  # a text beyond the context, at 0
+    sums = moments(rotate(k_pre_NTD, table, torch.arange(20)))
+    torch.testing.assert_close(over_context(sums, rotary, 20, context), expected, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(over_context(sums, rotary, 20, 10), sums)  # a text beyond the context, at 0
     monkeypatch.setattr(module, "MAX_PLACES", 1)
-    torch.testing.assert_close(over_context(sums, rotary, 60, context), sums)
+    torch.testing.assert_close(over_context(sums, rotary, 20, context), sums)

@@ -21,12 +21,10 @@ SIZES = [("k", 2, 128, 128), ("v", 3, 32, 96), ("k", 4, 64, 80), ("v", 1, 128, 2
 
 def matrix(width: int, signs: Tensor) -> Tensor:
     """H diag(s) / sqrt(n) [D, D] fp64: (-1) to the number of ones that row and column have in common."""
-    block, out = block_size(width), torch.zeros(width, width, dtype=torch.float64)
-    for row in range(width):
-        for column in range(row // block * block, row // block * block + block):
-            common = (row % block & column % block).bit_count()
-            out[row, column] = (-1) ** common * int(signs[column]) / math.sqrt(block)
-    return out
+    block = block_size(width)
+    common = torch.arange(block)[:, None] & torch.arange(block)
+    ones = sum(common >> bit & 1 for bit in range(block.bit_length()))
+    return torch.block_diag(*[(-1.0) ** ones.double()] * (width // block)) * signs / math.sqrt(block)
 
 
 def tokens(head_dim: int) -> Tensor:
