@@ -283,6 +283,12 @@ def test_packages_take_turns_and_are_read_only_as_far_as_needed(monkeypatch: pyt
     assert len(packages) > 4
 
 
+def test_names_and_versions_are_those_of_the_metadata() -> None:
+    for package in installed.distributions():
+        for name in ("Name", "Version"):
+            assert installed._header(package, name) == (package.metadata[name] or "")
+
+
 def test_installed_text_does_not_depend_on_the_order_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list({one.name: one for one in installed.distributions()}.values())  # a path may have two versions of one
     monkeypatch.setattr(installed, "distributions", lambda: found)

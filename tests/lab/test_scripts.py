@@ -50,18 +50,6 @@ def test_changes_of_recipes_are_measured_next_to_the_recipes(
         assert script["recipe_of"](name).sha256 != script["recipe_of"](name.partition(":")[0]).sha256
 
 
-def test_the_words_of_kvmix_hold_eleven_codes(lab_script: Script) -> None:
-    """Ten of 3 bits and one of 2: each group's last code alone has the error of 2 bits, none more."""
-    script = lab_script("kvmix_3bit")
-    values = torch.randn(4, 66, generator=torch.Generator().manual_seed(0))
-    packed = script["encode"](values, 66, torch.float32)
-    error = (script["decode"](packed, 66, 66) - values).abs()
-    step = (values.amax(-1) - values.amin(-1)) / 7
-    is_narrow = torch.arange(66) % 11 == 10
-    assert (error[:, ~is_narrow] <= step[:, None] / 2 + 1e-6).all() and (error[:, is_narrow] > step.max()).any()
-    assert packed.nbytes == 4 * (6 * 4 + 2 * 4)  # six words, a scale and a minimum of four bytes
-
-
 def test_measured_rows_are_within_the_stated_errors(lab_script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     script = lab_script("expected")
     fit = script["fitted"]()
