@@ -19,6 +19,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -391,7 +392,7 @@ def _served(rows: list[tuple[str, ...]]) -> str:
     lines = [list(served.HEADER), ["---"] * len(served.HEADER), *cells]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     notes = " ".join(f"({number}) {reason}." for reason, number in numbers.items())
-    return f"{text}\n{notes}\n" if notes else text
+    return f"{text}\n{textwrap.fill(notes, 130)}\n" if notes else text
 
 
 def with_rooms(page: str) -> str:

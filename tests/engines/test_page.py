@@ -1,4 +1,5 @@
-"""Command lines of docs/engines.md: the engines' own parsers take them. ``make engines`` runs these tests."""
+"""Command lines of docs/engines.md and docs/offload.md: the engines' own parsers take them. ``make engines`` runs these
+tests."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvcal.engines.support import TESTED
 
 pytestmark = pytest.mark.engines
 
-PAGE = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text() for name in ("engines.md", "offload.md"))
 PROGRAMS = {"vllm": "vllm serve ", "sglang": "python -m sglang.launch_server "}
 
 

@@ -177,16 +177,6 @@ class DenseLayer(DynamicLayer, PlanLayer):
         return not (is_read or reads_others or state.is_scheduled or plan.geometry.state_bytes)
 
     @property
-    def is_raw(self) -> bool:
-        """Whether tokens stay as the model makes them."""
-        return all(fmt == RAW for fmt in self.plan.formats) and self.plan.k_pages == "post"
-
-    @property
-    def reads_no_page(self) -> bool:
-        """Whether the next tokens read no page, and their queries count for none."""
-        return not (self._needs_queries or any(part.codec.format.pages_read(self.columns) for part in self._parts))
-
-    @property
     def tensors(self) -> list[Tensor]:
         """None of the plan's bytes."""
         return []

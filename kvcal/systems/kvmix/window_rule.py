@@ -21,7 +21,7 @@ class WindowRule:
     ``clamped``: floor(share n), at least ``min_tokens``. ``paged``: kept <- floor(share (kept + 128)) for
     every page of 128 new tokens; it stays near 128 share / (1 - share), however long the text. The paper's
     rule, kept <- floor(share (kept + new)) for every update, keeps 819 tokens of a prompt of 4,096 at 20 %,
-    and none after five tokens of decoding: no window at all. README.md has a page with both side by side.
+    and none after five tokens of decoding: no window at all.
     """
 
     kind: Literal["clamped", "paged"]

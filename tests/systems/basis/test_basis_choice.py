@@ -38,6 +38,7 @@ def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp
     alone = {"allocate.fixed_widths": False}
     plan = build_plan(model, Folder.create(tmp_path), short(3.0, **alone))
     assert plan.bits_per_value() <= 3.0
+    assert not (tmp_path / "centre.safetensors").exists()  # a basis has one of its own
     profile = profile_record.load(tmp_path / "profile.safetensors")
     names = {f"{side}.{index}" for side in SIDES for index in range(3)}
     assert set(profile.means) == {f"{kind}.{name}" for kind in ("kl", "kl_of_texts") for name in names}
