@@ -6,12 +6,13 @@ import os
 import re
 import shlex
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kvcal_server import installed
 from test_claims import require_parses
 from torch.distributed.run import get_args_parser
 
@@ -153,11 +154,10 @@ def test_the_script_ends_well_without_a_plan_where_16_bits_fit(tmp_path: Path) -
     assert "16 bits fit: a/model needs no plan for --bits 16" in files["report.txt"]
 
 
-# The real command, and shorter texts for the example of docs/ci.md.
-REAL = '#!/bin/sh\nexec "{python}" -m kvcal "$@"\n'
+# Shorter texts for the example of docs/ci.md.
 SHORTER = {
     "PLAN_OPTIONS": "--samples 2 --seq-len 300 --set basis.num_samples=2 --set basis.seq_len=300"
-    " --set profile.kl_samples=1 --set profile.kl_tokens=220",
+    " --set profile.kl_samples=1 --set profile.kl_tokens=220 --set allocate.fixed_widths=false",
     "EVAL_OPTIONS": "--samples 1 --seq-len 300 --set evaluate.against=[] --set evaluate.tasks=[]",
 }  # fmt: skip
 
@@ -165,10 +165,9 @@ SHORTER = {
 def test_the_example_of_the_page_makes_a_plan_within_its_gates(tmp_path: Path) -> None:
     (line,) = re.findall(r"^(MODEL=.*) ci/plan\.sh$", (ROOT / "docs/ci.md").read_text(), re.M)
     given = dict(word.split("=", 1) for word in shlex.split(line))
-    (tmp_path / "kvcal").write_text(REAL.format(python=sys.executable))
-    (tmp_path / "kvcal").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)} | SHORTER | given
-    done = subprocess.run([CI / "plan.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as name, installed(Path(name)) as program:
+        environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"} | SHORTER | given
+        done = subprocess.run([CI / "plan.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "artifacts/ci"
     assert json.loads((out / "plan.json").read_text())["verdict"] == "made"

@@ -37,7 +37,7 @@ CALIBRATION = (
 )
 NO_TASKS = "--set evaluate.against=[] --set evaluate.tasks=[]"
 SHORTER = {
-    "plan": CALIBRATION,
+    "plan": f"{CALIBRATION} --set allocate.fixed_widths=false",
     "run": f"{CALIBRATION} {NO_TASKS} --set evaluate.data.num_samples=2 --set evaluate.data.seq_len=300"
            " --set evaluate.data.min_len=300",
     "profile": "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220",

@@ -102,10 +102,10 @@ def test_entries_are_integers_of_16_bits_a_row() -> None:
     assert basis is not None and torch.equal(basis.matrix, found)
 
 
-def test_what_is_next_to_zero_is_zero() -> None:
-    """Units are normal numbers, whatever the exponents."""
-    assert not rounded(torch.full((1, 4, 4), 1e-40)).any()
-    assert not Basis(torch.eye(4)[None], torch.eye(4)[None]).enter(torch.full((3, 1, 4), 1e-40)).any()
+def test_units_next_to_zero_are_normal_numbers() -> None:
+    assert not rounded(torch.full((1, 4, 4), 1e-34)).any()
+    x = torch.full((3, 1, 4), 2e-32)
+    torch.testing.assert_close(Basis(torch.eye(4)[None], torch.eye(4)[None]).enter(x), x, rtol=1e-3, atol=0)
 
 
 def test_operands_lie_row_by_row() -> None:

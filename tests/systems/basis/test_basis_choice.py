@@ -9,7 +9,7 @@ from cli_cases import ran_well, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, calibration_spec, profile_data, profile_spec
+from kvcal.folder import Folder, profile_data, profile_spec
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
@@ -18,6 +18,7 @@ from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.stages.pipeline import build_plan, compile_folder
 from kvcal.stages.profile import record as profile_record
 from kvcal.systems.basis.rotated import DISTORTION, SCALE_DTYPE, RotatedLayout
+from kvcal.systems.basis.stage import calibration_spec
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,7 @@ def test_bits_follow_from_kl_at_2_bits_within_the_budget(model: LoadedModel, tmp
     alone = {"allocate.fixed_widths": False}
     plan = build_plan(model, Folder.create(tmp_path), short(3.0, **alone))
     assert plan.bits_per_value() <= 3.0
+    assert not (tmp_path / "centre.safetensors").exists()  # a basis has one of its own
     profile = profile_record.load(tmp_path / "profile.safetensors")
     names = {f"{side}.{index}" for side in SIDES for index in range(3)}
     assert set(profile.means) == {f"{kind}.{name}" for kind in ("kl", "kl_of_texts") for name in names}

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_cases import save_llama
 from evaluation_cases import as_loaded
 from listener import Listener
 from reparam_cases import outlier_model
 from tiny_models import VOCAB_SIZE, built
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
 
+from kvcal import Folder, build_plan, load_model, load_recipe
 from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
@@ -168,3 +170,13 @@ def test_other_layers_keep_theirs(tmp_path: Path) -> None:
         loaded.model.model.layers[0].self_attn.k_proj.bias[0] = math.inf
     with pytest.raises(NonFiniteActivations, match="keys of layer 0"):
         centring(loaded, layers, list(TOKENS), Listener())
+
+
+def test_means_that_no_layer_takes_any_more_leave_the_folder(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    loaded = load_model(str(save_llama(tmp_path / "model", tokenizer)), device="cpu")
+    folder = Folder.create(tmp_path / "out")
+    for recipe, has_means in (("higgs-2", True), ("kivi-2", False)):
+        plan = build_plan(loaded, folder, load_recipe(recipe), Workload(1, 512))
+        assert folder.centre.exists() == has_means == any(layer.k_offset for layer in plan.layers)

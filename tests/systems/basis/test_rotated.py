@@ -73,6 +73,7 @@ def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
         ({"num_bits": 16}, "quantizer = 'rotated' does not go with num_bits = 16"),
         ({"lattice_dim": 2}, "quantizer = 'rotated' does not go with lattice_dim"),
         ({"shrink_at": (300,), "param_dtype": "float32"}, "quantizer = 'rotated' does not go with shrink_at"),
+        ({"axis": "channel"}, "rotated pages take fewer than 16 bits and axis 'token', found 'channel'"),
         ({"param_dtype": "float32"}, "scales of rotated pages have 8 bits"),
         ({"quantizer": "lattice"}, "quantizer = 'lattice', expected one of"),
     ],
