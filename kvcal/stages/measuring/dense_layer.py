@@ -6,9 +6,9 @@ them. By then pages of other layers are due, too, and of other caches that are f
 are stored alike go through one call of the codec (``UnreadPages``). A page that is never read is never
 encoded, whatever it holds.
 
-In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they are
-encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to the last
-bits of fp32.
+In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they
+are encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to
+the last bits of fp32.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class _Part:
             yield _Page(self, number, tokens, page)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """New tokens x [B, n, T, D] in the cache's dtype, as they are read until their page is due, in ``dtype``.
-        NonFiniteActivations: as ``PagedTensor.entered``."""
+        """New tokens x [B, n, T, D] in the cache's dtype, as they are read until their page is due, in
+        ``dtype``. NonFiniteActivations: as ``PagedTensor.entered``."""
         basis = self.codec.basis
         if basis is None:
             return x.to(dtype)
