@@ -160,8 +160,8 @@ class PlainFormat:
         return without_sinks(tokens, self.num_sink_tokens, first_page)
 
     def ring_tokens(self, step_tokens: int = 1) -> int:
-        """Tokens that the ring of unquantized recent tokens has room for, with steps of so many tokens at most
-        (kvcal.kernels.operands says where each lies)."""
+        """Tokens that the ring of unquantized recent tokens has room for, with steps of so many tokens at
+        most (kvcal.kernels.operands says where each lies)."""
         return self.max_window + PAGE_TOKENS + step_tokens - 1
 
     def pages_read(self, num_tokens: int) -> int:
