@@ -23,12 +23,11 @@ from kvcal.models.supported_layers import num_embeddings
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import ProfileSpec, Recipe, SearchSpec
-from kvcal.systems.basis.recipe import FeedbackSpec
 
 Made = TypeVar("Made")
 # Texts of users' models on a CPU, and tokens of each, at most: of those that KL of the profile and of whole
-# plans is measured on, and of a basis.
-CPU_KL, CPU_PLANS, CPU_BASIS = (2, 512), (6, 1024), (6, 1024)
+# plans is measured on.
+CPU_KL, CPU_PLANS = (2, 512), (6, 1024)
 
 
 class _File:
@@ -51,9 +50,6 @@ class Folder:
 
     allocation = _File("allocation.safetensors")
     search = _File("search.safetensors")
-    reparam = _File("reparam.safetensors")
-    centre = _File("centre.safetensors")
-    feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
     evaluation = _File("evaluation.json")
     report = _File("report.html")
@@ -108,7 +104,7 @@ class Folder:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model
         than the one in ``inputs``. A damaged file is left to the stage that reads it."""
         names = {field.name: None for field in fields(Recipe)}  # sections, whose stages have files of their names
-        for one in (self.profile, self.search, self.allocation, self.centre, *map(self.of_stage, names)):
+        for one in (self.profile, self.search, self.allocation, self.of_stage("centre"), *map(self.of_stage, names)):
             for path in (one, partial_path(one)):
                 try:
                     earlier = read_inputs(path)
@@ -247,24 +243,12 @@ def search_spec(recipe: Recipe, loaded: LoadedModel) -> SearchSpec:
     """The recipe's [search], on a CPU with fewer and shorter texts, unless --thorough."""
     spec = recipe.search
     assert spec is not None
-    if not _is_cut(recipe, loaded):
+    if not is_cut(recipe, loaded):
         return spec
     samples, tokens = map(min, CPU_PLANS, (spec.kl_samples, spec.kl_tokens))
     return replace(spec, kl_samples=samples, kl_tokens=tokens)
 
 
-def calibration_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
-    """The recipe's [basis] or [feedback], on a CPU with fewer and shorter texts for a basis, unless
-    --thorough."""
-    spec = recipe.calibration
-    assert spec is not None
-    if recipe.basis is None:
-        return spec
-    sizes = spec.num_samples, min(spec.seq_len, loaded.max_context or spec.seq_len)
-    samples, tokens = map(min, CPU_BASIS, sizes) if _is_cut(recipe, loaded) else sizes
-    return replace(spec, num_samples=samples, seq_len=tokens)
-
-
-def _is_cut(recipe: Recipe, loaded: LoadedModel) -> bool:
+def is_cut(recipe: Recipe, loaded: LoadedModel) -> bool:
     """Whether less text is read than the recipe says: on a CPU."""
     return loaded.model.device.type == "cpu" and recipe.profile.kl_measured != "all"

@@ -307,11 +307,6 @@ class Recipe:
         return {name: spec for name, spec in found.items() if isinstance(spec, Section)}
 
     @property
-    def calibration(self) -> FeedbackSpec | None:
-        """Settings of the stage that fits bases and error feedback, if it has one."""
-        return self.basis or self.feedback
-
-    @property
     def chooses_in_a_basis(self) -> bool:
         """Whether bits are chosen for pages in a basis, which is fitted first."""
         return bool(self.basis and self.allocate and not self.search)

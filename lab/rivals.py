@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from kvcal import load_model, load_recipe
 from kvcal.artifact import write_text_atomic
 from kvcal.console import TerminalReporter
-from kvcal.folder import calibration_spec, sequences
+from kvcal.folder import sequences
 from kvcal.models.attention import base_attention, layer_index, replaced_attention
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
@@ -48,6 +48,7 @@ from kvcal.pages.hadamard import random_signs, rotate
 from kvcal.plan.page_format import Side
 from kvcal.stages.divergence import kl_divergence
 from kvcal.systems.basis.hessians import output_products, over_context, query_products
+from kvcal.systems.basis.stage import calibration_spec
 
 PLANS = "kivi-4,kivi-2,default@4,default@3,default@2.5,default@2.25"
 AT_ONCE = 8192  # tokens of a forward: its logits are held twice

@@ -99,7 +99,7 @@ def serve_args(
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
     state = 0
-    if heads.num_states:
+    if heads.num_states and engine == "vllm":  # SGLang has a pool for them
         location = files.locate(name)
         config = files.read_json(location.folder / "config.json", location.id)
         state = states.state_bytes(config, tp, 1 + drafts, loaded.cache_dtype, state_dtype)
@@ -123,6 +123,7 @@ def serve_args(
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
         words += ["--disable-prefill-cuda-graph"]
+        words += [support.NO_TREE] if heads.num_states else []
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []

@@ -3,9 +3,9 @@ plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits
 besides its pages, lie in the ring of a request: one that begins after blocks of another decodes its window
-from them. Sinks, of which there are few, are shared with pages. Layers with a sliding window, and states,
-are vLLM's own. What the kernels cannot read as it is stored is refused everywhere. It is refused at start: a
-plan is never served wrongly.
+from them. Sinks, of which there are few, are shared with pages. Layers with a sliding window are vLLM's
+own, and states are the engine's. What the kernels cannot read as it is stored is refused everywhere. It is
+refused at start: a plan is never served wrongly.
 
 Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with
 it the engine, by ``kvcal doctor --engine`` before serving, and at every start.
@@ -41,6 +41,7 @@ WITHOUT_IMAGES = "serve it without images:"
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
 NO_PREFIXES = "--no-enable-prefix-caching"  # of vLLM: no request begins after blocks of another
+NO_TREE = "--disable-radix-cache"  # of SGLang, likewise
 
 
 def refusals(

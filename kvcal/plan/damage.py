@@ -19,8 +19,8 @@ DAMAGE, DAMAGE_SCHEMA = "damage", 1
 # A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that
 # is sure of nothing changes its most likely token for nothing.
 MAX_KL, MIN_TOP1, MIN_KL = 0.5, 0.8, 0.1
-# Up to FINE_KL, with a top-1 from FINE_TOP1 on, codes that were looked up were found as at 16 bits, within two
-# standard errors; rows of long tables were not (docs/which-bits.md).
+# Up to FINE_KL, with a top-1 from FINE_TOP1 on, codes that were looked up were found as at 16 bits, within
+# two standard errors; rows of long tables were not (docs/which-bits.md).
 FINE_KL, FINE_TOP1 = 0.02, 0.94
 VERDICTS = (
     f"Fine: up to {FINE_KL:g}, with {FINE_TOP1:.0%} of next tokens the same. Destroyed: above {MAX_KL:g}, or above "

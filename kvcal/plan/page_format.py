@@ -15,7 +15,8 @@ __all__ = ["NEVER", "RAW", "SIDES", "UNIFORM", "Boost", "Format", "Side", "Strip
 @extended("layout")
 @dataclass(frozen=True, config=STRICT)
 class Format(PlainFormat):
-    """The form in which keys or values are stored. 16-bit heads store pages in the cache's dtype and take nothing else.
+    """The form in which keys or values are stored. 16-bit heads store pages in the cache's dtype and take
+    nothing else.
 
     ``num_bits`` are the final ones. Keys of systems ask for pages of another kind than uniform ones, of which
     a format takes one.

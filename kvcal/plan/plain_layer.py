@@ -1,4 +1,5 @@
-"""The part that all layers of a plan share: a Format for its keys and its values, and what is done to their pages.
+"""The part that all layers of a plan share: a Format for its keys and its values, and what is done to their
+pages.
 
 Systems add keys (``transform.py`` in their folders); ``kvcal.plan.layer`` has the whole.
 """
@@ -190,8 +191,8 @@ class PlainLayer:
     def prediction(
         self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype, tensors: Mapping[str, Tensor]
     ) -> PredictPages:
-        """A prediction: from pages [M, N, 128, D] fp32 of ``sources`` in order, what those of ``side`` are; of a
-        side with sources, from the plan's ``tensors`` on the pages' device."""
+        """A prediction: from pages [M, N, 128, D] fp32 of ``sources`` in order, what those of ``side`` are;
+        of a side with sources, from the plan's ``tensors`` on the pages' device."""
         raise NotImplementedError(f"layer {self.geometry.index} has no sources")
 
     def own_tensors(self, side: Side, others: Mapping[int, PlainLayer], dtype: CacheDtype) -> dict[str, TensorSpec]:

@@ -21,7 +21,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, repeat, zip_longest
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,8 +106,7 @@ def lockstep(
     first token, int64; without it, 0.
 
     Sequences of different lengths may be padded on the right: a page that holds padding is written after the
-    last real token, so that real tokens see and group real tokens only. Layers that plans share run once, and
-    before pages are read all caches take what the first one was fed, if that is at 16 bits.
+    last real token, so that real tokens see and group real tokens only.
     """
     tokens_BT = tokens_BT.to(model.device)
     begins = _begins([cache.plan for cache in caches])
@@ -123,15 +122,6 @@ def lockstep(
             given = {"input_ids": tokens_BT[:, start:stop]}
             if first_B is not None:
                 given["position_ids"] = (first_B[:, None] + torch.arange(start, stop)).to(model.device)
-            if _read_alike(caches):
-                logits_BTV = _fed(model, caches[0], inputs, Forward(), given)
-                yield 0, start, logits_BTV
-                for number in numbers[1:]:
-                    first = begins[number].layer if inputs.can_begin_later else 0
-                    caches[number].adopt(caches[0], len(tokens_BT), stop - start, first)
-                    yield number, start, logits_BTV
-                start = stop
-                continue
             forwards = [Forward(wanted={later.layer for later in begins if later.parent == n}) for n in numbers]
             # The first forward of all shows whether others may begin later.
             for together in (numbers[:1], numbers[1:]) if is_shared and not start else (numbers,):
@@ -141,14 +131,6 @@ def lockstep(
                 logits = side_by_side(calls, model.device) if is_streamed(model) else (call() for call in calls)
                 yield from zip(together, repeat(start), logits, strict=False)
             start = stop
-
-
-def _read_alike(caches: Sequence[PlanCache]) -> TypeGuard[Sequence[DenseCache]]:
-    """Whether all caches read what the first one reads, at 16 bits, as before pages are read: one forward is
-    enough. (What a basis rounds, in the last bits of 16-bit tokens, is left out.)"""
-    found = [cache for cache in caches if isinstance(cache, DenseCache) and cache.reads_no_page]
-    is_alike = len(found) == len(caches) > 1 and found[0].is_raw
-    return is_alike and len({cache.plan.cache_dtype for cache in caches}) == 1
 
 
 def _fed(

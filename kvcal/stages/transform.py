@@ -39,10 +39,6 @@ Layers = tuple[LayerPlan, ...]
 class Record(Protocol):
     """The artifact of a stage."""
 
-    def fitted_for(self, layers: Layers) -> Layers:
-        """The layers that it was fitted for, where a plan has ``layers``: mostly these."""
-        ...
-
     def apply(self, layers: Layers) -> Layers:
         """The layers with its transforms."""
         ...
@@ -58,7 +54,8 @@ class TransformStage:
     stages; ``is_of``: whether it comes after the formats of a recipe are chosen. ``make``: its record, in the
     job's folder, or the one that is there. ``every``: the layers with all transforms that a section may lead
     to, whose bytes are kept free. ``show``: of its record, JSON, a title, a header and rows. ``is_optional``:
-    it has no section, and may find nothing to do."""
+    it has no section, and may find nothing to do. ``fitted``: the layers that a record was fitted for, where
+    a plan has these; None: these."""
 
     name: str
     order: int
@@ -68,6 +65,7 @@ class TransformStage:
     every: Callable[[Any, Layers, CacheDtype], Layers] | None = None
     show: Callable[[Any], tuple[Any, str, Sequence[str], Any]] | None = None
     is_optional: bool = False
+    fitted: Callable[[Any, Layers], Layers] | None = None
 
 
 @functools.cache
@@ -106,8 +104,9 @@ class Transforms:
             path = folder.of_stage(stage.name)
             if not path.exists():
                 continue
-            record = stage.load(path)
-            if read_inputs(path).get("layers") == layers_sha256(record.fitted_for(found.apply(layers)[0])):
+            record, fitted = stage.load(path), found.apply(layers)[0]
+            fitted = fitted if stage.fitted is None else stage.fitted(record, fitted)
+            if read_inputs(path).get("layers") == layers_sha256(fitted):
                 found = found._with(stage.name, folder, record)
             else:
                 reporter.say(f"compile: {path.name} is of other formats, left out")

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.states import state_bytes
+from kvcal.engines.support import NO_TREE
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import read_sizes
@@ -203,6 +204,7 @@ def test_serve_args_of_a_model_with_states(tmp_path: Path) -> None:
         assert value["capacity"]["state_blocks"] == pool.state_blocks
     assert wide["arguments"][-2:] == ["--mamba-ssm-cache-dtype", "float32"]
     assert f"blocks of {plain['capacity']['block_tokens']} tokens" in run_kvcal(*line).err
+    assert NO_TREE in run_kvcal(*line, "--engine", "sglang", "--json").json["arguments"]
 
 
 def allocated(

@@ -138,7 +138,7 @@ def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
             "started with CUDA graphs of prompts",
         ),
         ({"prefill_attention_backend": "torch_native"}, "started with --prefill-attention-backend torch_native, which"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache (its memory on the host has tokens"),
+        ({"enable_hierarchical_cache": True}, "--hicache-mem-layout page_first, expected layer_first or page_first"),
     ],
 )
 def test_options_that_would_be_served_wrongly_are_refused(

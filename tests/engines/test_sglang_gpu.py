@@ -15,6 +15,7 @@ import torch
 from engine_replay import Replay, assert_replayed
 from sglang_environment import answer_of_sglang, recorded
 from test_sglang import arguments
+from test_sglang_hierarchy import HOST
 from test_vllm import LENGTHS, Served, prompts
 
 from kvcal import Plan
@@ -111,6 +112,22 @@ def test_sinks_and_windows_with_the_radix_tree(more: dict[str, Any], tmp_path: P
     found = serve(served, tmp_path, rounds, plan=plan, **more)
     assert [one["cached"] for one in found["rounds"][2]] == [0, 128, 256, 640, 0, 128]
     replayed(served, found, rounds, plan)
+
+
+@pytest.mark.parametrize(("layout", "io"), [("layer_first", "kernel"), ("page_first_direct", "direct")])
+def test_pages_come_back_from_the_host_to_the_bit(layout: str, io: str, tmp_path: Path, served: Served) -> None:
+    """Others take all of the 12 pages in between. Answers are those of a pool that no page has to leave."""
+    if "transfer_embedding_ranges_direct" not in vars(pytest.importorskip("sgl_kernel.kvcacheio")):
+        pytest.skip("this sglang-kernel is older than rows of pages on the host")
+    plan, given = served.with_copies(), prompts(*LENGTHS)
+    rounds, host = [given, prompts(700, 600, seed=9), given], HOST | {"hicache_mem_layout": layout}
+    few = {"max_total_tokens": 1536, "hicache_io_backend": io}
+    with ThreadPoolExecutor() as pool:
+        both = {"host": host | few, "device": {}}
+        left, stayed = pool.map(
+            lambda name: serve(served, tmp_path / name, rounds, plan=plan, **GRAPHS, **both[name])["rounds"], both
+        )
+    assert [one["cached"] for one in left[2]] == [0, 128, 256, 640] and left == stayed
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

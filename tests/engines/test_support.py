@@ -104,16 +104,17 @@ def test_more_drafts_than_a_ring_has_room_for_are_refused() -> None:
 
 
 def test_layers_without_pages_are_refused() -> None:
-    """Sliding windows and states are vLLM's own, and blocks are for layers with pages."""
+    """Sliding windows are vLLM's own, states the engine's, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
     require_served(replace(plan, layers=layers), is_cuda=False)
-    with pytest.raises(UnsupportedModel, match="layers 2: a state: vLLM alone serves it"):
-        require_served(replace(plan, layers=layers), False, "sglang")
+    require_served(replace(plan, layers=(plan.layers[0], layers[2])), False, "sglang")
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
-    with pytest.raises(UnsupportedModel, match="layers 1: a sliding window: vLLM alone serves it"):
+    with pytest.raises(
+        UnsupportedModel, match="layers 1: a sliding window: SGLang keeps all tokens of most such layers"
+    ):
         require_served(mixed, False, "sglang")
     with pytest.raises(UnsupportedModel, match="layers 2: a state: drafts beside states were not tried"):
         require_served(replace(plan, layers=layers), is_cuda=False, lookahead=2)
@@ -144,7 +145,7 @@ MENDS = [
     (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
     (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
     *((beside_a_paged_layer(LATENT, dtype), "vllm", 0, NO_PLAN.format("vllm")) for dtype in ("bfloat16", "float32")),
-    *((beside_a_paged_layer(one), "sglang", 0, NO_PLAN.format("sglang")) for one in (STATE, WITH_STATE)),
+    (beside_a_paged_layer(WITH_STATE), "sglang", 0, NO_PLAN.format("sglang")),
     *((beside_a_paged_layer(one, "float32"), "vllm", 0, DTYPE) for one in (STATE, WITH_STATE)),
 ]
 

@@ -4,11 +4,14 @@ drafts together with sinks that requests share. Tokens are those that ``PlanCach
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, Served, prompts, random_requests, serve, without_queries
 from test_vllm import served as served
 from test_vllm import version as version
@@ -53,6 +56,32 @@ def test_a_model_that_drafts(is_own: bool, version: str, tmp_path: Path, served:
     capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=drafted_bytes(draft))
     says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
     assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
+
+
+def eagle(folder: Path, served: Served) -> dict[str, Any]:
+    """A head of one layer, the model's first one, which reads the model's hidden states through random weights."""
+    config = copy.deepcopy(served.model.config)
+    config.num_hidden_layers, config.architectures = 1, ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    names = {name: name.removeprefix("model.") for name in served.model.state_dict() if ".layers.0." in name}
+    weights = {own: served.model.state_dict()[name].clone() for name, own in names.items() if "input_layer" not in name}
+    torch.manual_seed(0)
+    weights["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.1
+    save_file(weights, folder / "model.safetensors")
+    return {"method": "eagle", "model": str(folder), "num_speculative_tokens": ONCE}
+
+
+def test_an_eagle_head_drafts(version: str, tmp_path: Path, served: Served) -> None:
+    """In chunks, with windows and sinks, cold and after cached prefixes, whose last block older versions compute
+    anew."""
+    plan, drafts = without_queries(served, served.with_copies()), eagle(tmp_path / "eagle", served)
+    requests = [{"prompt": ids, "tokens": 60, "at": at} for at in (0, 70) for ids in prompts(*LENGTHS)]
+    more = {"max_num_batched_tokens": 256, "speculative_config": drafts}
+    found, replay = serve(version, tmp_path, served, requests, plan, **more)
+    assert replay.rejected > 100 and sum(replay.cached.values()) >= 128 + 512, vars(replay)
+    page = drafted_bytes(served) // len(served.plan.layers)
+    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=page)
+    assert any(line.startswith(f"{capacity.num_blocks} blocks of 128 tokens: the plan takes") for line in found["log"])
 
 
 def test_random_requests_with_a_model_that_drafts(version: str, tmp_path: Path, served: Served) -> None:

@@ -3,18 +3,25 @@ to the bit. vLLM is the one of the interpreter that runs the tests."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from engine_replay import assert_replayed
 from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
+from test_vllm_drafts import eagle
 from test_vllm_hybrids import Hybrid
+from test_vllm_offload import stored
 from vllm_environment import answer_of, installed_checkout
+
+from kvcal.engines.support import block_seed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,22 +44,27 @@ ON_GPU: dict[str, Any] = {
 }  # fmt: skip
 
 
-def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, **more: Any) -> dict[str, Any]:
-    """What vLLM did."""
-    found = run(folder, "vllm_host.py", {"llm": served.arguments(**ON_GPU | more), "requests": requests}, runner)
+def serve(
+    folder: Path, served: Served, requests: list[dict], runner: int = 2, seed: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """What vLLM did; ``seed``: of its names of blocks."""
+    given = {"llm": served.arguments(**ON_GPU | more), "requests": requests}
+    found = run(folder, "vllm_host.py", given, runner, {} if seed is None else {"PYTHONHASHSEED": str(seed)})
     assert "error" not in found, found["trace"]
     return found
 
 
-def run(folder: Path, program: str, given: dict[str, Any], runner: int = 2) -> dict[str, Any]:
+def run(
+    folder: Path, program: str, given: dict[str, Any], runner: int = 2, more: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """What a program answers; ``runner``: vLLM has two model runners on a GPU, of which the second is the
-    usual one."""
+    usual one; ``more``: variables."""
     paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
     variables = {
         "PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }  # fmt: skip
-    return answer_of(Path(sys.executable), folder, program, given, variables)
+    return answer_of(Path(sys.executable), folder, program, given, variables | more)
 
 
 def twice(*lengths: int, tokens: int = TOKENS) -> list[dict]:
@@ -160,6 +172,36 @@ def test_a_model_that_drafts(runner: int, tmp_path: Path, served: Served) -> Non
     steps = [entry for step in runs[0]["steps"] for entry in step if entry[4]]
     accepted = sum(entry[5] - entry[2] + entry[4] for entry in steps) / sum(entry[4] for entry in steps)
     assert accepted > 0.2, accepted
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_an_eagle_head_drafts(runner: int, tmp_path: Path, served: Served) -> None:
+    """Cold and after cached prefixes; eager and in graphs."""
+    plan = without_queries(served, served.with_copies())
+    drafts = eagle(tmp_path / "eagle", served) | {"attention_backend": "TRITON_ATTN"}
+    path = served.write("eagle.safetensors", plan)
+    given = {"additional_config": {"kvcal_plan": path}, "dtype": "bfloat16", "speculative_config": drafts}
+    runs = [serve(tmp_path, served, twice(5, 120, 250, 380), runner, **given, **more) for more in ({}, GRAPHS)]
+    assert runs[0]["outputs"] == runs[1]["outputs"]
+    assert sum(entry[4] for step in runs[0]["steps"] for entry in step) > 100
+
+
+def test_stored_blocks_are_read_under_their_own_plan_alone(tmp_path: Path, served: Served) -> None:
+    """Engines, one after the other, of one folder."""
+    plan = served.with_copies(has_sinks=False)
+    scales = {name: 2 * tensor if "rescale" in name else tensor for name, tensor in plan.tensors.items()}
+    requests = [{"prompt": ids, "tokens": 20} for ids in prompts(300, 130, 700)]
+    requests.append({"prompt": prompts(5, seed=9)[0], "tokens": 200})  # until all that is stored lies there
+    begun = []
+    for which in (plan, plan, dataclasses.replace(plan, tensors=scales)):
+        path = served.write("stored.safetensors", which)
+        given = {"additional_config": {"kvcal_plan": path}, "max_num_seqs": 1, **stored(tmp_path / "blocks")}
+        found = serve(tmp_path, served, requests, seed=block_seed(which), **given)
+        firsts: dict[str, int] = {}
+        for name, first, *_ in (entry for step in found["steps"] for entry in step if entry[0] is not None):
+            firsts.setdefault(name, first)
+        begun.append([firsts[name] for name in ("0", "1", "2")])
+    assert begun == [[0, 0, 0], [256, 128, 640], [0, 0, 0]]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

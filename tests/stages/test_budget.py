@@ -160,12 +160,11 @@ def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
     device = reserved_bytes(model, cache, {"predictors": LINEAR}, Workload(BATCH, CONTEXT))
     grown = [workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)) for layers in (quantized(alike), found[0])]
     assert device == tensors_nbytes(found[1]) + grown[1] - grown[0] > tensors_nbytes(found[1])
-    for sides in (("k",), ("k", "v")):
-        fed = [replace(layer, k_feedback=True, v_feedback="v" in sides) for layer in quantized(alike)]
-        factors = needed_nbytes(fed, "bfloat16")
-        feedback = {"feedback": FeedbackSpec(sides)}
-        assert reserved_bytes(model, cache, feedback) == factors > 0
-        assert reserved_bytes(model, cache, {"reparam": ReparamSpec(), **feedback}) == factors + LAMBDAS
+    fed = [replace(layer, k_feedback=True, v_feedback=True) for layer in quantized(alike)]
+    factors = needed_nbytes(fed, "bfloat16")
+    feedback = {"feedback": FeedbackSpec()}
+    assert reserved_bytes(model, cache, feedback) == factors > 0
+    assert reserved_bytes(model, cache, {"reparam": ReparamSpec(), **feedback}) == factors + LAMBDAS
 
 
 def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:

@@ -22,6 +22,13 @@ def register() -> None:
     HookRegistry.register(worker, _recorded, HookType.AROUND)
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
     HookRegistry.register(sizes, _sized, HookType.AROUND)
+    if "KVCAL_TEST_CONVOLUTIONS" in os.environ:
+        import sglang_convolutions
+
+        for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+            HookRegistry.register(
+                f"sglang.srt.models.lfm2.{name}", getattr(sglang_convolutions, name), HookType.REPLACE
+            )
     if "KVCAL_TEST_IMAGES" in os.environ:
         HookRegistry.register(f"{sizes.rpartition('.')[0]}.__init__", _with_images, HookType.AROUND)
 

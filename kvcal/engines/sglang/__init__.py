@@ -3,6 +3,7 @@
 
 plugin.py     the entry point, of every process of SGLang, and the three functions of SGLang that are wrapped
 serving.py    the plan of a process: what is checked at start, this rank's share and pool, and shared sinks
+hierarchy.py  pages on the host and in files (HiCache)
 backend.py    the attention backend: from SGLang's batch to the core's step, and the rings of requests
 """
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from torch import Tensor
 
 from kvcal.engines.prefill import Logits
@@ -34,10 +35,14 @@ class PlanAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
+        # Of SGLang's wrapper, which gives layers with a state to a backend of theirs.
+        self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
+        pool = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
         if not isinstance(pool, PlanPool):
             require_version("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
-        rows: Tensor = runner.req_to_token_pool.req_to_token
+        self._pool = pool
+        rows: Tensor = self.req_to_token_pool.req_to_token
         self._pages = rows[:, ::PAGE_TOKENS]
         self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
         shard = pool.serving.shard
@@ -56,6 +61,8 @@ class PlanAttentionBackend(AttentionBackend):
         """Requests with more than one new token: their sizes come from the host. Sinks and windows of those
         that begin come into rings before."""
         self._scratch.report_errors(logger)
+        if (loaded := self._pool.layer_transfer_counter) is not None:
+            loaded.wait_until(0)
         if self._beginnings is not None:
             self._beginnings.copy()
             for row, num_past in self._beginnings.begun:

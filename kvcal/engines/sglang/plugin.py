@@ -40,6 +40,10 @@ def _backend(runner: Any) -> Any:
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
     from kvcal.engines.sglang.serving import PlanPool
 
+    if kind == "mha" and configurator.server_args.enable_hierarchical_cache:
+        from kvcal.engines.sglang import hierarchy
+
+        hierarchy.register()
     return PlanPool if kind == "mha" else original(configurator, kind=kind, default=default)
 
 

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.base_prefix_cache import zero_match_result
+from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -27,6 +29,7 @@ from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
 from kvcal.engines.support import (
     BOTH_WAYS,
+    NO_TREE,
     WITHOUT_IMAGES,
     ServedModel,
     require_model,
@@ -45,18 +48,18 @@ OPTIONS = {"attention_backend": BACKEND, "page_size": PAGE_TOKENS, "kv_cache_dty
 # Options that have not been tried with a plan, by the value that leaves them out.
 NEUTRAL: dict[str, Any] = {
     "pp_size": 1, "dcp_size": 1, "attn_cp_size": 1, "speculative_algorithm": None, "disaggregation_mode": "null",
-    "enable_hierarchical_cache": False, "enable_hisparse": False, "enable_lmcache": False, "enable_flexkv": False,
-    "enable_unified_memory": False, "enable_page_major_kv_layout": False, "enable_kv_cache_sharding": False,
-    "enable_memory_saver": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none",
-    "enable_torch_compile": False, "radix_cache_backend": None, "enable_unified_cache_external_linker": False,
-    "enable_streaming_session": False,
+    "enable_hisparse": False, "enable_lmcache": False, "enable_flexkv": False, "enable_unified_memory": False,
+    "enable_page_major_kv_layout": False, "enable_kv_cache_sharding": False, "enable_memory_saver": False,
+    "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none", "enable_torch_compile": False,
+    "radix_cache_backend": None, "enable_unified_cache_external_linker": False, "enable_streaming_session": False,
 }  # fmt: skip
-# Why, of those that move blocks: SGLang describes its memory by the rows of tokens.
-REASONS = {
-    "enable_hierarchical_cache": " (its memory on the host has tokens by heads and channels, and a page is only bytes)",
-    "disaggregation_mode": " (it sends the keys and values of tokens, and no rings)",
+REASONS = {"disaggregation_mode": " (it sends the keys and values of tokens, and no rings)"}
+# Of a hierarchical cache, what has been tried. In its layout page_first SGLang stages keys and values of tokens.
+HIERARCHY = {
+    "hicache_mem_layout": ("layer_first", "page_first_direct"),
+    "hicache_storage_backend": (None, "file"),
+    "hicache_host_memory_mode": ("cache",),
 }
-
 
 # Functions that methods of ``Beginnings`` wrap: of the radix tree, and of the rows, which number the rings.
 TREE, ROWS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "sglang.srt.mem_cache.memory_pool"
@@ -93,6 +96,12 @@ class Serving:
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
+        if self.shard.num_states and not args.disable_radix_cache:
+            raise UsageError(
+                "SGLang's radix tree has states in pages of 128 tokens on some models alone, which were not tried with "
+                "a plan",
+                hint=NO_TREE,
+            )
         formats = [fmt for layer in plan.layers for fmt in layer.formats]
         num_sinks = 0 if args.disable_radix_cache else max(fmt.sinks_left() for fmt in formats)
         has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
@@ -196,28 +205,39 @@ class Beginnings:
 class PlanPool(MHATokenToKVPool):
     """SGLang's pool of tokens. It hands out places in pages of 128, each of one request: page p of the pool
     is block p of every layer; page 0 is nobody's. The radix tree shares full pages. What would read single
-    tokens is refused. ``blocks``: of every layer, by index, uint8 [pages, block_bytes]."""
+    tokens is refused. ``blocks``: of every layer, by index, uint8 [pages, block_bytes]; those of a page lie side
+    by side."""
 
     def _create_buffers(self) -> None:
         assert _latest is not None, "SGLang sizes its pool before it makes it"
         self.serving = _latest[1]
         shard, pages = self.serving.shard, self.size // PAGE_TOKENS + 1
-        self.blocks = {
-            index: torch.zeros(pages, shard.block_bytes(index), dtype=torch.uint8, device=self.device)
-            for index in shard.blocks
-        }
+        row_bytes = self.serving.token_bytes * PAGE_TOKENS
+        self._slab = torch.zeros(1, pages, row_bytes, dtype=torch.uint8, device=self.device)
+        sizes = {index: shard.block_bytes(index) for index in shard.blocks}
+        parts = self._slab[0].split([*sizes.values(), row_bytes - sum(sizes.values())], dim=1)
+        self.blocks = dict(zip(sizes, parts, strict=False))
         self.k_buffer, self.v_buffer = list(self.blocks.values()), list[Tensor]()
         self._kv_buffer_descs: list[Any] = []
         self._init_data_ptrs_and_strides()
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        return sum(blocks.nbytes for blocks in self.blocks.values()), 0
+        return self._slab.nbytes, 0
+
+    def get_device_pool_infos(self) -> tuple[DevicePoolInfo, ...]:
+        """Its pages, for copies to the host."""
+        _, pages, row_bytes = self._slab.shape
+        rows = PageRowBufferInfo(
+            slab=self._slab, rows=(self._slab[0],), row_bytes=row_bytes, page_size=PAGE_TOKENS, num_pages=pages
+        )
+        kv = PoolName.KV
+        return (DevicePoolInfo(pool_name=kv, indices_from_pool=kv, layer_ids=(0,), buffer_info=rows),)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedModel("a part of SGLang reads or moves single tokens, which a plan packs in pages")
 
     get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _refuse
-    move_kv_cache = get_contiguous_buf_infos = get_device_pool_infos = get_cpu_copy = load_cpu_copy = _refuse
+    move_kv_cache = get_contiguous_buf_infos = get_cpu_copy = load_cpu_copy = _refuse
 
 
 def _refused_options(kvc: Any) -> Iterator[str]:
@@ -225,6 +245,9 @@ def _refused_options(kvc: Any) -> Iterator[str]:
     for name, neutral in NEUTRAL.items():
         if (value := getattr(args, name)) != neutral:
             yield f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") + REASONS.get(name, "")
+    for name, allowed in HIERARCHY.items() if args.enable_hierarchical_cache else ():
+        if (value := getattr(args, name)) not in allowed:
+            yield f"--{name.replace('_', '-')} {value}, expected {' or '.join(map(str, allowed))}"
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name) not in (None, OPTIONS["attention_backend"]):
             yield f"--{name.replace('_', '-')} {getattr(args, name)}"

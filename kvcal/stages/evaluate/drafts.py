@@ -12,8 +12,8 @@ change from 16 bits has the standard error of paired differences over sequences.
 read in decoding (``divergence.feed``); rejected tokens are taken back from its cache.
 
 A draft is another model with the same tokens, or the model's own first layers, then its norm and head
-(LayerSkip, arXiv 2404.16710). A model that was not trained to exit early drafts poorly so. All of its layers are
-a draft of which 16 bits accept everything: no draft that is as good as the model loses more.
+(LayerSkip, arXiv 2404.16710). A model that was not trained to exit early drafts poorly so. All of its layers
+are a draft of which 16 bits accept everything: no draft that is as good as the model loses more.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ OWN_LAYERS = "layers:"
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class DraftQuality:
-    """``accepted``: the share of proposed tokens; ``change``: from 16 bits at the same prefixes; ``by_place``: the
-    share of proposals whose first 1, 2, … tokens are all accepted. ``*_se`` are standard errors over
-    sequences, None for a single sequence."""
+    """``accepted``: the share of proposed tokens; ``change``: from 16 bits at the same prefixes;
+    ``by_place``: the share of proposals whose first 1, 2, … tokens are all accepted. ``*_se`` are standard
+    errors over sequences, None for a single sequence."""
 
     accepted: Share
     accepted_se: Amount | None
@@ -61,8 +61,8 @@ class DraftQuality:
 
 @dataclass(frozen=True, eq=False)
 class Proposed:
-    """Of a batch of texts: after the first ``places[i]`` tokens, ``tokens_PBk[i]``, int64. ``counts_PB``: where the
-    next token is one of the loss."""
+    """Of a batch of texts: after the first ``places[i]`` tokens, ``tokens_PBk[i]``, int64. ``counts_PB``:
+    where the next token is one of the loss."""
 
     text: TextBatch
     places: range
@@ -72,8 +72,8 @@ class Proposed:
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """All that a draft proposes, and what 16 bits accept of it: fp64 [sequences, drafts], prefixes whose first 1,
-    2, … tokens are all accepted."""
+    """All that a draft proposes, and what 16 bits accept of it: fp64 [sequences, drafts], prefixes whose
+    first 1, 2, … tokens are all accepted."""
 
     proposed: Sequence[Proposed]
     prefixes_N: Tensor
@@ -126,7 +126,8 @@ def measure_drafts(loaded: LoadedModel, plan: Plan, drafts: Drafts, reporter: Re
 
 @contextmanager
 def _drafting(loaded: LoadedModel, draft: str) -> Iterator[PreTrainedModel]:
-    """The model that drafts; of a model's own layers, the model itself, which has so many within the context."""
+    """The model that drafts; of a model's own layers, the model itself, which has so many within the
+    context."""
     if not draft.startswith(OWN_LAYERS):
         other = load(draft, device=str(loaded.model.device))
         if tokenizer_of(other).get_vocab() != tokenizer_of(loaded).get_vocab():
@@ -152,8 +153,8 @@ def _require_no_state(loaded: LoadedModel) -> None:
 
 
 def _proposals(model: PreTrainedModel, tokens_BT: Tensor, places: range) -> Tensor:
-    """int64 [P, B, k]: greedy tokens after the first ``places[i]`` ones. UnsupportedModel for a model that runs other
-    layers than it was told."""
+    """int64 [P, B, k]: greedy tokens after the first ``places[i]`` ones. UnsupportedModel for a model that
+    runs other layers than it was told."""
     cache, fed, found = DynamicCache(), 0, []
     for place in places:
         given_Bt, chain = tokens_BT[:, fed:place], list[Tensor]()

@@ -1,5 +1,5 @@
-"""The evaluation of several plans of one model: text quality, task accuracy and acceptance of drafts next to exact
-bytes, saved row by row.
+"""The evaluation of several plans of one model: text quality, task accuracy and acceptance of drafts next to
+exact bytes, saved row by row.
 
 Every number comes through the packed cache (text, tasks, drafts).
 

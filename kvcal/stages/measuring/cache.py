@@ -56,24 +56,6 @@ class DenseCache(PlanCache):
             elif isinstance(layer, PagedLayer | DenseLayer):
                 layer.columns += tokens
 
-    @property
-    def is_raw(self) -> bool:
-        """Whether all tokens are kept as the model makes them."""
-        return all(isinstance(layer, DenseLayer) and layer.is_raw for layer in self.layers)
-
-    @property
-    def reads_no_page(self) -> bool:
-        """Whether the next tokens read all tokens before them as they are at 16 bits, in dense layers alone."""
-        return all(isinstance(layer, DenseLayer) and layer.reads_no_page for layer in self.layers)
-
-    def adopt(self, other: DenseCache, batch: int, tokens: int, first: int) -> None:
-        """Store the last ``tokens`` that another cache, which is raw, was fed, ``batch`` rows of them, in place of
-        being fed them; of layers before ``first`` as ``skip``."""
-        self.skip(first, batch, tokens)
-        for index, layer in enumerate(other.layers[first:], first):
-            assert isinstance(layer, DenseLayer) and layer.keys is not None and layer.values is not None
-            self.update(layer.keys[:, :, -tokens:], layer.values[:, :, -tokens:], index)
-
 
 @contextmanager
 def looking_ahead(model: PreTrainedModel, caches: Sequence[PlanCache]) -> Iterator[None]:

@@ -10,9 +10,9 @@ Stripes come to be read after every few tokens. So that chunks may be longer, at
 come to be read within one twice, exact and decoded, and a mask that shows each query what it reads
 (``UnreadPages.looks_ahead``, within ``kvcal.attached``).
 
-In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they are
-encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to the last
-bits of fp32.
+In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they
+are encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to
+the last bits of fp32.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class _Part:
             yield _Page(self, start, held[:, :, at : at + page.shape[2]], page)
 
     def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """New tokens x [B, n, T, D] in the cache's dtype, as they are read until their page is due, in ``dtype``.
-        NonFiniteActivations: as ``PagedTensor.entered``."""
+        """New tokens x [B, n, T, D] in the cache's dtype, as they are read until their page is due, in
+        ``dtype``. NonFiniteActivations: as ``PagedTensor.entered``."""
         basis = self.codec.basis
         if basis is None:
             return x.to(dtype)
@@ -215,16 +215,6 @@ class DenseLayer(DynamicLayer, PlanLayer):
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
         reads_others = any(plan.sources(side) for side in SIDES)
         return not (is_read or reads_others or state.is_scheduled or plan.geometry.state_bytes)
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether tokens stay as the model makes them."""
-        return all(fmt == RAW for fmt in self.plan.formats) and self.plan.k_pages == "post"
-
-    @property
-    def reads_no_page(self) -> bool:
-        """Whether the next tokens read no page, and their queries count for none."""
-        return not (self._needs_queries or any(part.codec.format.pages_read(self.columns) for part in self._parts))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -115,9 +115,6 @@ class PredictorRecord:
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
-    def fitted_for(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        return layers
-
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers that were fitted, with their predictors. ArtifactError for layers that cannot have
         them."""

@@ -55,9 +55,6 @@ class Centring:
 
     stored: Mapping[str, Tensor]
 
-    def fitted_for(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        return layers
-
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers that were measured, centred. ArtifactError for layers that cannot be."""
         found = list(layers)

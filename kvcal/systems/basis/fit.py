@@ -110,9 +110,6 @@ class BasisRecord:
     bases: Mapping[Place, Basis]
     gains: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def fitted_for(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        return fitted_layers(layers, self.subject.spec)
-
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers with feedback. Raises ArtifactError: they are another model's."""
         if tuple(layer.geometry for layer in layers) != self.subject.geometry.layers:

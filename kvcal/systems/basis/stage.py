@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 from kvcal.data.pools import data_inputs
-from kvcal.folder import Job, calibration_spec, compute_dtype, current_or, job_sequences, model_inputs, sequences
+from kvcal.folder import Job, compute_dtype, current_or, is_cut, job_sequences, model_inputs, sequences
 from kvcal.geometry import CacheDtype
+from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.tensors import layout_tensors, needed_nbytes
+from kvcal.recipe import Recipe
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint
 from kvcal.stages.allocate.record import layers_in
@@ -31,6 +33,9 @@ from kvcal.systems.basis.fit import BasisRecord
 from kvcal.systems.basis.layout import ROTATED
 from kvcal.systems.basis.recipe import BasisSpec, FeedbackSpec
 
+# Texts of users' models on a CPU, and tokens of each, at most.
+ON_CPU = (6, 1024)
+
 
 def centre_folder(job: Job) -> Centring | None:
     """The centre stage, on the layers as the reparam stage left them; nothing where no keys are scaled by
@@ -45,13 +50,25 @@ def centre_folder(job: Job) -> Centring | None:
     if left is not None and left < 0 and wanted != layers:
         reporter.say(f"centre: keys keep their mean, {-left} bytes beyond the budget; {reserve_hint(-left)}")
     if wanted == layers or (left is not None and left < 0):
-        folder.centre.unlink(missing_ok=True)
+        folder.of_stage("centre").unlink(missing_ok=True)
         return None
     reads = recipe.allocate or any(spec.reads_text for spec in recipe.sections.values())
     data = job_sequences(job, recipe.data, "fit") if reads else sequences(centre_stage.DATA, loaded)
     inputs = {**model_inputs(loaded), "layers": layers_sha256(layers), **data_inputs(data), **compute_dtype(loaded)}
     make = partial(centre_stage.run_centre, loaded, layers, data.sequences)
-    return current_or("centre", folder.centre, centre_stage.load, inputs, make, reporter)
+    return current_or("centre", folder.of_stage("centre"), centre_stage.load, inputs, make, reporter)
+
+
+def calibration_spec(recipe: Recipe, loaded: LoadedModel) -> FeedbackSpec:
+    """The recipe's [basis] or [feedback], on a CPU with fewer and shorter texts for a basis, unless
+    --thorough."""
+    spec = recipe.basis or recipe.feedback
+    assert spec is not None
+    if recipe.basis is None:
+        return spec
+    sizes = spec.num_samples, min(spec.seq_len, loaded.max_context or spec.seq_len)
+    samples, tokens = map(min, ON_CPU, sizes) if is_cut(recipe, loaded) else sizes
+    return replace(spec, num_samples=samples, seq_len=tokens)
 
 
 def basis_folder(job: Job) -> BasisRecord:
@@ -89,6 +106,11 @@ def with_calibration_of(spec: FeedbackSpec, layers: Layers, cache_dtype: CacheDt
     return tuple(calibrated(layer) if layer.takes_transforms else layer for layer in layers)
 
 
+def refitted(record: BasisRecord, layers: Layers) -> Layers:
+    """The layers that a record was fitted for, where a plan has these."""
+    return basis_fit.fitted_layers(layers, record.subject.spec)
+
+
 def shown(record: BasisRecord) -> tuple[Any, str, Any, Any]:
     value = {"sides": [dump(side) for side in record.sides]}
     return value, f"Error feedback from {record.subject.num_tokens} tokens", *basis_fit.table_rows(record)
@@ -98,10 +120,10 @@ STAGES = (
     TransformStage("centre", 2, lambda r: not r.search, centre_stage.load, centre_folder, is_optional=True),
     TransformStage(
         "feedback", 4, lambda r: bool(r.feedback), partial(basis_fit.load, kind="feedback"), basis_folder,
-        with_calibration_of, shown,
+        with_calibration_of, shown, fitted=refitted,
     ),
     TransformStage(
         "basis", 5, lambda r: bool(r.basis) and not r.chooses_in_a_basis, basis_fit.load, basis_folder,
-        with_calibration_of, shown,
+        with_calibration_of, shown, fitted=refitted,
     ),
 )  # fmt: skip

@@ -107,8 +107,8 @@ def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> B
 
 
 def with_thresholds(plan: Plan, thresholds: Mapping[int, float], scores: Scores, page_share: float = 1.0) -> Plan:
-    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one, and capacities that are
-    fitted to ``page_share`` of the pages of ``scores``."""
+    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one, and capacities that
+    are fitted to ``page_share`` of the pages of ``scores``."""
     layers = list(plan.layers)
     for position, layer in enumerate(layers):
         if layer.is_paged and (old := boost_of(layer.format("k"))) is not None:

@@ -89,9 +89,6 @@ class Reparam:
     layers: tuple[LayerReparam, ...]
     lambdas: Mapping[int, Tensor]
 
-    def fitted_for(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        return layers
-
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers with λ, where the search chose one. Raises ArtifactError: the layers are another
         model's, or store keys before RoPE."""

@@ -25,7 +25,9 @@ def reparam_folder(job: Job) -> Reparam:
     layers = allocation.layers
     inputs = transform_inputs("reparam", spec, layers, {}, data, loaded)
     make = partial(reparam_stage.run_reparam, loaded, layers, data, spec)
-    found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
+    found = current_or(
+        "reparam", folder.of_stage("reparam"), reparam_stage.load, inputs, make, reporter, data.description
+    )
     tell_beyond_budget("reparam", allocation, found.apply(layers), found.tensors(), reporter)
     return found
 

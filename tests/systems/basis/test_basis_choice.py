@@ -9,7 +9,7 @@ from cli_cases import ran_well, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, calibration_spec, profile_data, profile_spec
+from kvcal.folder import Folder, profile_data, profile_spec
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
@@ -18,6 +18,7 @@ from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.stages.pipeline import build_plan, compile_folder
 from kvcal.stages.profile import record as profile_record
 from kvcal.systems.basis.rotated import DISTORTION, SCALE_DTYPE, RotatedLayout
+from kvcal.systems.basis.stage import calibration_spec
 
 
 @pytest.fixture(scope="module")

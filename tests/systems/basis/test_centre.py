@@ -179,4 +179,4 @@ def test_means_that_no_layer_takes_any_more_leave_the_folder(
     folder = Folder.create(tmp_path / "out")
     for recipe, has_means in (("higgs-2", True), ("kivi-2", False)):
         plan = build_plan(loaded, folder, load_recipe(recipe), Workload(1, 512))
-        assert folder.centre.exists() == has_means == any(layer.k_offset for layer in plan.layers)
+        assert folder.of_stage("centre").exists() == has_means == any(layer.k_offset for layer in plan.layers)
