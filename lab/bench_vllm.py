@@ -2,12 +2,18 @@
 
     python lab/bench_vllm.py --caches kvcal bfloat16 fp8 --context 4096 8192 32768 --out speed.json
     python lab/bench_vllm.py --plan plan.safetensors --caches kvcal turboquant_4bit_nc --context 8192 --passes 8
+    python lab/bench_vllm.py --shape hybrid --layers 48 --caches kvcal bfloat16 fp8 --bits 2.5 --context 32768
+    python lab/bench_vllm.py --drafts 3 --caches kvcal bfloat16 fp8 --bits 2.5 --context 32768
 
 Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and
-dummy weights. Plans are those of --plan, or what the default recipe makes of this shape at each of --bits
-(``shared``: random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes
-are cached, as they are by default. Prompts are of random lengths, so that requests are at random phases of
-their pages.
+dummy weights; or that of Qwen3-Next, every fourth layer with full attention and the others with a state; but
+for dense layers in place of experts, and 4 KV heads of 128 in place of 2 of 256, of which kernels do not read
+rotated pages. With drafts a model of one layer guesses tokens, of which random weights accept next to none:
+tokens a second are those of steps that verify, and grow by what a real model accepts.
+
+Plans are those of --plan, or what the default recipe makes of this shape at each of --bits (``shared``:
+random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes are cached, as
+they are by default. Prompts are of random lengths, so that requests are at random phases of their pages.
 
 How caches take turns: ``turns``. A cache that vLLM does not serve is reported with vLLM's reason.
 """
@@ -25,13 +31,15 @@ from typing import Any
 from turns import (
     BATCHED,
     CACHE_BYTES,
-    PAGE,
+    DRAFT,
+    EVERY,
     PROFILED,
     WARM_STEPS,
     Prompts,
     first_tokens,
     main,
     shares_in,
+    state_of,
 )
 
 BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4, "turboquant_3bit_nc": 3}  # scales aside
@@ -47,6 +55,8 @@ class ServedByVllm:
         from vllm import LLM
 
         from kvcal.engines.capacity import capacity as capacity_of
+        from kvcal.engines.capacity import vllm_pool
+        from kvcal.engines.shard import HeadShard
         from kvcal.plan.plan import load_plan
 
         self.given, self.traces = given, folder / f"{cache}.traces"
@@ -54,12 +64,17 @@ class ServedByVllm:
         plan = load_plan(path) if path.exists() else None
         is_tiny = given.shape == "tiny"
         shape = json.loads((folder / "config.json").read_text())
-        token = 2 * CACHE_BYTES[shape["torch_dtype"]] * shape["num_key_value_heads"] * shape["head_dim"] * given.layers
+        draft = json.loads((folder / DRAFT / "config.json").read_text())
+        layer, drafted = (
+            2 * CACHE_BYTES[one["torch_dtype"]] * one["num_key_value_heads"] * one["head_dim"] for one in (shape, draft)
+        )
+        full = given.layers // EVERY if given.shape == "hybrid" else given.layers
+        state, drafted = state_of(shape, given.drafts), drafted if given.drafts else 0
 
         def most_of(context: int) -> int:
             if plan is None:
-                return given.memory * 16 // BITS.get(cache, 16) // token // context
-            capacity = capacity_of("vllm", plan, given.memory, 1, context)
+                return given.memory * 16 // BITS.get(cache, 16) // (layer * full) // context
+            capacity = capacity_of("vllm", plan, given.memory, 1, context, given.drafts, 0, state, drafted)
             return (capacity.num_blocks - 1) // capacity.blocks_per_request
 
         self.counts = {context: most_of(context) for context in given.context}
@@ -74,15 +89,20 @@ class ServedByVllm:
                 "torch_profiler_activities": ["CPU" if is_tiny else "CUDA"],
             },
         }  # fmt: skip
+        if given.drafts:
+            drafts = {"method": "draft_model", "model": str(folder / DRAFT), "num_speculative_tokens": given.drafts}
+            reads = {} if plan is None or is_tiny else {"attention_backend": "TRITON_ATTN"}  # blocks side by side
+            arguments["speculative_config"] = drafts | reads
         if plan is not None:
-            arguments |= {"block_size": PAGE, "additional_config": {"kvcal_plan": str(path)}}
+            tokens = vllm_pool(HeadShard(plan, step_tokens=1 + given.drafts), state, draft_bytes=drafted).block_tokens
+            arguments |= {"block_size": tokens, "additional_config": {"kvcal_plan": str(path)}}
         elif cache != "bfloat16":
             arguments["kv_cache_dtype"] = cache
         if is_tiny:
             arguments |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
         else:
             # vLLM captures none above max_num_seqs: more run eager.
-            sizes = sorted({1, *range(8, most, 8), *self.counts.values()})
+            sizes = [(1 + given.drafts) * count for count in sorted({1, *range(8, most, 8), *self.counts.values()})]
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
             arguments |= {"compilation_config": graphs, "kernel_config": {"enable_jit_warmup": False}}
             arguments |= {"attention_backend": "KVCAL"} if plan is not None else {}
@@ -91,7 +111,11 @@ class ServedByVllm:
         config = self.engine.vllm_config
         if plan is None:
             blocks, size = config.cache_config.num_gpu_blocks - 1, config.cache_config.block_size
-            self.counts = {context: min(most, blocks // -(-context // size)) for context, most in self.counts.items()}
+            # Of states vLLM has a group for each layer between two with full attention, and two blocks of each.
+            beside = 2 * (EVERY - 1) if given.shape == "hybrid" else 0
+            self.counts = {
+                context: min(most, blocks // (-(-context // size) + beside)) for context, most in self.counts.items()
+            }
         self.prompts, self.running, self.added = Prompts(folder), list[str](), 0
 
     def answers(self) -> Iterator[dict[str, Any]]:

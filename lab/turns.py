@@ -40,6 +40,15 @@ SHAPE = {
     "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_theta": 500000.0, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
+EVERY = 4  # layers of a hybrid, of which the last one has full attention
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "intermediate_size": 5120, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "hidden_act": "silu", "full_attention_interval": EVERY,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 512, "torch_dtype": "float32",
@@ -54,6 +63,7 @@ PROFILED = 20  # steps
 KERNELS = ("decode", "append", "append_window")
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 LINE = "BENCH "
+DRAFT = "draft"  # folder of the model that drafts
 
 
 class Served(Protocol):
@@ -69,22 +79,28 @@ class Served(Protocol):
 
 
 def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
-    """A configuration in ``folder``, and plans in ``folder`` / plans: what each cache of a plan is, by its
-    name."""
+    """A configuration in ``folder``, one of a model of one layer that drafts, and plans in ``folder`` / plans:
+    what each cache of a plan is, by its name."""
     from shared import default_plan
 
-    from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
+    from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
     from kvcal.models.files import config_sha256
     from kvcal.plan.plan import load_plan, save_plan
 
-    shape: dict[str, Any] = SHAPE | {"num_hidden_layers": given.layers} | (TINY if given.shape == "tiny" else {})
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(shape))
+    shape = shape_of(given)
+    draft = SHAPE | {"vocab_size": shape["vocab_size"]} if given.shape == "hybrid" else shape
+    for path, own in ((folder, shape), (folder / DRAFT, draft | {"num_hidden_layers": 1})):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(own))
     (folder / "plans").mkdir()
     heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"], shape["head_dim"]
-    layers = tuple(AttentionGeometry(layer, *heads) for layer in range(given.layers))
-    geometry = Geometry("llama", shape["torch_dtype"], layers)
-    identity = ModelIdentity("shape", "llama", config_sha256(folder, "shape"), "0" * 64, "0" * 64)
+    every, state = (EVERY, state_of(shape, 0)) if given.shape == "hybrid" else (1, 0)
+    layers: tuple[LayerGeometry, ...] = tuple(
+        StateGeometry(layer, state) if (layer + 1) % every else AttentionGeometry(layer, *heads)
+        for layer in range(given.layers)
+    )
+    geometry = Geometry(shape["model_type"], shape["torch_dtype"], layers)
+    identity = ModelIdentity("shape", shape["model_type"], config_sha256(folder, "shape"), "0" * 64, "0" * 64)
     plans = {path.stem: load_plan(path) for path in given.plan}
     plans |= {f"{bits:g} bits": default_plan(geometry, bits) for bits in ([] if given.plan else given.bits)}
     names = {}
@@ -95,6 +111,20 @@ def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
         origin = plan.model.id if given.plan else "the default recipe's formats"
         names[name] = f"{name}: {plan.bits_per_value():.2f} bits, {origin}, sha256 {plan.sha256[:12]}"
     return names
+
+
+def shape_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The model's configuration."""
+    if given.shape == "hybrid":
+        return HYBRID | {"num_hidden_layers": given.layers, "mlp_only_layers": list(range(given.layers))}
+    return SHAPE | {"num_hidden_layers": given.layers} | (TINY if given.shape == "tiny" else {})
+
+
+def state_of(shape: dict[str, Any], drafts: int) -> int:
+    """Bytes of a layer's state in vLLM; 0 of a model without."""
+    from kvcal.engines.states import FAMILIES, state_bytes
+
+    return state_bytes(shape, 1, drafts, shape["torch_dtype"]) if shape["model_type"] in FAMILIES else 0
 
 
 def kernels_in(traces: Path) -> Iterator[tuple[str, float]]:
@@ -290,7 +320,8 @@ def main(description: str, served: type[Served], own: str) -> None:
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50, help="of a pass")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--shape", choices=["8B", "tiny"], default="8B", help="tiny: for a CPU")
+    parser.add_argument("--shape", choices=["8B", "hybrid", "tiny"], default="8B", help="tiny: for a CPU")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that a model of one layer guesses a step")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -56,6 +57,16 @@ def serve_args(
             callback=values.of_bytes,
         ),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the host, for blocks that leave the device in vLLM, such as 8GB.", callback=values.of_bytes
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="A folder where they stay behind the host's memory, for later engines of the same plan."),
+    ] = None,
     state_dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="Of recurrent states (linear attention, Mamba) in vLLM; default: the model's."),
@@ -70,11 +81,19 @@ def serve_args(
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
 
     Example: `kvcal serve-args plan.safetensors --kv-memory 50GB --context 32768 --json`
+
+    Example: `kvcal serve-args plan.safetensors --host-memory 8GB --store blocks`
     """
     if drafts and engine != "vllm":
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
+    if host_memory is not None and engine != "vllm":
+        raise UsageError(f"--host-memory with --engine {engine}; blocks of a plan leave the device in vllm alone")
+    if store is not None and host_memory is None:
+        raise UsageError("--store without --host-memory, through which blocks go", hint="--host-memory 8GB")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
+    if store is not None:
+        support.require_tiered(loaded)
     heads = shard.HeadShard(loaded, 0, tp, 1 + drafts)
     heads.blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
@@ -89,7 +108,8 @@ def serve_args(
     found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
     if engine == "vllm":
         block = engine_capacity.vllm_pool(heads, state, draft_bytes=draft_bytes).block_tokens
-        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", str(block)]
+        words = [] if store is None else ["env", f"PYTHONHASHSEED={support.block_seed(loaded)}"]
+        words += ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", str(block)]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
         words += ["--max-model-len", str(context)] if context is not None else []
@@ -97,6 +117,8 @@ def serve_args(
         by = {"method" if draft in OWN_DRAFTS else "model": draft, "num_speculative_tokens": drafts}
         words += ["--speculative-config", json.dumps(by)] if drafts else []
         words += ["--mamba-ssm-cache-dtype", state_dtype] if state_dtype is not None else []
+        if host_memory is not None:
+            words += ["--kv-transfer-config", json.dumps(_connector(parse_bytes(host_memory), store))]
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
@@ -116,6 +138,16 @@ def serve_args(
             given.reporter().say(f"note: sglang runs at most {max_requests} of them at once: --max-requests")
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
+
+
+def _connector(nbytes: int, store: Path | None) -> dict[str, Any]:
+    """vLLM's, of blocks in so many bytes of the host, and behind them in a folder."""
+    name, more = "SimpleCPUOffloadConnector", dict[str, Any]()
+    if store is not None:
+        tier = {"type": "fs", "root_dir": str(store.resolve())}
+        name, more = "OffloadingConnector", {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    extra = {"cpu_bytes_to_use": nbytes, **more}
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _draft_bytes(draft: str, plan: plan_file.Plan, num_ranks: int) -> int:

@@ -75,6 +75,23 @@ def require_sinks(plan: Plan) -> None:
     )
 
 
+def require_tiered(plan: Plan) -> None:
+    """UnsupportedModel where vLLM's ``OffloadingConnector``, and tiers behind it, do not take all of a request's
+    blocks."""
+    if any(fmt.num_sink_tokens for layer in plan.layers for fmt in layer.formats):
+        raise UnsupportedModel(
+            "OffloadingConnector asks every group of blocks for full attention or a window; a group of sinks has "
+            "neither",
+            hint="SimpleCPUOffloadConnector, or a plan without sinks: kvcal plan … --set cache.num_sink_tokens=0",
+        )
+
+
+def block_seed(plan: Plan) -> int:
+    """``PYTHONHASHSEED`` with which vLLM's names of blocks are the plan's own: 32 bits of its digest. A name is a hash
+    of this seed and of the tokens up to the block's end, and says nothing else of what the bytes mean."""
+    return int(plan.sha256[:8], 16)
+
+
 def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead: int = 0) -> None:
     """Nothing, where an engine can serve every layer, with so many drafts a token.
 

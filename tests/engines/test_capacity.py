@@ -368,6 +368,24 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     ]  # fmt: skip
 
 
+def test_serve_args_name_blocks_by_the_plan_where_they_outlive_an_engine(plan_path: Path, tmp_path: Path) -> None:
+    plan = load_plan(plan_path)
+    found = shlex.split(ran_well("serve-args", plan_path, "--host-memory", "8GB", "--store", tmp_path).out)
+    assert found[:3] == ["env", f"PYTHONHASHSEED={int(plan.sha256[:8], 16)}", "vllm"]
+    tier = {"type": "fs", "root_dir": str(tmp_path)}
+    assert json.loads(found[found.index("--kv-transfer-config") + 1]) == {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 8 * 10**9, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier],
+        },
+    }  # fmt: skip
+    found = shlex.split(ran_well("serve-args", plan_path, "--host-memory", "8GB").out)
+    assert found[0] == "vllm" and json.loads(found[-1]) == {
+        "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 8 * 10**9},
+    }  # fmt: skip
+
+
 def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_path: Path, tmp_path: Path) -> None:
     few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
     for path, num_sinks in ((few, 4), (many, 200)):
@@ -421,6 +439,8 @@ def test_serve_args_of_sglang(plan_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
+        ("serve-args {plan} --store blocks", 2, "--store without --host-memory"),
+        ("serve-args {plan} --engine sglang --host-memory 8GB", 2, "leave the device in vllm alone"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),

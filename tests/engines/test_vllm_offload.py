@@ -3,6 +3,7 @@ are vLLM's own, but for the copies (vllm_copies). ``make engines`` runs these te
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_vllm_sinks import with_sinks
 from vllm_environment import run_in
 
 from kvcal import Plan
+from kvcal.engines.support import block_seed
 
 pytestmark = pytest.mark.engines
 
@@ -106,12 +108,62 @@ def test_on_two_ranks(version: str, tmp_path: Path, served: Served, name: str) -
     assert replay.loaded == 8
 
 
+def stored(folder: Path, **options: Any) -> dict[str, Any]:
+    """Blocks go through the host's memory to a folder."""
+    tier = {"type": "fs", "root_dir": str(folder), "n_read_threads": 1, "n_write_threads": 1}
+    return connector(NATIVE, spec_name="TieringOffloadingSpec", secondary_tiers=[tier | options])
+
+
+def test_stored_blocks_are_read_under_their_own_plan_alone(version: str, tmp_path: Path, served: Served) -> None:
+    """Engines, one after the other, of one folder: the second one of a plan begins after what the first one has
+    stored, to the bit; one of another plan of equal bytes, and other scales of keys, finds nothing. Requests
+    come one at a time, so that steps have equal shapes."""
+    plan = served.with_copies(has_sinks=False)
+    scales = {name: 2 * tensor if "rescale" in name else tensor for name, tensor in plan.tensors.items()}
+    other = dataclasses.replace(plan, tensors=scales)
+    alone = [{"prompt": ids, "tokens": 20} for ids in prompts(300, 130, 700)]
+    last = {"prompt": prompts(5, seed=9)[0], "tokens": 60}  # until all that is stored lies there
+
+    def serve(which: Plan, requests: list[dict]) -> tuple[list[int], list[Any]]:
+        """Tokens that came from blocks of others, and the outputs."""
+        path = served.write("stored.safetensors", which)
+        llm = served.arguments(path, **stored(tmp_path / "blocks"), max_num_seqs=1)
+        variables = {"KVCAL_TEST_OFFLOAD": "1", "PYTHONHASHSEED": str(block_seed(which))}
+        found = run_in(version, tmp_path, "vllm_host.py", {"llm": llm, "requests": [*requests, last]}, variables)
+        assert "error" not in found, found["trace"]
+        begun: dict[str, int] = {}
+        for name, first, *_ in (entry for step in found["steps"] for entry in step if entry[0] is not None):
+            begun.setdefault(name, first)
+        if which is other or len(requests) > len(alone):  # what an engine has loaded another one has written
+            assert_replayed(found, served.model, which)
+        names = list(map(str, range(len(requests))))
+        return [begun[name] for name in names], [found["outputs"][name] for name in names]
+
+    cached, outputs = serve(plan, [*alone, *alone])
+    assert cached == [0, 0, 0, 256, 128, 640] and outputs[:3] != outputs[3:]
+    assert serve(plan, alone) == ([256, 128, 640], outputs[3:])
+    cached, outputs = serve(other, alone)
+    assert cached == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", [{}, {"PYTHONHASHSEED": "7"}], ids=["no seed", "another seed"])
+def test_stored_blocks_need_the_plan_s_names(
+    version: str, tmp_path: Path, served: Served, seed: dict[str, str]
+) -> None:
+    given = served.arguments(**stored(tmp_path / "blocks"))
+    (start,) = run_in(version, tmp_path, "vllm_host.py", {"starts": [given]}, seed)["starts"]
+    assert "their names do not say of which plan they are" in start["message"], start
+    assert f"PYTHONHASHSEED={block_seed(served.plan)} vllm serve" in start["trace"]
+
+
 def test_what_else_is_refused(version: str, tmp_path: Path, served: Served) -> None:
     sinks = served.write("sinks", with_sinks(served.plan))
-    tiers, disk = {"spec_name": "TieringOffloadingSpec"}, {"kv_offload_backend": "disk", "disk_path": "x"}
+    disk = {"kv_offload_backend": "disk", "disk_path": "x"}
     refused = [
         (served.arguments(**connector("ExampleConnector")), "the KV connector ExampleConnector"),
-        (served.arguments(**connector(NATIVE, **tiers)), "spec_name = 'TieringOffloadingSpec'"),
+        (served.arguments(**connector(NATIVE, spec_name="Other")), "spec_name = 'Other'"),
+        (served.arguments(**stored(tmp_path, type="p2p")), "a tier of the type 'p2p'"),
+        (served.arguments(**stored(tmp_path, type="obj")), "a tier of the type 'obj'"),
         (served.arguments(**connector(SIMPLE, **disk)), "kv_offload_backend = 'disk'"),
         (served.arguments(**connector(SIMPLE), enable_prefix_caching=False), "but without prefix caching"),
         (served.arguments(sinks, **connector(NATIVE)), "a group of sinks has neither"),

@@ -151,6 +151,7 @@ def test_states_take_what_a_bfloat16_model_keeps(tmp_path: Path) -> None:
         ({"dtype": "float8_e4m3fn"}, UnsupportedModel, "checkpoint dtype float8_e4m3fn; supported: bfloat16"),
         ({"layer_types": ["full_attention", "magic"]}, UnsupportedModel, "layer 1 is of the type 'magic'"),
         ({"model_type": "t5"}, UnsupportedModel, "no decoder-only causal language model"),
+        ({"model_type": "qwen2_5_vl"}, UnsupportedModel, "no decoder-only causal language model"),
         ({"model_type": "magic"}, UnsupportedModel, "magic"),
     ],
 )

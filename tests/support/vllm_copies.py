@@ -39,13 +39,24 @@ class Copies:
 
 
 class Worker:
-    """In place of ``CPUOffloadingWorker``, of chunks of one block."""
+    """In place of ``CPUOffloadingWorker``, of chunks of one block; of a spec with tiers in the memory that these
+    read."""
 
-    def __init__(self, kv_caches: Any, chunks: int) -> None:
+    def __init__(self, spec: Any, kv_caches: Any) -> None:
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
         (cache,) = kv_caches.tensors  # layers side by side: a block is one range of bytes
         self.copies, self.finished = Copies(), list[Any]()
-        self.nbytes = cache.page_size_bytes
-        self.copies.init({"": cache.tensor}, {"": torch.zeros(chunks, self.nbytes, dtype=torch.int8)})
+        self.nbytes, self.region = cache.page_size_bytes, None
+        if "secondary_tiers" in spec.extra_config:
+            rank, page = spec.config.parallel.rank, spec.cpu_page_size_per_worker
+            self.region = SharedOffloadRegion(
+                spec.config.engine_id, spec.num_chunks, rank, spec.kv_bytes_per_chunk, page
+            )
+            hosted = self.region.create_next_worker_view(self.nbytes)
+        else:
+            hosted = torch.zeros(spec.num_chunks, self.nbytes, dtype=torch.int8)
+        self.copies.init({"": cache.tensor}, {"": hosted})
 
     def submit_store(self, job: int, source: Any, target: Any) -> bool:
         return self._copy(job, source, target, True)
@@ -70,7 +81,9 @@ class Worker:
         pass
 
     def shutdown(self) -> None:
-        pass
+        if self.region is not None:
+            self.copies.sides.clear()
+            self.region.cleanup()
 
 
 def copy_on_a_cpu() -> None:
@@ -82,4 +95,4 @@ def copy_on_a_cpu() -> None:
     given = {name: getattr(torch, name) for name in ("Tensor", "device", "empty", "int8", "zeros")}
     worker.torch = SimpleNamespace(**given, cuda=cuda, Event=Done)
     worker.DmaCopyBackend = Copies
-    CPUOffloadingSpec.get_worker = lambda self, kv_caches: Worker(kv_caches, self.num_chunks)
+    CPUOffloadingSpec.get_worker = lambda self, kv_caches: Worker(self, kv_caches)

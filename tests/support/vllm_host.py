@@ -3,7 +3,8 @@ prints what the engine did as JSON, so that all of it can be computed again with
 
     {"llm": arguments of LLM,
      "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": step, "temperature": 0, "n": 1,
-                   "after": number of a request, whose prompt and answer come before this prompt}, ...]}
+                   "lora": folder of an adapter, "after": number of a request, whose prompt and answer come before
+                   this prompt}, ...]}
     -> {"steps": [[[request, first token, count, [block of each page], drafts, tokens that the engine took for
     right],
                    ...] of each step],
@@ -55,7 +56,9 @@ def serve(scenario: dict) -> dict:
                 if "after" in given:
                     before = given["after"]
                     prompt = scenario["requests"][before]["prompt"] + outputs[str(before)][0] + prompt
-                engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+                engine.add_request(
+                    str(number), {"prompt_token_ids": prompt}, sampling, lora_request=_adapter(given.get("lora"))
+                )
                 del waiting[number]
         aborted = [str(n) for n, given in enumerate(scenario["requests"]) if given.get("abort") == step]
         if aborted:
@@ -70,6 +73,12 @@ def serve(scenario: dict) -> dict:
     requests = {name: [list(r.prompt_token_ids), list(r.output_token_ids)] for name, r in seen.items()}
     blocks = engine.vllm_config.cache_config.num_gpu_blocks
     return {"steps": steps, "requests": requests, "outputs": outputs, "log": lines.lines, "blocks": blocks}
+
+
+def _adapter(folder: str | None) -> object:
+    from vllm.lora.request import LoRARequest
+
+    return None if folder is None else LoRARequest(folder, 1 + sum(map(ord, folder)), folder)
 
 
 def _tokens_of(sample: object) -> list:

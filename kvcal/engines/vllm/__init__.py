@@ -1,7 +1,7 @@
 """vLLM's plug-in (0.32 and newer): ``--additional-config '{"kvcal_plan": "plan.safetensors"}' --block-size
 128``.
 
-plugin.py     the entry point, of every process of vLLM, and the methods of its attention layer that are wrapped
+plugin.py     the entry point, of every process of vLLM, and the constructor of its attention layer, which is wrapped
 serving.py    the plan of a process: what is checked at start, and this rank's share
 backend.py    the attention backend: from vLLM's metadata to the core's step
 rings.py      the rings of requests, and the sinks that they share

@@ -15,6 +15,7 @@ of their blocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -67,19 +68,6 @@ class PlanLayer:
         serving.layers.append(self)
         self._bound: tuple[Tensor, Tensor] | None = None
 
-    def spec(self, spec: Any) -> Any:
-        """Of the layer's share of a block: one head slot of one state, so that it is bytes to vLLM.
-        UnsupportedModel where vLLM has made blocks longer than it was told."""
-        if spec.block_size != self.serving.pool.block_tokens:
-            raise UnsupportedModel(
-                f"vLLM has made blocks of {self.serving.pool.block_tokens} tokens longer, {spec.block_size}, as the "
-                "first layer with keys is none of the plan's pages"
-            )
-        return dataclasses.replace(
-            spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,
-            state_content_bytes=self.serving.pool.share_bytes,
-        )  # fmt: skip
-
     def bind(self) -> None:
         """vLLM's memory of all layers, as it is now. The shares of all layers follow the first one's."""
         first, rings = self.serving.first.kv_cache, self.serving.ring.kv_cache
@@ -124,22 +112,30 @@ def _metadata(layer: RingLayer) -> Any:
     return by_layer[layer.name]
 
 
-class WindowLayer:
-    """Attachment of a layer with a sliding window: the attention and the memory are vLLM's own."""
+def attach_window(serving: Serving, attention: Any) -> None:
+    """Blocks of a plan for a layer with a sliding window, whose attention and memory are vLLM's own. ArtifactError as
+    of ``PlanLayer``; UnsupportedModel for attention that cannot read such blocks."""
+    _planned(serving, attention)
+    hint = '--attention-config \'{"backend_per_kind": {"sliding_window": "TRITON_ATTN"}}\''
+    _require_side_by_side(attention, "the sliding window", hint)
+    attention.attn_backend = _in_small_blocks(attention.attn_backend)
 
-    def __init__(self, serving: Serving, attention: Any) -> None:
-        """ArtifactError as of ``PlanLayer``; UnsupportedModel for attention that cannot read such blocks."""
-        _planned(serving, attention)
-        self.pool, self.backend = serving.pool, attention.attn_backend
-        hint = '--attention-config \'{"backend_per_kind": {"sliding_window": "TRITON_ATTN"}}\''
-        _require_side_by_side(attention, "the sliding window", hint)
 
-    def spec(self, spec: Any) -> Any:
-        """With blocks of as many tokens as waste least."""
-        sizes = self.backend.get_supported_kernel_block_sizes(spec)
-        taken = [n for n in WINDOW_BLOCKS if any(n % size.base == 0 if hasattr(size, "base") else n == size
-                                                 for size in sizes)]  # fmt: skip
-        return dataclasses.replace(spec, block_size=self.pool.window(spec.sliding_window, taken).tokens)
+@functools.cache
+def _in_small_blocks(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """The backend, with blocks of as many tokens as waste least besides a plan's pages."""
+
+    def customize_spec(cls: Any, spec: Any) -> Any:
+        serving = latest()
+        if spec.block_size > 1 and serving is not None:
+            sizes = backend.get_supported_kernel_block_sizes(spec)
+            taken = [n for n in WINDOW_BLOCKS if any(n % size.base == 0 if hasattr(size, "base") else n == size
+                                                     for size in sizes)]  # fmt: skip
+            spec = dataclasses.replace(spec, block_size=serving.pool.window(spec.sliding_window, taken).tokens)
+        return backend.customize_spec(spec)
+
+    name = f"{backend.__qualname__}InSmallBlocks"
+    return type(name, (backend,), {"customize_spec": classmethod(customize_spec), "__module__": __name__})
 
 
 def require_draft(attention: Any) -> None:
@@ -374,13 +370,27 @@ class PlanBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """vLLM makes blocks so long that attention takes as many bytes as a state. It asks with one token: as
-        many bytes of it as leave the blocks as they are."""
+        """Of a layer's share of a block: one head slot of one state, so that it is bytes to vLLM. All layers have
+        equal shares.
+
+        vLLM makes blocks so long that attention takes as many bytes as a state. It asks with one token: as many
+        bytes of it as leave the blocks as they are. UnsupportedModel where it has made them longer all the same."""
         serving = latest()
-        if spec.block_size > 1 or serving is None or not serving.pool.state_bytes:
+        if serving is None:
             return spec
-        nbytes = serving.pool.state_bytes // serving.pool.block_tokens
-        return dataclasses.replace(spec, dtype=torch.uint8, num_head_slots=1, state_content_bytes=nbytes)
+        pool = serving.pool
+        if spec.block_size > 1 and spec.block_size != pool.block_tokens:
+            raise UnsupportedModel(
+                f"vLLM has made blocks of {pool.block_tokens} tokens longer, {spec.block_size}, as the first layer "
+                "with keys is none of the plan's pages"
+            )
+        if spec.block_size > 1:
+            given = {"tokens_per_state": PAGE_TOKENS, "state_content_bytes": pool.share_bytes}
+        elif pool.state_bytes:
+            given = {"state_content_bytes": pool.state_bytes // pool.block_tokens}
+        else:
+            return spec
+        return dataclasses.replace(spec, dtype=torch.uint8, num_head_slots=1, **given)
 
     @classmethod
     def supports_sink(cls) -> bool:

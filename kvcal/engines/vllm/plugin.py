@@ -3,10 +3,9 @@ than once.
 
 A process without a plan in its configuration is left as it is.
 
-vLLM lets a backend change a layer's cache by a class method that does not know the layer. So
-``Attention.__init__`` gets our backend, and attaches the layer's step; and ``Attention.get_kv_cache_spec``
-says how large its block is. Layers with a sliding window, and those of a model that drafts, keep vLLM's
-backend. Without a plan both do what they did.
+vLLM does not tell a backend the layer that it is for. So ``Attention.__init__`` gets our backend, and attaches the
+layer's step. How large blocks are the backends say (``customize_spec``, which is public). Layers with a
+sliding window, and those of a model that drafts, keep vLLM's backend. Without a plan the layer is as it was.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ MODEL_TAG = "backbone"  # vLLM's, while it builds the model; while it builds one
 
 
 def register() -> None:
-    """Make the backend known and wrap the attention layer. A version of vLLM without a part that is needed is
-    left as it is, with a warning: a plan is refused there by vLLM, which does not know its backend."""
+    """Make the backend known and wrap the attention layer's constructor. A version of vLLM without a part that
+    is needed is left as it is, with a warning: a plan is refused there by vLLM, which does not know its
+    backend."""
     if (reason := refusal("vllm")) is not None:
         logger.warning("kvcal cannot serve plans in vLLM: %s", reason)
         return
@@ -52,14 +52,12 @@ def _reduced(member: Any) -> tuple[Callable[[str], Any], tuple[str]]:
 
 
 def wrap_attention() -> None:
-    """Wrap both methods, once a process."""
+    """Wrap the constructor, once a process."""
     from vllm.model_executor.layers.attention import Attention
 
-    if hasattr(Attention, "kvcal_layer"):
-        return
-    Attention.kvcal_layer = None  # a layer's own PlanLayer or WindowLayer, where it is served
-    Attention.__init__ = _with_plan(Attention.__init__)
-    Attention.get_kv_cache_spec = _with_block(Attention.get_kv_cache_spec)
+    if not hasattr(Attention, "kvcal_layer"):
+        Attention.kvcal_layer = None  # a layer's own PlanLayer, where it has pages
+        Attention.__init__ = _with_plan(Attention.__init__)
 
 
 def _with_plan(original: Any) -> Any:
@@ -68,7 +66,7 @@ def _with_plan(original: Any) -> Any:
         from vllm.compilation.backends import model_tag
         from vllm.config import get_current_vllm_config
 
-        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer, WindowLayer, require_draft
+        from kvcal.engines.vllm.backend import PlanBackend, PlanLayer, attach_window, require_draft
         from kvcal.engines.vllm.serving import serving_of, serving_with_drafts
 
         config = get_current_vllm_config()
@@ -88,16 +86,9 @@ def _with_plan(original: Any) -> Any:
             config.attention_config.backend = chosen
         if is_draft:
             require_draft(self)
+        elif has_pages:
+            self.kvcal_layer = PlanLayer(serving, self, config)
         else:
-            self.kvcal_layer = PlanLayer(serving, self, config) if has_pages else WindowLayer(serving, self)
+            attach_window(serving, self)
 
     return init
-
-
-def _with_block(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        spec = original(self, vllm_config)
-        return spec if self.kvcal_layer is None else self.kvcal_layer.spec(spec)
-
-    return get_kv_cache_spec

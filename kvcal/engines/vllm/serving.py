@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,15 @@ from kvcal.engines.capacity import VllmPool, vllm_pool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
-from kvcal.engines.support import ServedModel, require_model, require_served, require_sinks, require_version
+from kvcal.engines.support import (
+    ServedModel,
+    block_seed,
+    require_model,
+    require_served,
+    require_sinks,
+    require_tiered,
+    require_version,
+)
 from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
@@ -45,9 +54,12 @@ WASTEFUL = 1.5  # bytes of a block, by those of its pages
 DRAFT_MODELS = "draft_model", "eagle", "eagle3", "mtp"
 DRAFTS = "ngram", *DRAFT_MODELS
 # vLLM's KV connectors that are served, with blocks in the host's memory; the second one knows blocks of pages
-# alone.
+# alone, and may keep them in tiers behind it, where they outlive the engine.
 CONNECTORS = "SimpleCPUOffloadConnector", "OffloadingConnector"
-IN_MEMORY = {"kv_offload_backend": "cpu", "spec_name": "CPUOffloadingSpec", "canonical_layout": False}
+IN_MEMORY = {"kv_offload_backend": "cpu", "canonical_layout": False}
+SPECS = "CPUOffloadingSpec", "TieringOffloadingSpec"
+TIERS = ("fs",)
+SEED = "PYTHONHASHSEED"
 
 
 class Serving:
@@ -67,6 +79,11 @@ class Serving:
         lookahead = 0 if drafts is None else drafts.num_speculative_tokens
         for reason in _refused_options(config):
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
+        transfer = config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector != CONNECTORS[0]:
+            require_tiered(plan)
+        if transfer is not None and transfer.kv_connector_extra_config.get("secondary_tiers"):
+            _require_seed(block_seed(plan))  # other engines may read these blocks
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         has_prefixes = config.cache_config.enable_prefix_caching
         if has_prefixes:
@@ -87,13 +104,6 @@ class Serving:
         formats = (fmt for layer in plan.layers for fmt in layer.formats)
         if has_prefixes and any(fmt.kept_tokens for fmt in formats):
             note_beginnings()
-        transfer = config.kv_transfer_config
-        if self.pool.sinks.block_bytes and transfer is not None and transfer.kv_connector != CONNECTORS[0]:
-            raise UnsupportedModel(
-                f"{transfer.kv_connector} asks every group of blocks for full attention or a window; a group of sinks "
-                "has neither",
-                hint=f"{CONNECTORS[0]}, or a plan without sinks",
-            )
         flash = flash_attention() if self.device.type == "cuda" else torch_flash
         most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self.scratch = Scratch(*most, self.device, flash)
@@ -271,9 +281,23 @@ def _refused_connector(transfer: Any, has_prefixes: bool) -> Iterator[str]:
         yield f"the KV connector {name} (expected {' or '.join(CONNECTORS)}; others were not tried)"
     for key, expected in IN_MEMORY.items():
         if (found := options.get(key, expected)) != expected:
-            yield f"a KV connector with {key} = {found!r} (expected {expected!r}; others may outlive the plan)"
+            yield f"a KV connector with {key} = {found!r} (expected {expected!r}; others were not tried)"
+    if (spec := options.get("spec_name", SPECS[0])) not in SPECS:
+        yield f"a KV connector with spec_name = {spec!r} (expected {' or '.join(SPECS)}; others were not tried)"
+    for tier in options.get("secondary_tiers", ()):
+        if tier.get("type") not in TIERS:
+            yield f"a tier of the type {tier.get('type')!r} (expected {' or '.join(TIERS)}; others were not tried)"
     if not has_prefixes:
         yield "a KV connector, which finds blocks by their prefixes, but without prefix caching"
+
+
+def _require_seed(seed: int) -> None:
+    """UsageError unless vLLM's names of blocks are the plan's own."""
+    if (found := os.environ.get(SEED)) != str(seed):
+        raise UsageError(
+            f"blocks outlive the engine, and their names do not say of which plan they are: {SEED} is {found}",
+            hint=f"{SEED}={seed} vllm serve …, as kvcal serve-args --store prints it",
+        )
 
 
 def _pool_of(shard: HeadShard, config: VllmConfig) -> VllmPool:
