@@ -124,7 +124,7 @@ def state_of(shape: dict[str, Any], drafts: int) -> int:
     """Bytes of a layer's state in vLLM; 0 of a model without."""
     from kvcal.engines.states import FAMILIES, state_bytes
 
-    return state_bytes(shape, 1, drafts, shape["torch_dtype"]) if shape["model_type"] in FAMILIES else 0
+    return state_bytes(shape, 1, 1 + drafts, shape["torch_dtype"]) if shape["model_type"] in FAMILIES else 0
 
 
 def kernels_in(traces: Path) -> Iterator[tuple[str, float]]:

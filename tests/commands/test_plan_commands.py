@@ -74,7 +74,7 @@ def test_a_plan_for_an_engine_that_caches_prefixes(engine: str, made: Path, tmp_
     plan = load_plan(tmp_path / "plan.safetensors")
     assert plan.tensors
     assert {(fmt.num_sink_tokens, fmt.recent_window) for fmt in [layer.format("k") for layer in plan.layers]} == {
-        (8, 64)
+        (8, 112)
     }
     done = run_kvcal("serve-args", tmp_path / "plan.safetensors", "--engine", engine)
     assert done.code == 0 and not {"--no-enable-prefix-caching", "--disable-radix-cache"}.intersection(done.out.split())

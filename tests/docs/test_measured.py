@@ -54,8 +54,8 @@ def test_a_page_of_earlier_plans_says_what_came_since(path: Path) -> None:
         assert fields[len(FIELDS)].startswith("- Since: ") and len(fields) == len(FIELDS) + 1
 
 
-def plans_of(model: str) -> dict[str, Any]:
-    return json.loads((DATA / f"2026-11-28-plans-{model}.json").read_text())
+def plans_of(model: str, day: str = "2026-11-28") -> dict[str, Any]:
+    return json.loads((DATA / f"{day}-plans-{model}.json").read_text())
 
 
 def texts(measured: dict[str, Any], name: str) -> Texts:
@@ -91,8 +91,8 @@ def codes_of(measured: dict[str, Any], name: str) -> tuple[float, float]:
     return ratio([sum(answers) for answers in found], [len(answers) for answers in found])
 
 
-def rows_of(name: str) -> tuple[float, float] | None:
-    right = json.loads((DATA / "2026-11-28-rows-of-tables.json").read_text())["right"]
+def rows_of(name: str, day: str = "2026-11-28") -> tuple[float, float] | None:
+    right = json.loads((DATA / f"{day}-rows-of-tables.json").read_text())["right"]
     return ratio(right[name], right["16-bit"]) if name in right else None
 
 
@@ -190,8 +190,9 @@ def test_steps_of_plans_that_ship_are_measured(page: str, whole: str) -> None:
         require_pair(share, (row.get("of_16_bits", 1), 0))
 
 
-def test_tokens_a_second_in_vllm_are_measured() -> None:
-    results = json.loads((DATA / "2026-11-29-vllm-speed.json").read_text())["results"]
+@pytest.mark.parametrize(("engine", "fp8_name"), [("vllm", "fp8"), ("sglang", "fp8_e4m3")])
+def test_tokens_a_second_in_engines_are_measured(engine: str, fp8_name: str) -> None:
+    results = json.loads((DATA / f"2026-11-29-{engine}-speed.json").read_text())["results"]
 
     def medians(context: str, cache: str) -> tuple[float, float]:
         found = results[context][cache]
@@ -200,23 +201,24 @@ def test_tokens_a_second_in_vllm_are_measured() -> None:
     def rates_of(context: str, cache: str) -> list[float]:
         return sorted(one["tokens_per_s"] for one in results[context][cache]["passes"])
 
-    page = table_of((DOCS / "measured/2026-11-29-vllm-speed.md").read_text(), "# Tokens")
+    page = table_of((DOCS / f"measured/2026-11-29-{engine}-speed.md").read_text(), "# Tokens")
     assert len(page) == sum(map(len, results.values()))
     for cells in page:
         context, cache = cells[0].replace(",", ""), cells[1].replace("bf16", "bfloat16")
         found, (rate, first) = results[context][cache], medians(context, cache)
         steps = [1e3 * seconds for one in found["passes"] for seconds in one["step_s"]]
-        least, _, most = rates_of(context, cache)
+        least, *_, most = rates_of(context, cache)
         _, _, sequences, median, longest, rates, of_bf16, of_fp8, seconds, first_of_bf16, packing = cells
         assert int(sequences) == found["sequences"] and rates == f"{rate:,.0f} ({least:,.0f}, {most:,.0f})"
-        others = [medians(context, other) for other in ("bfloat16", "fp8")]
+        others = [medians(context, other) for other in ("bfloat16", fp8_name)]
         for cell, value in (
             (median, statistics.median(steps)), (longest, max(steps)), (of_bf16, rate / others[0][0]),
             (of_fp8, rate / others[1][0]), (seconds, first), (first_of_bf16, first / others[0][1]),
             (packing, 100 * found["shares"].get("packing", 0)),
         ):  # fmt: skip
             require_pair(cell, (value, 0))
-    for context, rates, of_fp8, of_bf16, first_of_bf16 in table_of((DOCS / "engines.md").read_text(), "## How fast"):
+    guide = table_of((DOCS / "engines.md").read_text(), "## How fast") if engine == "vllm" else []
+    for context, rates, of_fp8, of_bf16, first_of_bf16 in guide:
         rate, first = medians(context.replace(",", ""), "2.5 bits")
         fp8, bf16 = (medians(context.replace(",", ""), other) for other in ("fp8", "bfloat16"))
         assert rates == f"{rate:,.0f} ({results[context.replace(',', '')]['2.5 bits']['sequences']})"
@@ -247,13 +249,24 @@ def test_packing_and_steps_in_a_basis_are_measured() -> None:
         require_pair(enter, (row["enter_us"], 0))
         require_pair(leave, (row["leave_us"], 0))
     for guide, heading in (("kernels.md", "layer's step, mean"), ("benchmarks.md", "On 2026-11-29 a layer's step")):
-        with_bases, without, *earlier = table_of((DOCS / guide).read_text(), heading)
+        with_bases, without, *others = table_of((DOCS / guide).read_text(), heading)
         told = [cell for pair in zip(with_bases[1:], without[1:], strict=True) for cell in pair]
         for cell, row in zip(told, found["steps"], strict=True):
             require_pair(cell, (row["mean_us"], 0))
+    *earlier, (_, *in_stripes) = others
     for (_, *cells), cache in zip(earlier, ("2.5 bits", "16 bits"), strict=True):
         for cell, case in zip(cells, ("1x4096", "8x32768", "38x32768"), strict=True):
             require_pair(cell.replace(",", ""), (speeds("layers")[case, cache]["mean_us"], 0))
+    rows = {
+        (one["case"], one["cache"]): one for one in json.loads((DATA / "2026-11-29-stripes.json").read_text())["rows"]
+    }
+    for cell, case in zip(in_stripes, ("1x4096", "8x32768", "38x32768"), strict=True):
+        require_pair(cell, (rows[case, "2.5 bits"]["mean_us"], 0))
+    for case, cache, *cells, packing, _ in table_of((DOCS / "measured/2026-11-29-stripes.md").read_text(), "# Steps"):
+        row = rows[case.replace(" ", ""), cache]
+        for cell, key in zip(cells, ("us", "mean_us", "us_99", "longest_us"), strict=True):
+            require_pair(cell.replace(",", ""), (row.get(key, 0), 0))
+        require_pair(packing, (row.get("packing", 0), 0), 100)
 
 
 def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
@@ -276,12 +289,12 @@ def test_the_embedded_models_table_is_the_committed_evaluation() -> None:
         assert [float(cell.partition(" ±")[0]) for cell in tasks] == pytest.approx(shares, abs=0.051)
 
 
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize(("day", "model"), [("2026-11-28", name) for name in NAMES] + [("2026-11-29", [*NAMES][1])])
 def test_the_page_of_plans_has_the_rows_that_the_script_prints(
-    model: str, lab_script: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    day: str, model: str, lab_script: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lab_script("real")["print_results"](plans_of(model))
-    section = (DOCS / "measured/2026-11-28-plans.md").read_text().split(NAMES[model])[1].split("\n## ")[0]
+    lab_script("real")["print_results"](plans_of(model, day))
+    section = (DOCS / f"measured/{day}-plans.md").read_text().split(NAMES[model])[1].split("\n## ")[0]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert printed == [line for line in section.splitlines() if line.startswith("|")]
 
@@ -291,3 +304,6 @@ def test_the_page_of_rows_is_measured() -> None:
         require_pair(share, rows_of(name) or (0, 0))
         found = json.loads((DATA / "2026-11-28-rows-of-tables.json").read_text())
         require_pair(right, ratio(found["right"][name], found["rows_a_table"]), 100)
+    for name, share, before in table_of((DOCS / "measured/2026-11-29-plans.md").read_text(), "## Rows"):
+        require_pair(share, rows_of(name, "2026-11-29") or (0, 0))
+        require_pair(before, rows_of(name) or (0, 0))

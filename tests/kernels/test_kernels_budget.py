@@ -128,7 +128,8 @@ def test_other_formats_heads_and_groups_fit_every_chip(capability: tuple[int, in
     step."""
     skipped = {HOPPER: ("3 bits", "4 bits", "Kitty"), (8, 6): ("3 bits", "Kitty", "rotated 4 bits")}
     for name in COVERING.keys() - skipped.get(capability, ()):
-        assert_decode(variant(*COVERING[name]), 5600, 0, capability)
+        spilled = 8 if (name, capability) == ("Kitty", (10, 0)) else 0  # two registers, outside of the loop over pages
+        assert_decode(variant(*COVERING[name]), 5600, spilled, capability)
         if name.startswith("rotated"):
             assert_append(variant(*COVERING[name]), 4900, capability)
 
