@@ -119,7 +119,10 @@ class CacheSpec:
     def __post_init__(self) -> None:
         k, v = self.k_recent_window, self.v_recent_window
         if self.stripe_tokens < PAGE_TOKENS and k != v:
-            raise ValueError(f"stripe_tokens = {self.stripe_tokens} and windows of {k} and {v}: expected equal ones")
+            raise ValueError(
+                f"stripe_tokens = {self.stripe_tokens} and windows of {k} and {v}: expected equal windows, "
+                f"or stripe_tokens = {PAGE_TOKENS}"
+            )
 
     @property
     def first_from_page(self) -> int:

@@ -10,6 +10,7 @@ from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.commands.options import BudgetOptions, RecipeOptions
+from kvcal.errors import UsageError
 from kvcal.folder import Folder
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan.layer import bare_layers
@@ -78,10 +79,12 @@ def test_a_plan_for_an_engine_that_caches_prefixes(engine: str, made: Path, tmp_
     }
     done = run_kvcal("serve-args", tmp_path / "plan.safetensors", "--engine", engine)
     assert done.code == 0 and not {"--no-enable-prefix-caching", "--disable-radix-cache"}.intersection(done.out.split())
-    kept = RecipeOptions(sets=["cache.k_recent_window=32"]).recipe(
-        "default", BudgetOptions(bits=3.0, engine=engine).knobs()
-    )
-    assert (kept.cache.k_recent_window, kept.cache.v_recent_window) == (32, 64)
+    fewer = ["cache.k_recent_window=32"]
+    knobs = BudgetOptions(bits=3.0, engine=engine).knobs()
+    with pytest.raises(UsageError, match="expected equal windows, or stripe_tokens = 128"):
+        RecipeOptions(sets=fewer).recipe("default", knobs)
+    kept = RecipeOptions(sets=[*fewer, "cache.stripe_tokens=128"]).recipe("default", knobs)
+    assert (kept.cache.k_recent_window, kept.cache.v_recent_window) == (32, 112)
 
 
 def test_a_searched_plan(made: Path, tmp_path: Path) -> None:
