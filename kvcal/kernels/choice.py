@@ -113,7 +113,8 @@ def limits(plan: LayerPlan, cache_dtype: str, is_cuda: bool) -> Iterator[str]:
         yield f"head size {dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
     has_feedback = zip(plan.formats, (plan.k_feedback, plan.v_feedback), strict=False)
     if is_cuda and dim > MAX_STAGED_DIM and any(has and fmt.kind != "rotated" for fmt, has in has_feedback):
-        yield f"head size {dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}, or {MAX_ROTATED_DIM} rotated"
+        rotated = f"{MAX_STAGED_DIM}, or {MAX_ROTATED_DIM} rotated"
+        yield f"head size {dim}; with error feedback the kernels take up to {rotated}"
     if is_cuda and dim > MAX_ROTATED_DIM and any(fmt.kind == "rotated" for fmt in plan.formats):
         yield f"head size {dim}; of rotated pages the kernels take up to {MAX_ROTATED_DIM}"
     if geometry.window == 1:

@@ -23,7 +23,10 @@ PAGE_SCRATCH_BYTES = 48 * 1024  # of such a block, at most
 # ``pack`` share one, so that one loads while the other computes.
 STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
 LEAST_TOKENS = 32  # of a part of ``append``, where few pages are complete
-LARGE_TOKENS, LARGE_TEAM = (32,), 4  # of heads of more than 128 channels; warps that share a candidate (feedback_large.cuh)
+LARGE_TOKENS, LARGE_TEAM = (
+    (32,),
+    4,
+)  # of heads of more than 128 channels; warps that share a candidate (feedback_large.cuh)
 BLOCK, KEPT_BLOCKS, COST_LANES = 16, 4, 8  # of channels, as in csrc/feedback.cuh
 
 

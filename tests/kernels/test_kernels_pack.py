@@ -159,6 +159,11 @@ APPENDED = [
     (Case("k", ROTATED, feedback=True), Case("v", ROTATED, feedback=True, gain=True)),
     (Case("k", STRIPES, feedback=True), Case("v", replace(STRIPES, num_bits=3), feedback=True, gain=True)),
     (Case("k", replace(STRIPES, num_sink_tokens=21), 64), Case("v", replace(STRIPES, num_sink_tokens=37), 64)),
+    (
+        Case("k", replace(STRIPES, group_size=128), 256, feedback=True),
+        Case("v", replace(STRIPES, num_bits=3, group_size=128), 256, feedback=True, gain=True),
+    ),
+    (Case("k", ROTATED, 136, feedback=True), Case("v", Format(2, "token", 64, 4), 136)),
 ]
 
 
