@@ -150,8 +150,10 @@ def in_pages(plan: Plan) -> Plan:
         window = max(0, fmt.recent_window - (PAGE_TOKENS - fmt.stripe_tokens) // 2)
         return replace(fmt, stripe_tokens=PAGE_TOKENS, recent_window=window)
 
-    layers = tuple(replace(one, k=paged(one.k), v=paged(one.v)) if one.is_paged else one for one in plan.layers)
-    return replace(plan, layers=layers)
+    layers = (
+        replace(one, k=paged(one.format("k")), v=paged(one.format("v"))) if one.is_paged else one for one in plan.layers
+    )
+    return replace(plan, layers=tuple(layers))
 
 
 def contest_data(recipe: Recipe, loaded: LoadedModel) -> list[DataSpec]:
