@@ -63,7 +63,7 @@ def measure_trellis(bench: Bench) -> None:
             found["against"][one], found["bits"][one] = name, plan.bits_per_value()
     given = copy.copy(bench.given)
     given.texts, given.answers = min(PER_KIND, given.texts), min(PER_TASK, given.answers)
-    given.tokens, given.kinds = min(TOKENS, given.tokens), ",".join(TASKS)
+    given.tokens, given.kinds, given.tables = min(TOKENS, given.tokens), ",".join(TASKS), 0
     texts = texts_for(bench.loaded, given)
     for name, make in makers.items():
         read_missing(bench.loaded, {name: make}, texts, found["read"], 1, bench.save)
