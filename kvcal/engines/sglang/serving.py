@@ -27,6 +27,7 @@ from torch import Tensor
 from kvcal.engines.capacity import BEGINNINGS, sglang_rings
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
+from kvcal.engines.sglang.windows import require_windows
 from kvcal.engines.support import (
     BOTH_WAYS,
     NO_TREE,
@@ -96,6 +97,7 @@ class Serving:
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
+        require_windows(kvc, self.shard)
         if self.shard.num_states and not args.disable_radix_cache:
             raise UsageError(
                 "SGLang's radix tree has states in pages of 128 tokens on some models alone, which were not tried with "

@@ -1,0 +1,95 @@
+"""Layers with a sliding window in SGLang: its own pool, which keeps their newest tokens at 16 bits, and its own
+attention.
+
+SGLang has such a pool for some models (GPT-OSS), and keeps all tokens of others (Gemma-3). With a plan every
+model that has windows gets it: which layers these are, the plan says. SGLang's two pools then lie side by side,
+each with places of its own. Of layers with full attention it is the plan's.
+
+On CUDA attention is SGLang's Triton backend. Its backend in torch, for CPUs, stores tokens of windows at their
+own places, and reads them at those of other layers: here it reads them where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+
+from kvcal.engines.shard import HeadShard
+from kvcal.engines.sglang import PLAN_VARIABLE
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import StateGeometry
+from kvcal.plan.plan import load_plan
+
+
+@functools.cache
+def _planned(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers of a plan with a sliding window, and with full attention."""
+    layers = [layer.attention for layer in load_plan(path).layers if not isinstance(layer.geometry, StateGeometry)]
+    with_window = tuple(layer.index for layer in layers if layer.window is not None)
+    return with_window, tuple(layer.index for layer in layers if layer.window is None)
+
+
+def hybrid_model(original: Any, config: Any) -> None:
+    """Wraps what SGLang says of a model's pools: those of a plan with windows are two."""
+    original(config)
+    with_window, others = _planned(os.environ[PLAN_VARIABLE])
+    if with_window and not config.is_hybrid_swa and not config.is_draft_model:
+        config.is_hybrid_swa, config.is_deepseek_v4_arch = True, False
+        config.swa_attention_layer_ids, config.full_attention_layer_ids = list(with_window), list(others)
+
+
+def two_pools(original: Any, pool: Any, *args: Any, **more: Any) -> None:
+    """Wraps the making of SGLang's two pools: of full attention it is the plan's."""
+    from kvcal.engines.sglang.serving import PlanPool
+
+    original(pool, *args, **more | {"full_kv_pool_class": PlanPool})
+
+
+def require_windows(kvc: Any, shard: HeadShard) -> None:
+    """UnsupportedModel unless the layers with a window in a plan are those that SGLang's pool of windows is for."""
+    if not shard.windows:
+        return
+    if len(shard.windows) > 1:
+        sizes = " and ".join(map(str, sorted(shard.windows)))
+        raise UnsupportedModel(f"the plan has sliding windows of {sizes} tokens, and SGLang has one pool for windows")
+    with_window, _ = _planned(os.environ[PLAN_VARIABLE])
+    found = kvc.layer_info.swa_attention_layer_ids
+    if not kvc.is_hybrid_swa or tuple(found) != with_window:
+        raise UnsupportedModel(
+            f"SGLang keeps layers {found} in its pool for sliding windows, and the plan has windows in {with_window}"
+        )
+    if kvc.server_args.enable_hierarchical_cache:
+        raise UnsupportedModel(
+            "SGLang was started with --enable-hierarchical-cache, which was not tried with sliding windows and a plan",
+            hint="leave --enable-hierarchical-cache out",
+        )
+
+
+class WindowsInTorch(TorchNativeAttnBackend):
+    """SGLang's backend for CPUs, of layers with a window alone."""
+
+    def _run_sdpa_forward_extend(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor, *args: Any, **more: Any
+    ) -> Tensor:
+        own = self.token_to_kv_pool.translate_loc_from_full_to_swa(places)
+        return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, own, *args, **more)
+
+    def _run_sdpa_forward_decode(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor, *args: Any, **more: Any
+    ) -> Tensor:
+        own = self.token_to_kv_pool.translate_loc_from_full_to_swa(places)
+        return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, own, *args, **more)
+
+
+def backend_of_windows(runner: Any) -> AttentionBackend:
+    """SGLang's attention for layers with a window."""
+    if runner.device == "cpu":
+        return WindowsInTorch(runner)
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    return TritonAttnBackend(runner)
