@@ -21,7 +21,6 @@ from torch import Tensor
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.sglang.serving import PlanPool, logger
-from kvcal.engines.sglang.windows import backend_of_windows
 from kvcal.engines.step import PagedStep
 from kvcal.engines.support import require_version
 from kvcal.errors import ArtifactError, UsageError
@@ -30,7 +29,7 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 class PlanAttentionBackend(AttentionBackend):
     """See the module's docstring. Of ``needs_cpu_seq_lens``: SGLang copies no lengths of decodes to the
-    host, unless its backend of sliding windows wants them."""
+    host."""
 
     needs_cpu_seq_lens = False
 
@@ -39,10 +38,6 @@ class PlanAttentionBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         # Of SGLang's wrapper, which gives layers with a state to a backend of theirs.
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
-        self._windows = backend_of_windows(runner) if isinstance(pool, SWAKVPool) else None
-        if self._windows is not None:
-            self.needs_cpu_seq_lens = self._windows.needs_cpu_seq_lens
-            self.extend_dummy_seqs_capped_by_req_pool = self._windows.extend_dummy_seqs_capped_by_req_pool
         pool = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool | SWAKVPool) else pool
         if not isinstance(pool, PlanPool):
             require_version("sglang")
@@ -59,31 +54,11 @@ class PlanAttentionBackend(AttentionBackend):
             step.bind(pool.blocks[index], rings)
             if self._beginnings is not None:
                 self._beginnings.bind(step.layout, rings)
-        self._geometry = shard.attention
         self._checked: set[int] = set()
         self._decodes: Decodes | None = None
         self._chunks: list[tuple[slice, Chunk]] = []  # rows of the queries, and places of one request each
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Of a step without a graph, which SGLang's backends may prepare in their own way."""
-        self._prepare(forward_batch)
-        self._decodes_of(forward_batch)
-        if self._windows is not None:
-            self._windows.init_forward_metadata(forward_batch)
-
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a step in a graph, or its capture."""
-        self._prepare(forward_batch)
-        if self._windows is not None:
-            self._windows.init_forward_metadata_out_graph(forward_batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """In the graph of a step."""
-        self._decodes_of(forward_batch)
-        if self._windows is not None:
-            self._windows.init_forward_metadata_in_graph(forward_batch)
-
-    def _prepare(self, forward_batch: Any) -> None:
         """Requests with more than one new token: their sizes come from the host. Sinks and windows of those
         that begin come into rings before."""
         self._scratch.report_errors(logger)
@@ -110,7 +85,7 @@ class PlanAttentionBackend(AttentionBackend):
                 self._chunks.append((slice(start, start + int(count)), chunk))
             start += int(count)
 
-    def _decodes_of(self, forward_batch: Any) -> None:
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Lengths, blocks and rings of a batch of decodes, once for all layers."""
         if forward_batch.forward_mode.is_decode():
             self._decodes = Decodes((forward_batch.seq_lens - 1).int(), *self._places(forward_batch))
@@ -121,14 +96,7 @@ class PlanAttentionBackend(AttentionBackend):
         return self._pages[rows] // PAGE_TOKENS, rows.int()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing of the plan's is shared by graphs but what all steps share."""
-        if self._windows is not None:
-            self._windows.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def on_after_cuda_graph_warmup(self) -> None:
-        """Between a step that warms up and its capture."""
-        if self._windows is not None:
-            self._windows.on_after_cuda_graph_warmup()
+        """Nothing is shared by graphs but what all steps share."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of rows that fill a batch up, their new token included."""
@@ -138,50 +106,36 @@ class PlanAttentionBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """q [B, H D], k, v [B, N D], one token a request -> [B, H D]."""
-        if (step := self._step(layer)) is None:
-            return self._own_windows.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         assert self._decodes is not None
         q, k, v = _by_head(layer, q, k, v)
-        return step.decode(q, k, v, self._decodes, _logits(layer, more)).flatten(1)
+        return self._step(layer).decode(q, k, v, self._decodes, _logits(layer, more)).flatten(1)
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """q [T, H D], k, v [T, N D] of all requests in a row -> [T, H D]; rows of padding are 0."""
-        if (step := self._step(layer)) is None:
-            return self._own_windows.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
-        q, k, v = _by_head(layer, q, k, v)
+        step, (q, k, v) = self._step(layer), _by_head(layer, q, k, v)
         out = torch.zeros_like(q)
         for tokens, chunk in self._chunks:
             out[tokens] = step.extend(q[tokens], k[tokens], v[tokens], chunk, _logits(layer, more))
         return out.flatten(1)
 
-    @property
-    def _own_windows(self) -> AttentionBackend:
-        assert self._windows is not None, "SGLang has a pool for sliding windows where the plan has some"
-        return self._windows
-
-    def _step(self, layer: Any) -> PagedStep | None:
-        """A layer's step, None of one with a sliding window; when it comes first, ArtifactError or
-        UsageError unless the layer is the plan's."""
+    def _step(self, layer: Any) -> PagedStep:
+        """A layer's step; when it comes first, ArtifactError or UsageError unless the layer is the plan's."""
         index = layer.layer_id
         if index in self._checked:
-            return self._steps.get(index)
-        if index not in self._geometry:
+            return self._steps[index]
+        if index not in self._steps:
             raise ArtifactError(f"SGLang's attention layer {index} is not in the plan")
-        planned = self._geometry[index]
+        planned = self._steps[index].layout.layer.attention
         expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim, planned.v_head_dim)
         found = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
         if found != expected:
             raise ArtifactError(f"SGLang's layer {index} has heads and sizes {found}; the plan has {expected} there")
-        before = layer.sliding_window_size  # tokens before a token that it attends to
-        window = None if before is None or before < 0 else before + 1
-        if window != planned.window:
-            raise ArtifactError(f"SGLang's layer {index} has the window {window}; the plan has {planned.window} there")
-        if layer.is_cross_attention or layer.attn_type.value != "decoder":
-            raise UsageError(f"layer {index} is no decoder's, which is not served with a plan")
+        if layer.is_cross_attention or (layer.sliding_window_size or -1) > -1 or layer.attn_type.value != "decoder":
+            raise UsageError(f"layer {index} has a window or is no decoder's, which is not served with a plan")
         self._checked.add(index)
-        return self._steps.get(index)
+        return self._steps[index]
 
 
 def _by_head(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in each of its processes.
 
-SGLang lets a plug-in wrap any of its functions. Three are: which class of pool it makes, what a token of it
-costs, and what is taken off the memory before (the rings). ``Beginnings`` wraps more where a plan has sinks
-or windows. Without KVCAL_PLAN, or with an empty one, a process is left as it is.
+SGLang lets a plug-in wrap any of its functions. Some are: which class of pool it makes, what a token of it
+costs, what is taken off the memory before (the rings), and which layers have a pool for sliding windows.
+``Beginnings`` wraps more where a plan has sinks or windows of its own. Without KVCAL_PLAN, or with an empty
+one, a process is left as it is.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def register() -> None:
 
 
 def _backend(runner: Any) -> Any:
-    from kvcal.engines.sglang.backend import PlanAttentionBackend
+    from kvcal.engines.sglang.window_backend import backend_of
 
-    return PlanAttentionBackend(runner)
+    return backend_of(runner)
 
 
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:

@@ -1,12 +1,8 @@
-"""Layers with a sliding window in SGLang: its own pool, which keeps their newest tokens at 16 bits, and its own
-attention.
+"""SGLang's pool for layers with a sliding window, which keeps their newest tokens at 16 bits, beside a plan's.
 
 SGLang has such a pool for some models (GPT-OSS), and keeps all tokens of others (Gemma-3). With a plan every
-model that has windows gets it: which layers these are, the plan says. SGLang's two pools then lie side by side,
-each with places of its own. Of layers with full attention it is the plan's.
-
-On CUDA attention is SGLang's Triton backend. Its backend in torch, for CPUs, stores tokens of windows at their
-own places, and reads them at those of other layers: here it reads them where they are.
+model that has windows gets it: which layers these are, the plan says. Each of the two pools has places of its
+own. Of layers with full attention it is the plan's.
 """
 
 from __future__ import annotations
@@ -15,12 +11,8 @@ import functools
 import os
 from typing import Any
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from torch import Tensor
-
-from kvcal.engines.shard import HeadShard
 from kvcal.engines.sglang import PLAN_VARIABLE
+from kvcal.engines.shard import HeadShard
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import load_plan
@@ -54,42 +46,11 @@ def require_windows(kvc: Any, shard: HeadShard) -> None:
     """UnsupportedModel unless the layers with a window in a plan are those that SGLang's pool of windows is for."""
     if not shard.windows:
         return
-    if len(shard.windows) > 1:
-        sizes = " and ".join(map(str, sorted(shard.windows)))
-        raise UnsupportedModel(f"the plan has sliding windows of {sizes} tokens, and SGLang has one pool for windows")
-    with_window, _ = _planned(os.environ[PLAN_VARIABLE])
-    found = kvc.layer_info.swa_attention_layer_ids
+    (with_window, _), found = _planned(os.environ[PLAN_VARIABLE]), kvc.layer_info.swa_attention_layer_ids
     if not kvc.is_hybrid_swa or tuple(found) != with_window:
-        raise UnsupportedModel(
-            f"SGLang keeps layers {found} in its pool for sliding windows, and the plan has windows in {with_window}"
-        )
+        raise UnsupportedModel(f"SGLang keeps layers {found} in its pool of windows; the plan's are {with_window}")
     if kvc.server_args.enable_hierarchical_cache:
         raise UnsupportedModel(
             "SGLang was started with --enable-hierarchical-cache, which was not tried with sliding windows and a plan",
             hint="leave --enable-hierarchical-cache out",
         )
-
-
-class WindowsInTorch(TorchNativeAttnBackend):
-    """SGLang's backend for CPUs, of layers with a window alone."""
-
-    def _run_sdpa_forward_extend(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor, *args: Any, **more: Any
-    ) -> Tensor:
-        own = self.token_to_kv_pool.translate_loc_from_full_to_swa(places)
-        return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, own, *args, **more)
-
-    def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor, *args: Any, **more: Any
-    ) -> Tensor:
-        own = self.token_to_kv_pool.translate_loc_from_full_to_swa(places)
-        return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, own, *args, **more)
-
-
-def backend_of_windows(runner: Any) -> AttentionBackend:
-    """SGLang's attention for layers with a window."""
-    if runner.device == "cpu":
-        return WindowsInTorch(runner)
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-    return TritonAttnBackend(runner)
