@@ -117,7 +117,7 @@ class Replay:
         blocks. A page may lie in another block than before: SGLang keeps one of equal prefixes, and frees the
         others' pages."""
         own = self._caches.get(name)
-        if own is not None and own.get_seq_length() == tokens and not begins:
+        if own is not None and length_of(own) == tokens and not begins:
             held = zip(self._blocks[name], blocks[: tokens // PAGE], strict=False)
             if moved := [page for page, (before, now) in enumerate(held) if before != now]:
                 self._take(own, moved, blocks)
@@ -133,8 +133,8 @@ class Replay:
         if tokens:
             last = blocks[tokens // PAGE - 1]
             found = copy.deepcopy(self._ends[last] if self._has_states else self._writers[last])
-            assert found.get_seq_length() == tokens or not self._has_states
-            found.crop(tokens - found.get_seq_length())
+            assert length_of(found) == tokens or not self._has_states
+            found.crop(tokens - length_of(found))
             self._take(found, range(tokens // PAGE), blocks)
             begin_sums(found, tokens)
             decode_windows(found, tokens)
@@ -209,6 +209,11 @@ def _error(cache: PlanCache, call: Attended) -> float:
     assert isinstance(layer, PagedLayer)
     layer.observe(q)
     return float((out - expected).abs().max() / values.abs().max()) / (2.0**-24 * (1 + largest))
+
+
+def length_of(cache: PlanCache) -> int:
+    """Tokens in the layers that have any."""
+    return max(layer.get_seq_length() for layer in cache.layers)
 
 
 def parts_of(layer: Any) -> list[Any]:
