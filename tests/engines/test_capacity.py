@@ -170,6 +170,27 @@ def test_a_pool_of_windows_that_sglang_would_not_start_with_is_refused() -> None
     assert capacity("sglang", plan, smallest, 1, 128, max_requests=1, window_ratio=ratio).window_tokens == 1152
 
 
+def test_serve_args_of_a_model_with_sliding_windows(tmp_path: Path) -> None:
+    """SGLang's pool for them has the share that requests of the plan's workload need, or those that fit."""
+    plan = replace(gemma(3), workload=Workload(16, 32768))
+    save_plan(plan, tmp_path / "plan.safetensors")
+    line = "serve-args", tmp_path / "plan.safetensors", "--engine", "sglang", "--max-requests", "16"
+    words = run_kvcal(*line, "--json").json["arguments"]
+    ratio = SglangPool.of(HeadShard(plan), 16).ratio(16, 32768)
+    assert words[words.index("--swa-full-tokens-ratio") + 1] == str(ratio)
+    memory = (
+        engine_bytes("sglang", replace(plan, workload=Workload(4, 32768)), 1) + SglangPool.of(HeadShard(plan), 12).fixed
+    )
+    sized = run_kvcal(*line, "--kv-memory", f"{memory}B", "--context", "32768", "--json")
+    found = sized.json["capacity"]
+    assert found["window_ratio"] > ratio and 4 <= found["concurrency"] < 5
+    assert "tokens of sliding windows lie in a pool of their own" in sized.err
+    two = replace(plan.layers[0], geometry=replace(plan.layers[0].attention, window=512))
+    save_plan(replace(plan, layers=(two, *plan.layers[1:])), tmp_path / "two.safetensors")
+    refused = run_kvcal("serve-args", tmp_path / "two.safetensors", "--engine", "sglang")
+    assert refused.code == 4 and "sliding windows of 512 and 1024 tokens" in refused.err
+
+
 def test_layers_of_one_window_take_equal_bytes() -> None:
     first, *others = gemma(2).layers
     wider = LayerPlan(replace(first.attention, num_kv_heads=8))

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
+from kvcal.geometry import AttentionGeometry
 from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.stages.measuring.decoded_layer import DecodedLayer
 
@@ -117,7 +118,7 @@ class Replay:
         blocks. A page may lie in another block than before: SGLang keeps one of equal prefixes, and frees the
         others' pages."""
         own = self._caches.get(name)
-        if own is not None and length_of(own) == tokens and not begins:
+        if own is not None and own.get_seq_length() == tokens and not begins:
             held = zip(self._blocks[name], blocks[: tokens // PAGE], strict=False)
             if moved := [page for page, (before, now) in enumerate(held) if before != now]:
                 self._take(own, moved, blocks)
@@ -133,8 +134,8 @@ class Replay:
         if tokens:
             last = blocks[tokens // PAGE - 1]
             found = copy.deepcopy(self._ends[last] if self._has_states else self._writers[last])
-            assert length_of(found) == tokens or not self._has_states
-            found.crop(tokens - length_of(found))
+            assert found.get_seq_length() == tokens or not self._has_states
+            found.crop(tokens - found.get_seq_length())
             self._take(found, range(tokens // PAGE), blocks)
             begin_sums(found, tokens)
             decode_windows(found, tokens)
@@ -185,8 +186,18 @@ class AttentionReplay(Replay):
                 if name not in names:
                     continue
                 cache = self._cache_at(name, first, blocks, any(begins))
-                self.errors.append(max(_error(cache, call) for call in own))
+                self.errors.append(max(self._errors(cache, own, count)))
                 self._written(cache, blocks, first, count)
+
+    def _errors(self, cache: PlanCache, calls: list[Attended], count: int) -> Iterator[float]:
+        """Of all layers in order. Those with a window, which are the engine's own, only count tokens."""
+        by_index = {call.index: call for call in calls}
+        for layer in self.plan.layers:
+            if layer.geometry.index in by_index:
+                yield _error(cache, by_index[layer.geometry.index])
+            elif isinstance(layer.geometry, AttentionGeometry):
+                none = torch.zeros(1, layer.geometry.num_kv_heads, count, layer.geometry.k_head_dim)
+                cache.update(none, none, layer.geometry.index)
 
     def _taken(self, index: int, first: int, count: int, blocks: list[int]) -> Attended:
         """The earliest call of these tokens that was not taken."""
@@ -209,11 +220,6 @@ def _error(cache: PlanCache, call: Attended) -> float:
     assert isinstance(layer, PagedLayer)
     layer.observe(q)
     return float((out - expected).abs().max() / values.abs().max()) / (2.0**-24 * (1 + largest))
-
-
-def length_of(cache: PlanCache) -> int:
-    """Tokens in the layers that have any."""
-    return max(layer.get_seq_length() for layer in cache.layers)
 
 
 def parts_of(layer: Any) -> list[Any]:
