@@ -67,9 +67,10 @@ def _hybrid_model(original: Any, config: Any) -> None:
 
 
 def _two_pools(original: Any, pool: Any, *args: Any, **more: Any) -> None:
-    from kvcal.engines.sglang.windows import two_pools
+    """SGLang's pools beside sliding windows: of full attention it is the plan's."""
+    from kvcal.engines.sglang.serving import PlanPool
 
-    two_pools(original, pool, *args, **more)
+    original(pool, *args, **more | {"full_kv_pool_class": PlanPool})
 
 
 def _full_bytes(original: Any, kvc: Any, sub_pool_name: str) -> int | None:

@@ -35,13 +35,6 @@ def hybrid_model(original: Any, config: Any) -> None:
         config.swa_attention_layer_ids, config.full_attention_layer_ids = list(with_window), list(others)
 
 
-def two_pools(original: Any, pool: Any, *args: Any, **more: Any) -> None:
-    """Wraps the making of SGLang's two pools: of full attention it is the plan's."""
-    from kvcal.engines.sglang.serving import PlanPool
-
-    original(pool, *args, **more | {"full_kv_pool_class": PlanPool})
-
-
 def require_windows(kvc: Any, shard: HeadShard) -> None:
     """UnsupportedModel unless the layers with a window in a plan are those that SGLang's pool of windows is for."""
     if not shard.windows:
