@@ -7,7 +7,7 @@ long as the chunk has no more than W + 16 tokens, less those that wait for their
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import torch
 from torch import Tensor
@@ -30,32 +30,37 @@ def tokens_ahead(fmt: Format, num_tokens: int) -> int:
     return fmt.recent_window + fmt.tokens_packed(num_tokens) + fmt.stripe_tokens - num_tokens
 
 
-class Ahead(NamedTuple):
-    """Of a chunk of T tokens: tokens ``read`` come to be read from pages within it, which attention is given decoded
-    after all exact ones; ``read_by`` [T]: how many tokens each of its queries reads from pages."""
+class Ahead:
+    """Of a chunk of so many new tokens after ``num_tokens``: tokens ``read`` come to be read from pages within it, which
+    attention is given decoded after all exact ones."""
 
-    read: range
-    read_by: Tensor
+    def __init__(self, fmt: Format, num_tokens: int, num_new: int) -> None:
+        self.num_tokens = num_tokens
+        # How many tokens each query reads from pages.
+        self._read_by = [fmt.tokens_read(n) for n in range(num_tokens, num_tokens + num_new)]
+        self.read = range(self._read_by[0], self._read_by[-1])
+        self._masks: dict[object, Tensor] = {}
 
-    @classmethod
-    def of(cls, fmt: Format, num_tokens: int, num_new: int) -> Ahead:
-        """Of so many new tokens after ``num_tokens``."""
-        counts = [fmt.tokens_read(n) for n in range(num_tokens, num_tokens + num_new)]
-        return cls(range(counts[0], counts[-1]), torch.tensor(counts))
+    def mask(self, query_BHTD: Tensor, base: str) -> Tensor:
+        """[1, 1, T, num_tokens + T + read]: which of them each query of the T new ones attends to, as ``base`` takes
+        it: bool of sdpa, added numbers of eager attention. Made once for all layers."""
+        key = base, query_BHTD.dtype, query_BHTD.device
+        if key not in self._masks:
+            self._masks[key] = self._mask(*key)
+        return self._masks[key]
 
-    def mask(self, num_tokens: int, query_BHTD: Tensor, base: str) -> Tensor:
-        """[1, 1, T, num_tokens + read]: which of them each query of the last T of ``num_tokens`` attends to, as
-        ``base`` takes it: bool of sdpa, added numbers of eager attention."""
-        device, count = query_BHTD.device, query_BHTD.shape[2]
-        read_by = self.read_by.to(device).unsqueeze(1)
-        own, exact = (
-            torch.arange(num_tokens - count, num_tokens, device=device).unsqueeze(1),
-            torch.arange(num_tokens, device=device),
-        )
-        decoded = torch.arange(self.read.start, self.read.stop, device=device)
+    def _mask(self, base: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        read_by, stop = torch.tensor(self._read_by, device=device).unsqueeze(1), self.num_tokens + len(self._read_by)
+        exact = torch.arange(stop, device=device)
+        own, decoded = exact[self.num_tokens :].unsqueeze(1), exact[self.read.start : self.read.stop]
         is_seen = (exact <= own) & ((exact < self.read.start) | (exact >= read_by))
         is_seen = torch.cat([is_seen, decoded < read_by], 1)[None, None]
         if base == "sdpa":
             return is_seen
-        lowest = torch.finfo(query_BHTD.dtype).min
-        return torch.zeros(is_seen.shape, dtype=query_BHTD.dtype, device=device).masked_fill(~is_seen, lowest)
+        return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill(~is_seen, torch.finfo(dtype).min)
+
+
+@functools.lru_cache(maxsize=4)
+def ahead_of(fmt: Format, num_tokens: int, num_new: int) -> Ahead:
+    """The one of all layers of a format, of a chunk."""
+    return Ahead(fmt, num_tokens, num_new)

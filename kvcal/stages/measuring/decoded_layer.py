@@ -24,7 +24,7 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.errors import ArtifactError
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Side
-from kvcal.stages.measuring.ahead import Ahead, stripes_of, tokens_ahead
+from kvcal.stages.measuring.ahead import Ahead, ahead_of, stripes_of, tokens_ahead
 from kvcal.store.layer_store import LayerStore, NewTokens, Wanted
 from kvcal.store.padding import Rows
 from kvcal.store.paged_tensor import PagedTensor
@@ -114,7 +114,7 @@ class DecodedLayer(PagedLayer):
         rows, ahead = self.padding.resolve(key_states.shape[0]), None
         if self._looks_ahead and not rows.width and key_states.shape[2]:
             assert self._stripes is not None
-            ahead = Ahead.of(self._stripes, self.columns, key_states.shape[2])
+            ahead = ahead_of(self._stripes, self.columns, key_states.shape[2])
         self._ahead = ahead if ahead is not None and ahead.read else None
         return super().update(key_states, value_states)
 
@@ -135,7 +135,7 @@ class DecodedLayer(PagedLayer):
             self._store.write(new, query_sum)
 
     def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
-        return attention_mask if self._ahead is None else self._ahead.mask(self.columns, query_BHTD, base)
+        return attention_mask if self._ahead is None else self._ahead.mask(query_BHTD, base)
 
     def tokens_to_next_page(self) -> int:
         found = super().tokens_to_next_page()

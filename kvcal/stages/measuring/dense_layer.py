@@ -31,7 +31,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
-from kvcal.stages.measuring.ahead import Ahead, stripes_of, tokens_ahead
+from kvcal.stages.measuring.ahead import Ahead, ahead_of, stripes_of, tokens_ahead
 from kvcal.store.paged_tensor import BEYOND_FLOAT16
 from kvcal.systems.kitty.scores import query_sum
 
@@ -239,7 +239,7 @@ class DenseLayer(DynamicLayer, PlanLayer):
         if not ahead:
             return keys, values
         assert self._stripes is not None
-        self._ahead = Ahead.of(self._stripes, num_tokens, key_states.shape[2])
+        self._ahead = ahead_of(self._stripes, num_tokens, key_states.shape[2])
         read = self._ahead.read
         assert all(len(read) == x.shape[2] for x in ahead.values())
         exact = (keys[:, :, read.start : read.stop], values[:, :, read.start : read.stop])
@@ -248,7 +248,7 @@ class DenseLayer(DynamicLayer, PlanLayer):
         return twice[0], twice[1]
 
     def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
-        return attention_mask if self._ahead is None else self._ahead.mask(self.columns, query_BHTD, base)
+        return attention_mask if self._ahead is None else self._ahead.mask(query_BHTD, base)
 
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Take the queries of the last update, where pages are packed by them."""
