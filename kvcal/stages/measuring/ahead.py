@@ -31,8 +31,8 @@ def tokens_ahead(fmt: Format, num_tokens: int) -> int:
 
 
 class Ahead:
-    """Of a chunk of so many new tokens after ``num_tokens``: tokens ``read`` come to be read from pages within it, which
-    attention is given decoded after all exact ones."""
+    """Of a chunk of so many new tokens after ``num_tokens``: tokens ``read`` come to be read from pages within it,
+    which attention is given decoded after all exact ones."""
 
     def __init__(self, fmt: Format, num_tokens: int, num_new: int) -> None:
         self.num_tokens = num_tokens
