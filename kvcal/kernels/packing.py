@@ -22,6 +22,7 @@ PAGE_SCRATCH_BYTES = 48 * 1024  # of such a block, at most
 # ``pack`` share one, so that one loads while the other computes.
 STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
 LEAST_TOKENS = 32  # of a part of ``append``, where few pages are complete
+FEW, FEW_THREADS = 8, 384  # tokens of a stripe that a block packs, and its threads, as in csrc/pack_eight.cuh
 BLOCK, KEPT_BLOCKS = 16, 4  # of channels, as in csrc/feedback.cuh
 
 
@@ -44,17 +45,22 @@ class PackShape:
     def append_blocks(self, pages: int, num_sms: int) -> int:
         """Of ``append``, whose step may complete so many pages, or a stripe of each: parts are dealt to blocks, a
         whole page has its own."""
-        parts = -(-self.stripe_tokens // LEAST_TOKENS)
+        parts = self.stripe_tokens // (FEW if self.stripe_tokens < PAGE_TOKENS else LEAST_TOKENS)
         dealt = min(pages * parts, num_sms) if self.part_tokens else 0
         return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property
     def defines(self) -> Defines:
-        return {"PART_TOKENS": self.part_tokens, "PART_BYTES": self.shared_bytes} if self.part_tokens else {}
+        if not self.part_tokens:
+            return {}
+        return {"PART_TOKENS": self.part_tokens, "PART_THREADS": self.threads, "PART_BYTES": self.shared_bytes}
 
 
 def append_shape(variant: Variant, room: int) -> PackShape:
     """Of a GPU whose blocks get ``room`` bytes of shared memory (kvcal.kernels.decode)."""
+    stripe = min(variant.format(side).stripe_tokens for side in SIDES)
+    if stripe < PAGE_TOKENS:
+        return PackShape(FEW, FEW_THREADS, max(_few_bytes(variant, side) for side in SIDES), False, stripe)
     return _shape(variant, SIDES, STEP_TOKENS, room)
 
 
@@ -81,8 +87,7 @@ def _shape(variant: Variant, sides: tuple[Side, ...], sizes: tuple[int, ...], ro
     least = PAGE_SCRATCH_BYTES if has_whole_pages else 0
     needed = {size: max(least, *(_part_bytes(variant, side, size) for side in rotated)) for size in sizes}
     size = next(size for size in sizes if needed[size] <= room)
-    stripe = min(variant.format(side).stripe_tokens for side in rotated)
-    return PackShape(size, CANDIDATES * size, needed[size], has_whole_pages, stripe)
+    return PackShape(size, CANDIDATES * size, needed[size], has_whole_pages, PAGE_TOKENS)
 
 
 def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:
@@ -96,4 +101,16 @@ def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:
     if has_feedback:
         kept = 4 * chains * min(blocks, KEPT_BLOCKS) * BLOCK
         found += 4 * 8 * blocks * (blocks + 1) * BLOCK + max(kept, dim * (dim + 3))
+    return found
+
+
+def _few_bytes(variant: Variant, side: Side) -> int:
+    """``FewScratch`` of the source, which asserts that this is enough."""
+    layout, dim = variant.layout(side), variant.head_dim
+    has_feedback = variant.k_feedback if side == "k" else variant.v_feedback
+    columns, groups = padded_channels(dim), -(-dim // layout.group_size)
+    words = columns // BLOCK * -(-layout.num_bits // 2)
+    found = FEW * (2 * (dim + 8) + 4 * (columns + 4) + 4 * words + 4 * CANDIDATES + 4 + groups) + 64
+    if has_feedback:
+        found += 4 * columns * (columns + 1) + 4 * FEW * (CANDIDATES - 1) * words
     return found

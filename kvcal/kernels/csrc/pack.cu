@@ -14,6 +14,7 @@
 #include "pack_page.cuh"
 #include "stored.cuh"
 #if PART_TOKENS
+#include "pack_eight.cuh"
 #include "pack_part.cuh"
 #endif
 
@@ -193,18 +194,19 @@ struct Completed {
     }
 };
 
+// Packs `count` tokens of a sequence's page from `first` on, of which each stripe is a multiple.
 template <class S>
 KV_INLINE void append_part(
-    const Store& store, const Step& step, void* memory, int sequence, int head, const Tokens& tokens) {
+    const Store& store, const Step& step, void* memory, int sequence, int head, int first, int count) {
     if constexpr (S::is_rotated) {
         if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
             const Source source = source_of<S>(store, step, sequence, head);
-            if (STRIPE < KV_PAGE_TOKENS && tokens.begin == 0) {  // nothing is read of what was there before
-                for (int i = threadIdx.x; i < S::record / 16; i += THREADS) {
-                    ((uint4*)record)[i] = make_uint4(0, 0, 0, 0);
-                }
+            if constexpr (STRIPE < KV_PAGE_TOKENS) {
+                pack_eight<S>(source, *(FewScratch<S>*)memory, record, first, step.error);
+            } else {
+                const Tokens tokens{first, count, first, first + count};
+                pack_part<S>(source, *(PartScratch<S>*)memory, record, tokens, step.error);
             }
-            pack_part<S>(source, *(PartScratch<S>*)memory, record, tokens, step.error);
             __syncthreads();
         }
     }
@@ -280,22 +282,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const Completed completed{step};
     const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
     const int pages = completed.count() * of_sequence;
-    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does. Stripes have a
-    // block each.
-    int parts = STRIPE < KV_PAGE_TOKENS ? 1 : KV_PAGE_TOKENS / PART_TOKENS;
-    while (STRIPE == KV_PAGE_TOKENS && parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
+    // Stripes are packed in eights, and of few pages 32 tokens at a time: a block takes as long for 32 as one warp does.
+    constexpr bool HAS_STRIPES = STRIPE < KV_PAGE_TOKENS;
+    int parts = HAS_STRIPES ? STRIPE / FEW : KV_PAGE_TOKENS / PART_TOKENS;
+    while (!HAS_STRIPES && parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
         parts *= 2;
     }
-    const int count = STRIPE < KV_PAGE_TOKENS ? 32 : KV_PAGE_TOKENS / parts;
+    const int count = HAS_STRIPES ? FEW : KV_PAGE_TOKENS / parts;
     for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
         const int page = unit / parts, sequence = completed.number(page / of_sequence);
         const int item = page % of_sequence, head = item % step.heads;
-        const int first = STRIPE < KV_PAGE_TOKENS ? step.stripe_start(sequence) : unit % parts * count;
-        const Tokens tokens{first, count, first, first + kv_min(count, STRIPE)};
+        const int first = (HAS_STRIPES ? step.stripe_start(sequence) : 0) + unit % parts * count;
         if (Keys::is_rotated && item < step.heads) {
-            append_part<Keys>(k, step, memory, sequence, head, tokens);
+            append_part<Keys>(k, step, memory, sequence, head, first, count);
         } else {
-            append_part<Values>(v, step, memory, sequence, head, tokens);
+            append_part<Values>(v, step, memory, sequence, head, first, count);
         }
     }
 #endif

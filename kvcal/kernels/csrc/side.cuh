@@ -6,12 +6,12 @@
 #error "pages are packed from float16 or bfloat16"
 #endif
 
-// Tokens that a block packs of a rotated page at most, a multiple of 32, and its threads: of such pages one for each candidate
-// of a token's scales.
+// Tokens that a block packs of a rotated page at most, and its threads.
 #ifndef PART_TOKENS
 #define PART_TOKENS 0
+#define PART_THREADS 256
 #endif
-enum { CANDIDATES = 3, THREADS = PART_TOKENS ? CANDIDATES * PART_TOKENS : 256, NO_SLOT = 255, RAW_BITS = 16 };
+enum { CANDIDATES = 3, THREADS = PART_THREADS, NO_SLOT = 255, RAW_BITS = 16 };
 enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE };
 
 
