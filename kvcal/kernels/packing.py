@@ -18,6 +18,7 @@ from kvcal.systems.basis.rotated import CANDIDATES, RotatedLayout
 
 THREADS = 256  # of a block that packs whole pages
 PAGE_SCRATCH_BYTES = 48 * 1024  # of such a block, at most
+STORED_HEADS = 16  # of a token that a block stores, while others pack stripes
 # Tokens of a part at most, by what shared memory has room for. A block of ``append`` has an SM for itself. Blocks of
 # ``pack`` share one, so that one loads while the other computes.
 STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
@@ -45,8 +46,10 @@ class PackShape:
     def append_blocks(self, pages: int, num_sms: int) -> int:
         """Of ``append``, whose step may complete so many pages, or a stripe of each: parts are dealt to blocks, a
         whole page has its own."""
-        parts = self.stripe_tokens // (FEW if self.stripe_tokens < PAGE_TOKENS else LEAST_TOKENS)
-        dealt = min(pages * parts, num_sms) if self.part_tokens else 0
+        has_stripes = self.stripe_tokens < PAGE_TOKENS
+        parts = self.stripe_tokens // (FEW if has_stripes else LEAST_TOKENS)
+        storing = -(-pages // STORED_HEADS) if has_stripes else 0
+        dealt = min(pages * parts + storing, num_sms) if self.part_tokens else 0
         return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property

@@ -91,6 +91,22 @@ KV_INLINE void store_load(const Store& store, const Step& step, int sequence, in
     }
 }
 
+// The step's tokens to rings and sinks, by the blocks from `first_block` on.
+KV_INLINE void store_tokens(const Store& k, const Store& v, const Step& step, int first_block) {
+    constexpr int LOADS = Keys::dim / 8;  // of a token
+    const int of_side = step.sequences * step.heads, number = (int)blockIdx.x - first_block;
+    for (int i = number * THREADS + threadIdx.x; number >= 0 && i < 2 * of_side * QUERY_TOKENS * LOADS;
+         i += (gridDim.x - first_block) * THREADS) {
+        const int part = i % LOADS, token = i / LOADS % QUERY_TOKENS, item = i / LOADS / QUERY_TOKENS;
+        const int head = item % step.heads, sequence = item / step.heads % step.sequences;
+        if (item < of_side) {
+            store_load<Keys>(k, step, sequence, head, token, part);
+        } else {
+            store_load<Values>(v, step, sequence, head, token, part);
+        }
+    }
+}
+
 // The page that a sequence completes in the step: its record, or nullptr where it has no room, which is noted.
 template <class S>
 KV_INLINE unsigned char* record_of(const Store& store, const Step& step, int sequence, int head) {
@@ -252,16 +268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const Store v{
         v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
         v_page_stride, v_feedback, v_signs};
-    constexpr int LOADS = Keys::dim / 8;  // of a token
     const int of_side = step.sequences * step.heads;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < 2 * of_side * QUERY_TOKENS * LOADS; i += gridDim.x * THREADS) {
-        const int part = i % LOADS, number = i / LOADS % QUERY_TOKENS, item = i / LOADS / QUERY_TOKENS;
-        const int head = item % step.heads, sequence = item / step.heads % step.sequences;
-        if (item < of_side) {
-            store_load<Keys>(k, step, sequence, head, number, part);
-        } else {
-            store_load<Values>(v, step, sequence, head, number, part);
-        }
+    if (STRIPE == KV_PAGE_TOKENS) {
+        store_tokens(k, v, step, 0);
     }
     const int page_head = blockIdx.x % step.heads, page_sequence = blockIdx.x / step.heads % step.sequences;
     if (blockIdx.x < of_side) {
@@ -289,6 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
         parts *= 2;
     }
     const int count = HAS_STRIPES ? FEW : KV_PAGE_TOKENS / parts;
+    if (HAS_STRIPES) {  // by blocks that pack nothing, if there are any
+        store_tokens(k, v, step, pages * parts < gridDim.x ? pages * parts : 0);
+    }
     for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
         const int page = unit / parts, sequence = completed.number(page / of_sequence);
         const int item = page % of_sequence, head = item % step.heads;

@@ -3,12 +3,12 @@
 //
 // With error feedback a chain is a token with one candidate for its scales (feedback.cuh has them 32 to a warp, for many tokens).
 // Here four lanes have a chain, and its targets in registers: a lane has 4 channels of every block of 16. All four round each channel.
-// So an error is where it is needed, and what is passed on is the target after the next one, which has the time of a channel to
-// arrive. A target is summed up in the order of the channels, as on a CPU.
+// So an error is where it is needed at once: the target after it takes it in first, all others while the next channel is rounded, for
+// which that target is passed on before. A target is summed up in the order of the channels, as on a CPU.
 
 #include "rotated_token.cuh"
 
-enum { FEW = 8, SHARING = 4, FEW_CHAINS = FEW * CANDIDATES, AT_ONCE = 4 };
+enum { FEW = 8, SHARING = 4, FEW_CHAINS = FEW * CANDIDATES };
 
 // Sizes, and shared memory, of eight tokens.
 template <class S>
@@ -27,17 +27,18 @@ struct FewScratch {
     unsigned char lowest[groups * FEW];  // bits of its scales, or of the lowest candidates
 };
 
-// U in fp32, by all warps from the first on.
-template <class S>
-KV_INLINE void spread_factor(FewScratch<S>& scratch, const unsigned short* factor, int first_warp) {
-    constexpr int COLUMNS = FewScratch<S>::columns, PARTS = kv_ceil_div(COLUMNS, 32), ROWS = 4;
-    const int warps = THREADS / 32 - first_warp, lane = threadIdx.x % 32;
+// U in fp32, by all warps from the first on: a row each, and all that it loads at once.
+template <class S, int FIRST_WARP>
+KV_INLINE void spread_factor(FewScratch<S>& scratch, const unsigned short* factor, int warp) {
+    constexpr int COLUMNS = FewScratch<S>::columns, PARTS = kv_ceil_div(COLUMNS, 32);
+    constexpr int WARPS = THREADS / 32 - FIRST_WARP, ROWS = kv_min(kv_ceil_div(COLUMNS, WARPS), 13);
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int row = threadIdx.x / 32 - first_warp; row < COLUMNS; row += ROWS * warps) {
+    for (int row = warp - FIRST_WARP; row < COLUMNS; row += ROWS * WARPS) {
         unsigned short found[ROWS][PARTS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int at = row + i * warps;
+            const int at = row + i * WARPS;
             const unsigned short* of_row = factor + at * (2 * S::dim - at - 1) / 2;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
@@ -47,7 +48,7 @@ KV_INLINE void spread_factor(FewScratch<S>& scratch, const unsigned short* facto
         }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int at = row + i * warps;
+            const int at = row + i * WARPS;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 const int column = 32 * part + lane;
@@ -108,109 +109,116 @@ KV_INLINE void round_eight(FewScratch<S>& scratch) {
 // A lane's part of a chain.
 template <class S>
 struct Chain {
-    enum { PARTIAL = 8 };
+    enum { BLOCKS = FewScratch<S>::blocks, COLUMNS = FewScratch<S>::columns };
+    FewScratch<S>& scratch;
     int token, number, lane;  // the candidate's number, and the lane's among the four
-    float due, next;          // the target to be rounded, and the one after it, which lacks an error
-    float squares[PARTIAL];   // costs
+    Grid grid;
+    float due, error;  // the target to be rounded, and the error before it, which no other target has yet
+    // Costs of every eighth channel. Even lanes have those of the first four channels of eight, odd lanes the others.
+    float squares[4];
 
-    // Rounds a block. Adds its errors to the targets of as many blocks as are there: it, which is the first of them, and those after it.
-    template <int TARGETS>
-    KV_INLINE void round(FewScratch<S>& scratch, float (&target)[TARGETS][4], int block) {
+    KV_INLINE Chain(FewScratch<S>& scratch_, int number_)
+        : scratch(scratch_), token(threadIdx.x % 32 / SHARING), number(number_), lane(threadIdx.x % SHARING), grid(0.0f, 0.0f),
+          due(values(0)[0]), error(0.0f), squares{} {}
+
+    KV_INLINE const float* values(int block) const { return scratch.x + token * FewScratch<S>::stride + block * BLOCK; }
+
+    // Rounds the blocks from AT on. Their targets are this lane's channels of every block; row: the factors with which these take in
+    // the error before.
+    template <int AT>
+    KV_INLINE void round(float (&target)[BLOCKS - AT][4], float4 (&row)[BLOCKS - AT]) {
         constexpr unsigned LEVELS = (1u << S::bits) - 1;
-        constexpr int COLUMNS = FewScratch<S>::columns;
-        const unsigned char scale = scratch.lowest[block * BLOCK / S::group * FEW + token];
-        const Grid grid(kv_float_of_e5m2(scale + number), Page<S>::mean_code);
-        const float* values = scratch.x + token * FewScratch<S>::stride + block * BLOCK;
-        const float* factor = scratch.factor + block * BLOCK * (COLUMNS + 1);
+        constexpr int TARGETS = BLOCKS - AT;
+        if (AT * BLOCK % S::group == 0) {
+            grid = Grid(kv_float_of_e5m2(scratch.lowest[AT * BLOCK / S::group * FEW + token] + number), Page<S>::mean_code);
+        }
         unsigned codes[WORDS<S>] = {};
-        float4 x;
+#pragma unroll 1
+        for (int quad = 0; quad < BLOCK / 4; ++quad) {
+            const float4 x = *(const float4*)(values(AT) + 4 * quad);
+            const float value[4] = {x.x, x.y, x.z, x.w};
+            const bool has_squares = quad % 2 == lane % 2;
+            unsigned four[WORDS<S>] = {};
 #pragma unroll
-        for (int k = 0; k < BLOCK; ++k) {
-            if (k % 4 == 0) {
-                x = *(const float4*)(values + k);
-            }
-            const float* row = factor + k * COLUMNS;
-            const float value = k % 4 == 0 ? x.x : k % 4 == 1 ? x.y : k % 4 == 2 ? x.z : x.w;
-            const float code = grid.code<LEVELS>(due), decoded = grid.decoded(code);
-            const float error = __fsub_rn(value, decoded), rest = __fsub_rn(due, decoded);
-            due = __fadd_rn(next, __fmul_rn(row[k + 1], error));
+            for (int k = 0; k < 4; ++k) {
+                const float* factor = scratch.factor + (AT * BLOCK + k) * COLUMNS + AT * BLOCK + quad * 4 * COLUMNS;
+                const float cost = factor[4 * quad + k], of_next = factor[4 * quad + k + 1];
+                float4 next_row[TARGETS];
 #pragma unroll
-            for (int i = 0; i < TARGETS; ++i) {
-                const float4 four = *(const float4*)(row + i * BLOCK + 4 * lane);
-                const float u[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    target[i][j] = __fadd_rn(target[i][j], __fmul_rn(u[j], error));
+                for (int i = 0; i < TARGETS; ++i) {
+                    next_row[i] = *(const float4*)(factor + i * BLOCK + 4 * lane);
                 }
+                __syncwarp();  // else the compiler loads everything where it is used, and waits for it
+#pragma unroll
+                for (int i = 0; i < TARGETS; ++i) {
+                    target[i][0] = __fadd_rn(target[i][0], __fmul_rn(row[i].x, error));
+                    target[i][1] = __fadd_rn(target[i][1], __fmul_rn(row[i].y, error));
+                    target[i][2] = __fadd_rn(target[i][2], __fmul_rn(row[i].z, error));
+                    target[i][3] = __fadd_rn(target[i][3], __fmul_rn(row[i].w, error));
+                    row[i] = next_row[i];
+                }
+                const bool is_last = k == 3 && quad == BLOCK / 4 - 1;  // what follows is of the next block
+                const float found = is_last ? target[kv_min(1, TARGETS - 1)][0] : target[0][(k + 1) % 4];
+                const float next = __shfl_sync(0xffffffffu, found, (k == 3 ? quad + 1 : quad) % SHARING, SHARING);
+                const float code = grid.code<LEVELS>(due), decoded = grid.decoded(code), rest = __fsub_rn(due, decoded);
+                error = __fsub_rn(value[k], decoded);
+                due = __fadd_rn(next, __fmul_rn(of_next, error));
+                const float square = __fmul_rn(__fmul_rn(rest, rest), cost);
+                squares[k] = has_squares ? __fadd_rn(squares[k], square) : squares[k];
+                append_code<S>(four, k, code);
             }
-            const int after = k + 2;  // of this block, or the one after it
-            next = __shfl_sync(0xffffffffu, target[kv_min(after / BLOCK, TARGETS - 1)][after % 4], after % BLOCK / 4, SHARING);
-            squares[k % PARTIAL] = __fadd_rn(squares[k % PARTIAL], __fmul_rn(__fmul_rn(rest, rest), row[k]));
-            append_code<S>(codes, k, code);
+#pragma unroll
+            for (int word = 0; word < WORDS<S>; ++word) {
+                codes[word] |= four[word] << (word < S::bits / 2 ? 8 : 4) * quad;
+            }
         }
 #pragma unroll
         for (int word = 0; word < WORDS<S>; ++word) {
-            if (S::dim % BLOCK && block == FewScratch<S>::blocks - 1) {  // channels beyond the last
+            if (S::dim % BLOCK && AT == BLOCKS - 1) {  // channels beyond the last
                 codes[word] &= word < S::bits / 2 ? 0xffff : 0xff;
             }
             if (lane == 0) {
-                scratch.codes[(block * WORDS<S> + word) * FEW_CHAINS + number * FEW + token] = codes[word];
+                scratch.codes[(AT * WORDS<S> + word) * FEW_CHAINS + number * FEW + token] = codes[word];
             }
         }
-    }
-
-    // The blocks from FIRST on. AT_ONCE of them share code, and some products with what is not there.
-    template <int FIRST, int TARGETS>
-    KV_INLINE void round_from(FewScratch<S>& scratch, float (&target)[TARGETS][4]) {
-        constexpr int BLOCKS = FewScratch<S>::blocks, STOP = kv_min(FIRST + AT_ONCE, BLOCKS);
-#pragma unroll 1
-        for (int block = FIRST; block < STOP; ++block) {
-            round(scratch, target, block);
+        if constexpr (AT + 1 < BLOCKS) {
+            float later[BLOCKS - AT - 1][4];
+            float4 of_later[BLOCKS - AT - 1];
 #pragma unroll
-            for (int i = 0; i + 1 < TARGETS; ++i) {
+            for (int i = 0; i < BLOCKS - AT - 1; ++i) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    target[i][j] = target[i + 1][j];
+                for (int k = 0; k < 4; ++k) {
+                    later[i][k] = target[i + 1][k];
                 }
+                of_later[i] = row[i + 1];
             }
-        }
-        if constexpr (STOP < BLOCKS) {
-            float rest[BLOCKS - STOP][4];
-#pragma unroll
-            for (int i = 0; i < BLOCKS - STOP; ++i) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    rest[i][j] = target[i][j];
-                }
-            }
-            round_from<STOP>(scratch, rest);
+            round<AT + 1>(later, of_later);
         }
     }
 };
 
-// Codes and costs of all chains, by as many warps as there are candidates.
+// Codes and costs of all chains of one candidate, by a warp.
 template <class S>
-KV_INLINE void choose_codes_of_eight(FewScratch<S>& scratch) {
+KV_INLINE void choose_codes_of_eight(FewScratch<S>& scratch, int number) {
     constexpr int BLOCKS = FewScratch<S>::blocks;
-    static_assert(FEW * SHARING == 32, "a warp has one candidate");
-    const float* values = scratch.x + threadIdx.x % 32 / SHARING * FewScratch<S>::stride;
-    Chain<S> chain{(int)threadIdx.x % 32 / SHARING, (int)threadIdx.x / 32, (int)threadIdx.x % SHARING, values[0], values[1]};
+    static_assert(FEW * SHARING == 32, "a warp has the chains of a candidate");
+    Chain<S> chain(scratch, number);
     float target[BLOCKS][4];
+    float4 row[BLOCKS];
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
-        const float4 x = *(const float4*)(values + i * BLOCK + 4 * chain.lane);
+        const float4 x = *(const float4*)(chain.values(i) + 4 * chain.lane);
         target[i][0] = x.x, target[i][1] = x.y, target[i][2] = x.z, target[i][3] = x.w;
+        row[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    chain.template round_from<0>(scratch, target);
+    chain.template round<0>(target, row);
+    float sum[4];
 #pragma unroll
-    for (int apart = Chain<S>::PARTIAL / 2; apart > 0; apart /= 2) {
-#pragma unroll
-        for (int i = 0; i < apart; ++i) {
-            chain.squares[i] = __fadd_rn(chain.squares[i], chain.squares[i + apart]);
-        }
+    for (int i = 0; i < 4; ++i) {
+        sum[i] = __fadd_rn(chain.squares[i], __shfl_xor_sync(0xffffffffu, chain.squares[i], 1));
     }
     if (chain.lane == 0) {
-        scratch.cost[chain.number * FEW + chain.token] = chain.squares[0];
+        scratch.cost[number * FEW + chain.token] = __fadd_rn(__fadd_rn(sum[0], sum[2]), __fadd_rn(sum[1], sum[3]));
     }
 }
 
@@ -301,18 +309,19 @@ KV_INLINE void pack_eight(const Source& source, FewScratch<S>& scratch, unsigned
     constexpr int ROTATING = 2, CHAIN_THREADS = 32 * CANDIDATES;
     static_assert(sizeof(FewScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than eight tokens take");
     static_assert(S::stripe % FEW == 0 && THREADS > CHAIN_THREADS, "some warps are left to clear");
-    if (threadIdx.x / 32 < ROTATING) {
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // which lets the compiler know that a warp stays together
+    if (warp < ROTATING) {
         rotate_eight<S>(source, scratch, first, error);
     } else if constexpr (S::has_feedback) {
-        spread_factor<S>(scratch, source.feedback, ROTATING);
+        spread_factor<S, ROTATING>(scratch, source.feedback, warp);
     }
     __syncthreads();
-    if (threadIdx.x >= CHAIN_THREADS) {
+    if (warp >= CANDIDATES) {
         if (first < S::stripe) {
             clear_rest<S>(record, first, Member{(int)threadIdx.x - CHAIN_THREADS, THREADS - CHAIN_THREADS});
         }
     } else if constexpr (S::has_feedback) {
-        choose_codes_of_eight<S>(scratch);
+        choose_codes_of_eight<S>(scratch, warp);
     } else {
         round_eight<S>(scratch);
     }
