@@ -40,6 +40,8 @@
 
 constexpr int STRIPE = Keys::stripe;  // tokens that are packed together
 static_assert(STRIPE == Values::stripe && STRIPE % 16 == 0 && KV_PAGE_TOKENS % STRIPE == 0, "alike on both sides");
+// Stripes of up to 128 channels are packed in eights, of larger heads one by a block.
+constexpr bool HAS_STRIPES = STRIPE < KV_PAGE_TOKENS, IN_EIGHTS = PART_TOKENS == FEW;
 
 // One side of a head range: the new tokens of every sequence, its memory, and what its pages need.
 struct Store {
@@ -210,17 +212,21 @@ struct Completed {
     }
 };
 
-// Packs `count` tokens of a sequence's page from `first` on, of which each stripe is a multiple.
+// Packs these tokens of a sequence's page: whole stripes, or eight tokens of one.
 template <class S>
 KV_INLINE void append_part(
-    const Store& store, const Step& step, void* memory, int sequence, int head, int first, int count) {
+    const Store& store, const Step& step, void* memory, int sequence, int head, const Tokens& tokens) {
     if constexpr (S::is_rotated) {
         if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
             const Source source = source_of<S>(store, step, sequence, head);
-            if constexpr (STRIPE < KV_PAGE_TOKENS) {
-                pack_eight<S>(source, *(FewScratch<S>*)memory, record, first, step.error);
+            if constexpr (IN_EIGHTS) {
+                pack_eight<S>(source, *(FewScratch<S>*)memory, record, tokens.first, step.error);
             } else {
-                const Tokens tokens{first, count, first, first + count};
+                if (HAS_STRIPES && tokens.begin == 0) {  // nothing is read of what was there before
+                    for (int i = threadIdx.x; i < S::record / 16; i += THREADS) {
+                        ((uint4*)record)[i] = make_uint4(0, 0, 0, 0);
+                    }
+                }
                 pack_part<S>(source, *(PartScratch<S>*)memory, record, tokens, step.error);
             }
             __syncthreads();
@@ -269,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
         v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
         v_page_stride, v_feedback, v_signs};
     const int of_side = step.sequences * step.heads;
-    if (STRIPE == KV_PAGE_TOKENS) {
+    if (!IN_EIGHTS) {
         store_tokens(k, v, step, 0);
     }
     const int page_head = blockIdx.x % step.heads, page_sequence = blockIdx.x / step.heads % step.sequences;
@@ -291,24 +297,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const Completed completed{step};
     const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
     const int pages = completed.count() * of_sequence;
-    // Stripes are packed in eights, and of few pages 32 tokens at a time: a block takes as long for 32 as one warp does.
-    constexpr bool HAS_STRIPES = STRIPE < KV_PAGE_TOKENS;
-    int parts = HAS_STRIPES ? STRIPE / FEW : KV_PAGE_TOKENS / PART_TOKENS;
+    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does.
+    int parts = IN_EIGHTS ? STRIPE / FEW : HAS_STRIPES ? 1 : KV_PAGE_TOKENS / PART_TOKENS;
     while (!HAS_STRIPES && parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
         parts *= 2;
     }
-    const int count = HAS_STRIPES ? FEW : KV_PAGE_TOKENS / parts;
-    if (HAS_STRIPES) {  // by blocks that pack nothing, if there are any
+    const int count = IN_EIGHTS ? FEW : HAS_STRIPES ? 32 : KV_PAGE_TOKENS / parts;
+    if (IN_EIGHTS) {  // by blocks that pack nothing, if there are any
         store_tokens(k, v, step, pages * parts < gridDim.x ? pages * parts : 0);
     }
     for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
         const int page = unit / parts, sequence = completed.number(page / of_sequence);
         const int item = page % of_sequence, head = item % step.heads;
         const int first = (HAS_STRIPES ? step.stripe_start(sequence) : 0) + unit % parts * count;
+        const Tokens tokens{first, count, first, first + kv_min(count, STRIPE)};
         if (Keys::is_rotated && item < step.heads) {
-            append_part<Keys>(k, step, memory, sequence, head, first, count);
+            append_part<Keys>(k, step, memory, sequence, head, tokens);
         } else {
-            append_part<Values>(v, step, memory, sequence, head, first, count);
+            append_part<Values>(v, step, memory, sequence, head, tokens);
         }
     }
 #endif

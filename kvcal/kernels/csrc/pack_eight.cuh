@@ -8,7 +8,7 @@
 
 #include "rotated_token.cuh"
 
-enum { FEW = 8, SHARING = 4, FEW_CHAINS = FEW * CANDIDATES };
+enum { SHARING = 4, FEW_CHAINS = FEW * CANDIDATES };
 
 // Sizes, and shared memory, of eight tokens.
 template <class S>

@@ -6,12 +6,16 @@
 #error "pages are packed from float16 or bfloat16"
 #endif
 
-// Tokens that a block packs of a rotated page at most, and its threads.
+// Tokens that a block packs of a rotated page at most, its threads, and the warps that share the chains of one.
 #ifndef PART_TOKENS
 #define PART_TOKENS 0
 #define PART_THREADS 256
 #endif
+#ifndef PART_TEAM
+#define PART_TEAM 1
+#endif
 enum { CANDIDATES = 3, THREADS = PART_THREADS, NO_SLOT = 255, RAW_BITS = 16 };
+enum { FEW = 8 };  // PART_TOKENS where stripes are packed by pack_eight.cuh
 enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE };
 
 
