@@ -87,7 +87,7 @@ def reference_plan(like: Plan) -> Plan:
 
 
 def measured(times: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What ``times`` says, once the caches before it are cleared, whose layers know each other; or why
+    """The answer of ``times``, once the caches before it are cleared, whose layers know each other; or why
     not."""
     gc.collect()
     torch.cuda.empty_cache()

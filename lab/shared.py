@@ -1,4 +1,4 @@
-"""What the scripts share: recipes with changes, plans without a calibration, means with their errors, and
+"""Shared by the scripts: recipes with changes, plans without a calibration, means with their errors, and
 tables."""
 
 from __future__ import annotations

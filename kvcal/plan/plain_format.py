@@ -106,7 +106,7 @@ class PlainFormat:
         return [UNIFORM]
 
     def pages(self) -> Pages:
-        """What it stores; of a system's keys, where they ask for it."""
+        """The pages that it stores; of a system's keys, where they ask for it."""
         if self.num_bits == RAW_BITS:
             return Pages("16 bits", str(RAW_BITS), RAW_PAGES, self._uniform, takes_feedback=False)
         return Pages(UNIFORM, f"{self.num_bits} {self.axis} g{self.group_size}", UNIFORM_PAGES, self._uniform)

@@ -1,4 +1,4 @@
-"""What the kernels cost, read off the compiled code: registers, spills, instructions, shared memory. Needs no
+"""The cost of the kernels, read off the compiled code: registers, spills, instructions, shared memory. Needs no
 GPU.
 
 An inner loop that loses its unrolling, or an array that moves to local memory, makes a kernel several times
