@@ -54,6 +54,7 @@ def register() -> None:
         copy_on_a_cpu()
     if "KVCAL_TEST_POISON" in os.environ:
         _poison_new_blocks()
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -63,6 +64,7 @@ def register() -> None:
     if "KVCAL_TEST_DENSE" not in os.environ:
         CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: None)
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
+    CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])  # or a KV connector takes one core of all
     cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel
     cpu_triton_utils._rejection_greedy_sample_kernel_impl = _verify_greedily
     cpu_triton_utils._rejection_random_sample_kernel_impl = _verify_by_chance
