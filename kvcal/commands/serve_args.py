@@ -20,7 +20,7 @@ from kvcal.quantities import format_bytes, parse_bytes
 with lazy_imports():
     from kvcal import geometry
     from kvcal.engines import capacity as engine_capacity
-    from kvcal.engines import shard, states, support
+    from kvcal.engines import shard, states, support, vllm
     from kvcal.models import config as model_config
     from kvcal.models import files
     from kvcal.plan import plan as plan_file
@@ -67,6 +67,10 @@ def serve_args(
         Path | None,
         typer.Option(help="A folder where they stay behind the host's memory, for later engines of the same plan."),
     ] = None,
+    role: Annotated[
+        Literal["prefill", "decode"] | None,
+        typer.Option(help="Of this vLLM, where prompts and answers have engines of their own, with NIXL between them."),
+    ] = None,
     state_dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="Of recurrent states (linear attention, Mamba) in vLLM; default: the model's."),
@@ -83,6 +87,8 @@ def serve_args(
     Example: `kvcal serve-args plan.safetensors --kv-memory 50GB --context 32768 --json`
 
     Example: `kvcal serve-args plan.safetensors --host-memory 8GB --store blocks`
+
+    Example: `kvcal serve-args plan.safetensors --role prefill`, and `--role decode` for the other engine
     """
     if drafts and engine != "vllm":
         raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
@@ -90,10 +96,18 @@ def serve_args(
         raise UsageError(f"--host-memory with --engine {engine}; blocks of a plan leave the device in vllm alone")
     if store is not None and host_memory is None:
         raise UsageError("--store without --host-memory, through which blocks go", hint="--host-memory 8GB")
+    if role is not None and engine != "vllm":
+        raise UsageError(
+            f"--role {role} with --engine {engine}; engines read blocks of a plan from others in vllm alone"
+        )
+    if role is not None and drafts and draft != "ngram":
+        raise UsageError(f"--role {role} with --draft {draft}, whose blocks are not read from another engine")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
     if store is not None:
         support.require_tiered(loaded)
+    if role is not None:
+        support.require_peers(loaded)
     heads = shard.HeadShard(loaded, 0, tp, 1 + drafts)
     heads.blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
@@ -117,8 +131,9 @@ def serve_args(
         by = {"method" if draft in OWN_DRAFTS else "model": draft, "num_speculative_tokens": drafts}
         words += ["--speculative-config", json.dumps(by)] if drafts else []
         words += ["--mamba-ssm-cache-dtype", state_dtype] if state_dtype is not None else []
-        if host_memory is not None:
-            words += ["--kv-transfer-config", json.dumps(_connector(parse_bytes(host_memory), store))]
+        connectors = [] if role is None else [_peer(role)]
+        connectors += [] if host_memory is None else [_host(parse_bytes(host_memory), store)]
+        words += ["--kv-transfer-config", json.dumps(_one_of(connectors))] if connectors else []
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
@@ -141,7 +156,21 @@ def serve_args(
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
 
 
-def _connector(nbytes: int, store: Path | None) -> dict[str, Any]:
+def _peer(role: Literal["prefill", "decode"]) -> dict[str, Any]:
+    """vLLM's KV connector between an engine for prompts and one for answers."""
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    return {"kv_connector": vllm.PEERS, "kv_connector_module_path": vllm.PEERS_MODULE, "kv_role": roles[role]}
+
+
+def _one_of(connectors: list[dict[str, Any]]) -> dict[str, Any]:
+    """vLLM takes one, which may have others."""
+    if len(connectors) == 1:
+        return connectors[0]
+    extra = {"connectors": connectors}
+    return {"kv_connector": "MultiConnector", "kv_role": connectors[0]["kv_role"], "kv_connector_extra_config": extra}
+
+
+def _host(nbytes: int, store: Path | None) -> dict[str, Any]:
     """vLLM's, of blocks in so many bytes of the host, and behind them in a folder."""
     name, more = "SimpleCPUOffloadConnector", dict[str, Any]()
     if store is not None:

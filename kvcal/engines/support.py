@@ -22,7 +22,7 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.geometry import CacheDtype
+from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.kernels import choice
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
@@ -85,6 +85,25 @@ def require_tiered(plan: Plan) -> None:
             "neither",
             hint="SimpleCPUOffloadConnector, or a plan without sinks: kvcal plan … --set cache.num_sink_tokens=0",
         )
+
+
+def require_peers(plan: Plan) -> None:
+    """UnsupportedModel where vLLM reads a request's blocks from another engine, and these are not pages, a ring and
+    sinks alone, or would count a token's query twice: that of a prompt's last one, which both engines compute."""
+    found = {
+        "channels that queries choose": any(layer.needs_queries for layer in plan.layers),
+        "layers with a sliding window": any(
+            isinstance(layer.geometry, AttentionGeometry) and layer.geometry.window is not None for layer in plan.layers
+        ),
+        "layers with a state": any(layer.geometry.state_bytes for layer in plan.layers),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise UnsupportedModel(
+                f"prompts and answers in engines of their own, and {what}: blocks of these are not read from another "
+                "engine",
+                hint="one engine for both",
+            )
 
 
 def block_seed(plan: Plan) -> int:
@@ -161,12 +180,21 @@ def refusal(engine: str) -> str | None:
         raise UsageError(f"{engine} is not installed in this environment", hint=f"pip install {engine}") from None
     if Version(found) < Version(TESTED[engine][0]):
         return f"version {found}, expected {TESTED[engine][0]} or newer"
+    return _lacking(engine, found, PLUGIN)
+
+
+def _lacking(engine: str, found: str, names: Sequence[str]) -> str | None:
     try:
-        for name in PLUGIN:
+        for name in names:
             importlib.import_module(f"kvcal.engines.{engine}.{name}")
     except (ImportError, AttributeError) as missing:
         return f"version {found} lacks what the plug-in uses: {' '.join(str(missing).split())}"
     return None
+
+
+def peers_refusal() -> str | None:
+    """Why the installed vLLM, in which plans can be served, reads no blocks from another one; None if it does."""
+    return _lacking("vllm", version("vllm"), ("nixl",))
 
 
 def require_version(engine: str) -> None:

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.states import state_bytes
-from kvcal.engines.support import NO_TREE
+from kvcal.engines.support import NO_TREE, require_peers
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import read_sizes
 from kvcal.pages.ways import Engine
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Format
+from kvcal.plan.page_format import SIDES, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe, with_knobs
@@ -388,6 +388,31 @@ def test_serve_args_name_blocks_by_the_plan_where_they_outlive_an_engine(plan_pa
     }  # fmt: skip
 
 
+def test_serve_args_join_an_engine_for_prompts_to_one_for_answers(plan_path: Path) -> None:
+    peer = {"kv_connector": "PlanNixlConnector", "kv_connector_module_path": "kvcal.engines.vllm.nixl"}
+    for role, own in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        found = shlex.split(ran_well("serve-args", plan_path, "--role", role).out)
+        assert json.loads(found[found.index("--kv-transfer-config") + 1]) == peer | {"kv_role": own}
+    found = shlex.split(ran_well("serve-args", plan_path, "--role", "decode", "--host-memory", "8GB").out)
+    given = json.loads(found[-1])
+    assert (given["kv_connector"], given["kv_role"]) == ("MultiConnector", "kv_consumer")
+    first, second = given["kv_connector_extra_config"]["connectors"]
+    assert first == peer | {"kv_role": "kv_consumer"} and second["kv_connector"] == "SimpleCPUOffloadConnector"
+
+
+def test_peers_take_no_blocks_of_windows_and_states(tmp_path: Path) -> None:
+    first = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), Format(2, "channel"), Format(4))
+    by_queries = Format(2, "channel", boost=Boost("query_magnitude", (Tier(4, 0.25),)))
+    for layer, says in (
+        (LayerPlan(AttentionGeometry(1, 4, 2, 64, 64, window=512)), "layers with a sliding window"),
+        (LayerPlan(StateGeometry(1, 1 << 16)), "layers with a state"),
+        (LayerPlan(AttentionGeometry(1, 4, 2, 64, 64), by_queries, Format(4)), "channels that queries choose"),
+    ):
+        plan = Plan(IDENTITY, "bfloat16", (first, layer), Workload(1, 256), {})
+        with pytest.raises(UnsupportedModel, match=says):
+            require_peers(plan)
+
+
 def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_path: Path, tmp_path: Path) -> None:
     few, many = tmp_path / "few.safetensors", tmp_path / "many.safetensors"
     for path, num_sinks in ((few, 4), (many, 200)):
@@ -443,6 +468,8 @@ def test_serve_args_of_sglang(plan_path: Path) -> None:
     [
         ("serve-args {plan} --store blocks", 2, "--store without --host-memory"),
         ("serve-args {plan} --engine sglang --host-memory 8GB", 2, "leave the device in vllm alone"),
+        ("serve-args {plan} --engine sglang --role decode", 2, "from others in vllm alone"),
+        ("serve-args {plan} --role decode --drafts 2 --draft mtp", 2, "whose blocks are not read"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),

@@ -121,8 +121,8 @@ def test_aborts_and_preemption(version: str, tmp_path: Path, served: Served) -> 
     plan = without_queries(served, served.with_copies())
     short = {**SHORT, "max_num_batched_tokens": 256}
     requests = [
-        *random_requests(48),
-        *({"prompt": ids, "tokens": 150, "at": 160} for ids in prompts(300, 310, 320, 330)),
+        *random_requests(24),
+        *({"prompt": ids, "tokens": 150, "at": 70} for ids in prompts(300, 310, 320, 330)),
     ]
     found = pair(version, tmp_path, served, requests, (plan, plan), short, short, wait=1)
     replay = replayed(found, served, plan)

@@ -16,10 +16,9 @@ from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 
-from kvcal.engines.shard import HeadShard
-from kvcal.engines.support import block_seed, require_tiered
+from kvcal.engines.support import block_seed, require_peers, require_tiered
 from kvcal.engines.vllm import PEERS, PEERS_MODULE
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import UsageError
 from kvcal.plan.plan import Plan
 
 HOSTS = "SimpleCPUOffloadConnector", "OffloadingConnector"
@@ -89,26 +88,11 @@ def require_connected(plan: Plan, transfers: Sequence[Any]) -> None:
     """
     for one in transfers:
         if one.kv_connector == PEERS:
-            _require_whole(plan)
+            require_peers(plan)
         elif one.kv_connector != HOSTS[0]:
             require_tiered(plan)
         if one.kv_connector_extra_config.get("secondary_tiers"):
             _require_seed(block_seed(plan))  # other engines may read these blocks
-
-
-def _require_whole(plan: Plan) -> None:
-    """UnsupportedModel where a request has more than pages, rings and sinks, or counts a token's query twice:
-    that of its prompt's last one, which both engines compute."""
-    refused = {
-        "channels that queries choose": any(layer.needs_queries for layer in plan.layers),
-        "layers with a sliding window": bool(HeadShard(plan).windows),
-    }
-    for what, is_there in refused.items():
-        if is_there:
-            raise UnsupportedModel(
-                f"a plan for {what} and {PEERS}, which were not tried together",
-                hint="one engine for prompts and answers, without --kv-transfer-config",
-            )
 
 
 def _require_seed(seed: int) -> None:
