@@ -136,9 +136,11 @@ class PagedStep:
 
     def begin(self, chunk: Chunk, total: int) -> None:
         """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them,
-        decoded."""
+        decoded. A token of the step reads what is read before it, and the last one may be computed again, by
+        another engine that goes on."""
+        fewest = max(chunk.num_past, total - self.layout.step_tokens)
         for side in SIDES:
-            first = self.layout.layer.format(side).tokens_read(total)
+            first = self.layout.layer.format(side).tokens_read(fewest)
             if first < chunk.num_past:
                 tokens = self._tail(side, first, chunk, self.dtype, is_begun=True)
                 numbers = torch.arange(first, chunk.num_past, device=tokens.device)

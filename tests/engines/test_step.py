@@ -210,11 +210,20 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
         memory.free_rings.append(both.sequence.ring)
 
 
-@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ", "windows, bf16"])
+def with_windows(plan: Plan, keys: int, values: int) -> Plan:
+    (layer,) = plan.layers
+    k, v = dataclasses.replace(layer.k, recent_window=keys), dataclasses.replace(layer.v, recent_window=values)
+    return dataclasses.replace(plan, layers=(dataclasses.replace(layer, k=k, v=v),))
+
+
+# With windows of 1 and 129 tokens the first step reads of the ring what the next one reads of a page.
+@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ", "windows, bf16", "1 and 129"])
 def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: str) -> None:
     """One of a chunk, one of a single token; both are stored before the one that fills the blocks. Then their
     windows are decoded from these."""
-    plan = (PLANS | BESIDE | {"windows, bf16": plan_for("windows", cache_dtype="bfloat16")})[name]
+    more = {"windows, bf16": plan_for("windows", cache_dtype="bfloat16")}
+    more["1 and 129"] = with_windows(plan_for("windows"), 1, 129)
+    plan = (PLANS | BESIDE | more)[name]
     memory = Memory(HeadShard(plan))
     first = Both(memory, plan, 0)
     first.extend(50)
