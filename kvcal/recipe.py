@@ -165,8 +165,8 @@ class AllocateSpec:
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
     fixed_widths: Annotated[bool, Field(exclude_if=lambda is_measured: not is_measured)] = knob(
         False,
-        "Measure fixed widths of keys and values of the same bytes on texts kept apart, and take them where the "
-        "choice by layer does not lose less; for pages in a basis.",
+        "Measure fixed widths of keys and values of the same bytes on texts kept apart, and take the plan that "
+        "loses least; for pages in a basis.",
     )
     rotary: Annotated[bool, Field(exclude_if=lambda is_chosen: not is_chosen)] = knob(
         False, "Choose a format for latent attention's rotary keys, too, instead of 16 bits."

@@ -25,11 +25,12 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
-from kvcal.store.padding import Block, Rows
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.padding import Interval, Rows
+from kvcal.store.paged_tensor import PagedTensor, spans_of
 from kvcal.store.prediction import Prediction
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
+from kvcal.store.unpacked import Unpacked
 from kvcal.systems.basis.basis import Basis
 
 
@@ -44,6 +45,16 @@ class NewTokens(NamedTuple):
     @property
     def stop(self) -> int:
         return self.columns + self.keys.shape[2]
+
+
+class Wanted(NamedTuple):
+    """Tokens of each of consecutive rows to read; the first ``paged`` of a sequence come from pages, the others from
+    the ring. ``places``: the columns that they are written to."""
+
+    rows: slice
+    tokens: range
+    paged: int
+    places: list[Interval]
 
 
 class LayerStore:
@@ -90,17 +101,28 @@ class LayerStore:
         allocate = torch.zeros if padded else torch.empty
         shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
         out = allocate(*shape, dtype=dtype, device=self.steps.device)
-        self.read_blocks(side, rows, rows.blocks, columns, out)
+        counts, fmt = [rows.num_tokens(block, columns) for block in rows.blocks], self.sides[side].format
+        places = [rows.intervals(block, 0, columns) for block in rows.blocks]
+        found = zip(rows.blocks, counts, places, strict=True)
+        self.read_tokens(side, [Wanted(block.rows, range(n), fmt.tokens_read(n), at) for block, n, at in found], out)
         return out
 
-    def read_blocks(self, side: Side, rows: Rows, blocks: Sequence[Block], columns: int, out: Tensor) -> None:
-        """Write the past of some blocks of rows, but for padding, to its columns of out [B, N, S or more, D]."""
+    def read_tokens(self, side: Side, wanted: Sequence[Wanted], out: Tensor) -> None:
+        """Write tokens of some rows to out [B, N, columns, D]."""
         part = self.sides[side]
-        spans = [part.read_spans(block.rows, rows.num_tokens(block, columns)) for block in blocks]
-        decoded = part.decode([span for of_block in spans for span in of_block], out.dtype)
-        counts = [sum(stop for _, _, stop in of_block) for of_block in spans]
-        for block, pages in zip(blocks, decoded.split(counts), strict=True):
-            _read_block(part, block, rows, columns, pages, out)
+        spans = [spans_of(rows, range(tokens.start, min(tokens.stop, paged))) for rows, tokens, paged, _ in wanted]
+        decoded = part.decode([span for of_rows in spans for span in of_rows], out.dtype)
+        counts = [sum(stop - first for _, first, stop in of_rows) for of_rows in spans]
+        for (rows, tokens, paged, places), pages in zip(wanted, decoded.split(counts), strict=True):
+            view = out[rows]
+            if len(places) == 1:
+                ((start, stop),) = places
+                part.read(rows, tokens, paged, pages, view[:, :, start:stop])
+            elif places:
+                found = view.new_empty(*view.shape[:2], len(tokens), view.shape[3])
+                part.read(rows, tokens, paged, pages, found)
+                for start, stop in places:
+                    view[:, :, start:stop], found = found[:, :, : stop - start], found[:, :, stop - start :]
 
     def whole(self, side: Side, states: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
         """[B, N, S + T, D] in ``dtype``: the past, and after it states [B, N, T, D] in the cache's dtype, as
@@ -112,17 +134,18 @@ class LayerStore:
         whole[:, :, columns:] = new
         return whole
 
-    def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
+    def write(self, new: NewTokens, query_sum: Tensor | None, unpacked: list[Unpacked] | None = None) -> None:
         """Store new tokens after what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their
-        |q|, where channels are chosen by queries. Keys first: values may be predicted from them."""
+        |q|, where channels are chosen by queries. Keys first: values may be predicted from them. ``unpacked``: as
+        of ``PagedTensor.store``."""
         if self.sides["k"].format.needs_queries:
             assert query_sum is not None
             self.sides["k"].observe(query_sum)
-        self._write_side("k", new.keys, new)
-        self._write_side("v", new.values, new)
+        self._write_side("k", new.keys, new, unpacked)
+        self._write_side("v", new.values, new, unpacked)
         self.prediction.release()
 
-    def _write_side(self, side: Side, states: Tensor, new: NewTokens) -> None:
+    def _write_side(self, side: Side, states: Tensor, new: NewTokens, unpacked: list[Unpacked] | None) -> None:
         rows, columns, part = new.rows, new.columns, self.sides[side]
         if states.shape[2] == 1 and columns >= rows.width and part.store_step(rows.lengths(columns), states):
             return
@@ -132,7 +155,8 @@ class LayerStore:
             if intervals:
                 chunks = [states[block.rows, :, a - columns : b - columns] for a, b in intervals]
                 tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
-                self.prediction.written(side, part.store(block.rows, rows.num_tokens(block, columns), tokens))
+                spans = part.store(block.rows, rows.num_tokens(block, columns), tokens, unpacked)
+                self.prediction.written(side, spans)
 
     def crop(self, rows: Rows, held: int, columns: int) -> None:
         """Keep the first ``columns`` of the ``held`` columns."""
@@ -189,18 +213,3 @@ class LayerStore:
     def _transform(self) -> PageTransform:
         tensors = layer_transforms(self._tensors, self.plan.geometry.index)
         return PageTransform.of_variant(self._variant, tensors, torch.empty(0, device=self.steps.device))
-
-
-def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:
-    """Write the past of one block's rows to its columns of out [B, N, columns or more, D]; ``decoded``: their
-    pages."""
-    view = out[block.rows]
-    intervals = rows.intervals(block, 0, columns)
-    if len(intervals) == 1:
-        (start, stop) = intervals[0]
-        part.read(block.rows, stop - start, decoded, view[:, :, start:stop])
-    elif intervals:
-        tokens = view.new_empty(*view.shape[:2], rows.num_tokens(block, columns), view.shape[3])
-        part.read(block.rows, tokens.shape[2], decoded, tokens)
-        for start, stop in intervals:
-            view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
