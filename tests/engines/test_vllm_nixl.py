@@ -53,7 +53,9 @@ def pair(
     for (name, more), plan, role in zip(own.items(), plans, ("kv_producer", "kv_consumer"), strict=True):
         path = served.write(f"{name}.safetensors", plan)
         scenario[name] = served.arguments(path, **{"kv_transfer_config": peer(role, **transfer)} | more)
-    found = answer_of(python_with_nixl(version), folder, "vllm_pair.py", scenario, variables_in(folder))
+    python = python_with_nixl(version)
+    kept = {"VLLM_CACHE_ROOT": str(python.parents[1] / "root")}  # what vLLM finds out about models, once
+    found = answer_of(python, folder, "vllm_pair.py", scenario, variables_in(folder) | kept)
     assert "error" not in found, found["trace"]
     for name, (first, last) in found["free"].items():
         assert first == last, (name, first, last)  # no block is lost
