@@ -100,8 +100,9 @@ def serve_args(
         raise UsageError(
             f"--role {role} with --engine {engine}; engines read blocks of a plan from others in vllm alone"
         )
-    if role is not None and drafts and draft != "ngram":
-        raise UsageError(f"--role {role} with --draft {draft}, whose blocks are not read from another engine")
+    if role is not None and (drafts or tp > 1):
+        what = f"--drafts {drafts}" if drafts else f"--tp {tp}"
+        raise UsageError(f"--role {role} with {what}, which were not tried together")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
     if store is not None:

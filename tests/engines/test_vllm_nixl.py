@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_replay import FROM_PEER, PROMPTS, Replay, assert_replayed
-from test_vllm import ALONE, DRAFTS, SHORT, Served, prompts, without_queries
+from test_vllm import DRAFTS, SHORT, Served, prompts, without_queries
 from test_vllm import gemma as gemma
 from test_vllm import serve as serve_alone
 from test_vllm import served as served
@@ -151,24 +151,11 @@ def test_another_plan_is_refused_and_its_blocks_are_not_read(version: str, tmp_p
     assert begun(replay, 0, 1) == [0, 0] and len(found["outputs"]) == 2
 
 
-def test_other_ranks_and_drafts_are_refused(version: str, tmp_path: Path, served: Served) -> None:
-    plan = without_queries(served)
-    requests = [{"prompt": ids, "tokens": 10} for ids in prompts(300)]
-    for name, decode in (("ranks", TWO_RANKS), ("drafts", {"speculative_config": DRAFTS})):
-        found = pair(version, tmp_path / name, served, requests, (plan, plan), decode=decode, **SOON)
-        assert found["failed"] == {"0": ["decode", "error"]}
-        assert "NIXL compatibility hash mismatch" in (tmp_path / name / "log").read_text()
-
-
-def test_two_ranks_with_drafts(version: str, tmp_path: Path, served: Served) -> None:
-    plan = without_queries(served, served.with_copies())
-    more = {**TWO_RANKS, "speculative_config": DRAFTS}
-    given = [*prompts(128, 129, 300), prompts(9, seed=5)[0] * 15]
-    requests = [{"prompt": ids, "tokens": 40, "at": at} for at in (0, 60) for ids in given]
-    found = pair(version, tmp_path, served, requests, (plan, plan), more, more)
-    replay = replayed(found, served, plan, ALONE)
-    assert begun(replay, *range(8)) == [127, 128, 299, 134] * 2
-    assert replay.accepted > 10 and replay.rejected > 10, vars(replay)
+def test_ranks_are_refused_at_start(version: str, tmp_path: Path, served: Served) -> None:
+    path = served.write("plain.safetensors", without_queries(served))
+    given = served.arguments(path, kv_transfer_config=peer("kv_producer"), **TWO_RANKS)
+    run_in(version, tmp_path, "vllm_host.py", {"starts": [given]})
+    assert "PlanNixlConnector on 2 ranks (expected 1; more were not tried)" in (tmp_path / "log").read_text()
 
 
 def test_several_connectors(version: str, tmp_path: Path, served: Served) -> None:
@@ -210,6 +197,7 @@ def test_what_is_refused_at_start(version: str, tmp_path: Path, served: Served, 
             started(kv_connector="MultiConnector", kv_connector_module_path=None, extra=several),
             "the KV connector ExampleConnector",
         ),
+        (started() | {"speculative_config": DRAFTS}, "PlanNixlConnector and drafts"),
         (started() | {"additional_config": {}}, "the KV connector PlanNixlConnector without a plan"),
     ]
     starts = [arguments for arguments, _ in refused]

@@ -48,12 +48,17 @@ def refused_connectors(config: VllmConfig, are_drafts_a_model: bool) -> Iterator
         yield "a KV connector, and blocks of states or of a model that drafts"
     for one in found:
         if one.kv_connector == PEERS and one.kv_connector_module_path == PEERS_MODULE:
-            yield from _refused_peers(one, config.device_config.device_type)
+            yield from _refused_peers(one, config)
         else:
             yield from _refused_host(one, has_prefixes)
 
 
-def _refused_peers(transfer: Any, device: str) -> Iterator[str]:
+def _refused_peers(transfer: Any, config: VllmConfig) -> Iterator[str]:
+    device, ranks = config.device_config.device_type, config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        yield f"{PEERS} on {ranks} ranks (expected 1; more were not tried)"
+    if config.speculative_config is not None:
+        yield f"{PEERS} and drafts, which were not tried together"
     for key, expected in OF_PEERS.items():
         if (found := transfer.kv_connector_extra_config.get(key, expected)) != expected:
             yield f"{PEERS} with {key} = {found!r} (expected {expected!r})"
