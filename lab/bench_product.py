@@ -10,6 +10,10 @@ random phases of pages. Parts:
     layers   a step of all layers' caches, for each --shape: microseconds a layer, as ``step_times`` has them
     prompts  milliseconds until the first token of one prompt, at once and in chunks; 16 bits in a
     DynamicCache
+    generate an eager step of a dynamic cache, as ``generate`` takes it, for each --generate: by the kernels, and
+             without ``attached``, where all pages are decoded
+    text     a text of --text tokens through a dynamic cache in chunks that end where tokens are packed, as
+             ``kvcal eval`` feeds it; 16 bits in chunks of a page
     model    whole steps as CUDA graphs, of --batch sequences and of all that fit in --memory GB of cache: tokens a
              second; 16 bits in a StaticCache that is read without a mask, by the backend that torch chooses
 
@@ -22,6 +26,7 @@ import argparse
 import gc
 import itertools
 import json
+import statistics
 import sys
 import time
 import warnings
@@ -49,6 +54,7 @@ from kvcal.models.supported_layers import geometry_of
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Format, LayerPlan, Plan, Workload, load_plan
 from kvcal.plan.tensors import layout_tensors
+from kvcal.stages.divergence import feed
 
 SHAPE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -58,12 +64,15 @@ TINY = SHAPE | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers
                 "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128}  # fmt: skip
 DENSE, REFERENCE = "16 bits", "2 bits, no basis (reference)"
 SHAPES = [f"{batch}x{context}" for context in (1024, 4096, 32768) for batch in (1, 8, 32, 38)]
+WARM = 3  # steps of ``generate`` that do not count
 PROMPTS = 3  # of which the shortest counts, after one more
 ROOM = 4 * PAGE_TOKENS  # of the dense cache, for the tokens of all replays
 TIMES = ("us", "us_99", "longest_us", "in_phase_us", "packing")
 COLUMNS = {  # the last is compared with that of 16 bits
     "layers": ("case", "cache", *TIMES, "mean_us"),
     "prompts": ("case", "cache", "ms"),
+    "generate": ("case", "cache", "ms", "longest_ms", "mean_ms"),
+    "text": ("case", "cache", "ms"),
     "model": ("case", "cache", "batch", *TIMES, "tokens_per_s"),
 }
 Plans = dict[str, Plan | None]
@@ -120,6 +129,55 @@ def rows_of_prompts(plans: Plans, model: PreTrainedModel, given: argparse.Namesp
 
     for chunk, (name, plan) in itertools.product((given.prompt, given.chunk), plans.items()):
         yield {"case": f"{given.prompt} tokens, {chunk} at once", "cache": name} | measured(times, plan, chunk)
+
+
+@torch.inference_mode()
+def rows_of_generate(plans: Plans, model: PreTrainedModel, given: argparse.Namespace) -> Rows:
+    """Rows are at one phase of their pages, as equal prompts of ``generate`` are."""
+
+    def times(plan: Plan | None, batch: int, context: int, is_attached: bool) -> dict[str, float]:
+        cache = PlanCache(plan, model.config) if plan else DynamicCache(config=model.config)
+        ids = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+        taken = []
+        with attached(model) if is_attached else nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SlowPath)
+            for part in ids.split(given.chunk // batch, 1):
+                model(input_ids=part, logits_to_keep=1, **with_cache(model, cache))
+            new = ids[:, -1:]
+            for _ in range(WARM + given.steps):
+                start = time.perf_counter()
+                logits = model(input_ids=new, logits_to_keep=1, **with_cache(model, cache)).logits
+                new = logits[:, -1:].argmax(-1)
+                int(new[0])  # waits for the device, as generate does
+                taken.append(1000 * (time.perf_counter() - start))
+        counted = taken[WARM:]
+        return {"ms": statistics.median(counted), "mean_ms": statistics.mean(counted), "longest_ms": max(counted)}
+
+    for shape, (name, plan) in itertools.product(given.generate, plans.items()):
+        batch, context = map(int, shape.split("x"))
+        for is_attached in (True, False) if plan else (False,):
+            is_slow = plan is not None and not is_attached
+            row = {"case": shape, "cache": f"{name}, not attached" if is_slow else name}
+            yield row | measured(times, plan, batch, context, is_attached)
+
+
+@torch.inference_mode()
+def rows_of_text(plans: Plans, model: PreTrainedModel, given: argparse.Namespace) -> Rows:
+    ids = torch.randint(model.config.vocab_size, (1, given.text), device=model.device)
+
+    def ms(plan: Plan | None) -> float:
+        start = time.perf_counter()
+        if plan is None:
+            cache = DynamicCache(config=model.config)
+            for part in ids.split(PAGE_TOKENS, 1):
+                logits = model(input_ids=part, **with_cache(model, cache)).logits
+        else:
+            *_, (_, logits) = feed(model, PlanCache(plan, model.config), ids)
+        float(logits[0, -1, 0])
+        return 1000 * (time.perf_counter() - start)
+
+    for name, plan in plans.items():
+        yield {"case": f"{given.text} tokens", "cache": name, "ms": min([ms(plan) for _ in range(3)][1:])}
 
 
 def rows_of_model(plans: Plans, model: PreTrainedModel, given: argparse.Namespace) -> Rows:
@@ -180,7 +238,10 @@ def caching(plan: Plan | None, model: PreTrainedModel, context: int) -> Iterator
 
 
 def main() -> None:
-    parts = {"layers": rows_of_layers, "prompts": rows_of_prompts, "model": rows_of_model}
+    parts: dict[str, Callable[[Plans, PreTrainedModel, argparse.Namespace], Rows]] = {
+        "layers": rows_of_layers, "prompts": rows_of_prompts, "generate": rows_of_generate, "text": rows_of_text,
+        "model": rows_of_model,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--plan", type=Path, action="append", default=[])
@@ -189,6 +250,9 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="of layers: sequences x tokens")
     parser.add_argument("--prompt", type=int, default=32768, help="tokens")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens")
+    parser.add_argument("--generate", nargs="+", default=["8x1200", "8x32000"], help="sequences x tokens")
+    parser.add_argument("--steps", type=int, default=PAGE_TOKENS, help="of generate")
+    parser.add_argument("--text", type=int, default=4096, help="tokens")
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768], help="of whole steps")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="of whole steps")
     parser.add_argument("--memory", type=float, default=40.0, help="GB of cache")

@@ -4,18 +4,19 @@
     python lab/choice_of_bits.py --model smollm2 --quick --bits 3 --texts 1 --tokens 1024     # a CPU
 
 levers     the integer program's choice by layer, with one part more than the one before:
-           by-layer   costs on the default's texts
-           look-ups   a quarter of these texts looks up (kvcal.data.lookups)
-           long       costs on texts of 4,096 tokens of these kinds
-           sides      how KL falls with bits is measured by side
-           and default, by-layer or fixed widths, whichever loses less on texts kept apart; K3V2, K4V2, K3V3 and K4V3
-           in the basis of by-layer, next to the program's choice of their bytes
+           law        costs on the default's texts, which fall with bits as squared errors do
+           by-layer   how they fall is measured by side
+           look-ups   a quarter of the texts looks up (kvcal.data.lookups)
+           long       texts have 4,096 tokens
+           and default, what ships of these choices and fixed widths after their contest on texts kept apart; K3V2, K4V2
+           and K3V3, next to the program's choice of their bytes
 heads      keys of two widths in a layer, by KV head (finer.py)
 levels     3, 5, 6 and 7 levels as options of the choice (finer.py)
 trellis    trellis codes in place of scalar ones, with error feedback and without (trellis.py)
 
-All texts go through the measuring cache at once, next to 16 bits (quality.py). Errors are standard errors over texts;
-ratios are of means, paired. OUT/choice.json has all figures after every group of plans; a second run goes on.
+All plans have one basis. All texts go through the measuring cache at once, next to 16 bits (quality.py). Errors are
+standard errors over texts; ratios are of means, paired. What is cheap and tells most comes first: OUT/choice.json has
+all figures after every group of plans, and a second run goes on.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,12 @@ from kvcal.console import TerminalReporter
 from kvcal.data.reading import LINES
 from kvcal.folder import Job, profile_data, profile_spec, sequences, tokenizer_of
 from kvcal.models.load import LoadedModel
+from kvcal.stages import divergence
 from kvcal.stages.allocate.fixed_widths import Contest, report_of
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.allocate.stage import allocate
 from kvcal.stages.formats import formats_plan, reserved_for
+from kvcal.stages.measuring import dense_layer
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.stage import run_profile
@@ -53,15 +56,11 @@ from kvcal.strict import dump
 from kvcal.systems.basis.fit import BasisRecord
 from kvcal.systems.basis.stage import basis_folder
 
-FIRST, DEFAULT = "by-layer", "default"
+FIRST, DEFAULT, LAW = "by-layer", "default", "law"
 LOOK_UPS: dict[str, Any] = {"data.source": ["python:docs", "python:code", "lookups", "python:chat"]}
-SIDES = LOOK_UPS | {
-    "data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096, "profile.kl_measured": "sides",
-}  # fmt: skip
-# Whose basis a lever's plans have; the recipe's changes of its profile, of which one more is a part of another.
-LEVERS = {FIRST: FIRST, "look-ups": "look-ups", "long": "look-ups", "sides": "look-ups"}
-KNOBS: dict[str, dict[str, Any]] = {FIRST: {}, "look-ups": LOOK_UPS, "sides": SIDES}
-FIXED = {"K3V2": (3, 2), "K4V2": (4, 2), "K3V3": (3, 3), "K4V3": (4, 3)}
+LONG = LOOK_UPS | {"data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096}
+KNOBS: dict[str, dict[str, Any]] = {FIRST: {}, "look-ups": LOOK_UPS, "long": LONG}  # of the recipe, for a profile
+FIXED = {"K3V2": (3, 2), "K4V2": (4, 2), "K3V3": (3, 3)}
 QUICK = {"data.num_samples": 4, "data.seq_len": 512, "profile.kl_samples": 2, "profile.kl_tokens": 512}
 QUICK |= {"basis.num_samples": 4, "basis.seq_len": 512}
 PARTS: dict[str, Callable[[Bench], None]] = {
@@ -100,22 +99,24 @@ class Bench:
         folder = Folder.create(self.given.out / "plans" / name)
         return Job(self.recipe(name, bits), self.loaded, folder, self.reporter, PRICED)
 
-    def basis(self, name: str) -> BasisRecord:
-        """Fitted once on the texts of ``name``."""
-        return basis_folder(self.job(name))
+    @cached_property
+    def basis(self) -> BasisRecord:
+        """Fitted once, on the default's texts."""
+        started = time.monotonic()
+        found = basis_folder(self.job(FIRST))
+        self.found.setdefault("seconds", {}).setdefault("basis", time.monotonic() - started)
+        return found
 
     def profile(self, name: str) -> Profile:
-        """Measured once; that of long texts is part of the one by side."""
-        if name == "long":
-            whole = self.profile("sides")
-            return replace(whole, setup=replace(whole.setup, spec=replace(whole.setup.spec, kl_measured="lowest")))
+        """Measured once; what the law of squared errors starts from is part of the one by side."""
+        if name == LAW:
+            return self.profile(FIRST).by_law
         job = self.job(name)
         if not job.folder.profile.exists():
             started, recipe = time.monotonic(), job.recipe
             data, spec = sequences(profile_data(recipe, self.loaded), self.loaded), recipe.profile
             spec = profile_spec(spec, self.loaded)
-            basis = self.basis(LEVERS[name])
-            run_profile(self.loaded, data, spec, recipe.cache, {}, job.folder.profile, self.reporter, basis)
+            run_profile(self.loaded, data, spec, recipe.cache, {}, job.folder.profile, self.reporter, self.basis)
             self.found.setdefault("seconds", {})[f"profile of {name}"] = time.monotonic() - started
         return profile_record.load(job.folder.profile)
 
@@ -126,22 +127,21 @@ class Bench:
 
     def program(self, name: str, bits: float) -> Plan:
         """The integer program's plan."""
-        return self.basis(LEVERS[name]).planned(self.allocation(name, bits))
+        return self.basis.planned(self.allocation(name, bits))
 
     def default(self, bits: float) -> Plan:
-        """The plan of by-layer, or of fixed widths of its bytes."""
-        job = self.job(FIRST, bits)
+        """The plan of by-layer, or of another choice of its bytes."""
+        job, basis = self.job(FIRST, bits), self.basis
         assert job.recipe.allocate is not None
-        self.basis(FIRST)
         found = Contest.of(job).decided(
             self.allocation(FIRST, bits), self.profile(FIRST), job.recipe.allocate, self._reserved(job.recipe),
             self.reporter,
         )  # fmt: skip
-        return self.basis(FIRST).planned(found)
+        return basis.planned(found)
 
     def fixed(self, keys: int, values: int) -> Plan:
         recipe = with_knobs(load_recipe("k3v2"), {"formats.k.num_bits": keys, "formats.v.num_bits": values})
-        return self.basis(FIRST).changed(formats_plan(recipe, self.loaded, PRICED))
+        return self.basis.changed(formats_plan(recipe, self.loaded, PRICED))
 
     def _reserved(self, recipe: Recipe) -> int:
         assert recipe.allocate is not None
@@ -159,6 +159,7 @@ class Bench:
 
 def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # which plans anew for every length of the past
+    dense_layer.VALUES_AT_ONCE["cuda"] = divergence.MAX_COMPARED["cuda"] = 1 << 26  # few launches
     given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     path, reporter = given.out / "choice.json", TerminalReporter()
@@ -182,11 +183,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["levers"])
     parser.add_argument("--bits", type=float, nargs="+", default=[2.5, 3.0])
     parser.add_argument("--quick", action="store_true", help="plans from few texts, for a CPU")
-    parser.add_argument("--kinds", default="rows,copies,late,pairs,hops,calls", help="of kvcal.data.lookup_tasks")
-    parser.add_argument("--answers", type=int, default=16, help="texts of each of these kinds")
+    parser.add_argument("--kinds", default="rows,copies,late,calls", help="of kvcal.data.lookup_tasks")
+    parser.add_argument("--answers", type=int, default=12, help="texts of each of these kinds")
     parser.add_argument("--texts", type=int, default=3, help="of each kind of text")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text")
-    parser.add_argument("--at-once", type=int, default=3, help="plans read side by side")
+    parser.add_argument("--at-once", type=int, default=6, help="plans read side by side")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
@@ -197,30 +198,34 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_levers(bench: Bench) -> None:
-    """All plans of all bits, the most telling first. Plans of the same layers and basis are read once."""
-    names = []
-    for bits in bench.given.bits:
-        base = f"{FIRST}@{bits:g}"
-        plans = {base: bench.program(FIRST, bits)}
-        plans |= {f"{name}@{bits:g}": bench.program(name, bits) for name in LEVERS if name != FIRST}
-        plans[f"{DEFAULT}@{bits:g}"] = bench.default(bits)
-        names += [bench.note(name, plan, base) for name, plan in plans.items()]
-    for name, widths in FIXED.items():
-        fixed = bench.fixed(*widths)
-        bits = fixed.bits_per_value() * (1 + 1e-6)  # budgets are rounded down to bytes
-        base = f"{FIRST}@{name}"
-        names += [bench.note(base, bench.program(FIRST, bits), base), bench.note(name, fixed, base)]
-        names += [bench.note(f"sides@{name}", bench.program("sides", bits), base)]
-    alike = {name: next(one for one in names if _is_alike(bench, one, name)) for name in names}
-    makers = {name: maker(bench.made[name], bench.loaded) for name in names if alike[name] == name}
-    read_missing(bench.loaded, makers, bench.texts, bench.found["levers"], bench.given.at_once, bench.save)
-    bench.found["levers"] |= {name: bench.found["levers"][one] for name, one in alike.items()}
+    """All plans of all bits, the most telling first. Plans of the same layers are read once."""
+    every = bench.given.bits
+    _measure_plans(
+        bench, {f"{name}@{bits:g}": (bench.program(name, bits), bits) for bits in every for name in (FIRST, LAW)}
+    )
+    fixed = {name: bench.fixed(*widths) for name, widths in FIXED.items()}
+    bits_of = {name: plan.bits_per_value() * (1 + 1e-6) for name, plan in fixed.items()}  # budgets are rounded down
+    by_layer = {f"{FIRST}@{name}": (bench.program(FIRST, bits), name) for name, bits in bits_of.items()}
+    _measure_plans(bench, by_layer | {name: (plan, name) for name, plan in fixed.items()})
+    _measure_plans(bench, {f"{DEFAULT}@{bits:g}": (bench.default(bits), bits) for bits in every})
+    for lever in ("look-ups", "long"):
+        _measure_plans(bench, {f"{lever}@{bits:g}": (bench.program(lever, bits), bits) for bits in every})
+    _measure_plans(bench, {f"long@{name}": (bench.program("long", bits), name) for name, bits in bits_of.items()})
 
 
-def _is_alike(bench: Bench, one: str, other: str) -> bool:
-    """Whether two plans have the same layers and the same basis."""
-    bases = [LEVERS.get(name.partition("@")[0], FIRST) for name in (one, other)]
-    return bases[0] == bases[1] and bench.made[one].layers == bench.made[other].layers
+def _measure_plans(bench: Bench, plans: Mapping[str, tuple[Plan, float | str]]) -> None:
+    """Each with the bits, or the fixed widths, of the by-layer plan that it is compared with."""
+    levers = bench.found["levers"]
+    for name, (plan, of) in plans.items():
+        bench.note(name, plan, f"{FIRST}@{of if isinstance(of, str) else format(of, 'g')}")
+    alike = {
+        name: next(one for one in bench.made if bench.made[one].layers == plan.layers)
+        for name, (plan, _) in plans.items()
+    }
+    makers = {name: maker(bench.made[name], bench.loaded) for name, one in alike.items() if one == name}
+    read_missing(bench.loaded, makers, bench.texts, levers, bench.given.at_once, bench.save)
+    levers |= {name: levers[one] for name, one in alike.items()}
+    bench.save()
 
 
 def read_cells(rows: dict[str, Any], base: dict[str, Any]) -> list[str]:

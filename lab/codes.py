@@ -107,20 +107,21 @@ def scalar(rotated: Tensor, layout: RotatedLayout, factor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HeadsCodec(ValuesCodec):
-    """``widths``: bits of each head; 16 keep its tokens."""
+    """``widths``: bits of each head of a layer; 16 keep its tokens."""
 
     widths: tuple[int, ...] = ()
 
     @property
     def kind(self) -> object:
-        return super().kind, id(self)
+        return super().kind, self.widths
 
     def coded(self, x: Tensor) -> Tensor:
         assert self.feedback is not None
         found, signs = x.float(), self.heads_signs()
         rotated = self.rotated(x)
         for bits in {*self.widths} - {RAW_BITS}:
-            heads = [head for head, width in enumerate(self.widths) if width == bits]
+            of_layers = self.widths * (self.num_heads // len(self.widths))  # which are encoded beside each other
+            heads = [head for head, width in enumerate(of_layers) if width == bits]
             decoded = scalar(rotated[:, heads], self.layout_of(bits), self.feedback[heads])
             found[:, heads] = unrotate(decoded, signs[heads])
         return found

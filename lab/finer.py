@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (2, 3, 4, 8)
 LEVELS = (3, 4, 5, 6, 7, 8, 16, 256)
-SOURCE, LONGEST = "look-ups", 2048  # whose basis and costs; tokens of a text that heads are measured on
+SOURCE, LONGEST = "by-layer", 1024  # whose basis and costs; tokens of a text that heads are measured on
 Place = tuple[int, Side]
 
 
@@ -58,7 +58,7 @@ def measure_heads(bench: Bench) -> None:
 
 def _costs_of_heads(bench: Bench, found: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Of every layer, KL of its keys at 2 bits: of all heads, and of each alone ("heads")."""
-    loaded, basis = bench.loaded, bench.basis(SOURCE)
+    loaded, basis = bench.loaded, bench.basis
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     cache, makers = bench.recipe(SOURCE).cache, dict[str, MakeCache]()
     fmt = cache.format("k", 2, "token", 128, "rotated")
@@ -137,7 +137,7 @@ def _planned(bench: Bench, widths: Mapping[Place, int]) -> Plan:
     plan = unquantized_plan(bench.loaded.identity, bench.loaded.geometry)
     for (index, side), bits in widths.items():
         plan = one_side_plan(plan, index, side, cache.format(side, bits, "token", 128, "rotated"))
-    return bench.basis(SOURCE).changed(plan)
+    return bench.basis.changed(plan)
 
 
 def _maker(bench: Bench, plan: Plan, widths: Mapping[Place, tuple[int, ...]]) -> MakeCache:

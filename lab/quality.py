@@ -25,7 +25,7 @@ from kvcal.folder import tokenizer_of
 from kvcal.models.attention import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.stages.divergence import MAX_CHUNK_TOKENS, kl_divergence, unquantized_plan
-from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.cache import DenseCache, looking_ahead
 from kvcal.stages.measuring.dense_layer import UnreadPages
 
 TAILS = (0.99, 0.999)
@@ -78,12 +78,13 @@ def fed(model: PreTrainedModel, caches: Sequence[DenseCache], tokens_BT: Tensor)
     """(number of the cache, start, logits [B, t, V]) of every chunk, of every cache in order: as
     kvcal.stages.divergence.lockstep, for caches whose plans do not say how they differ."""
     tokens_BT, start = tokens_BT.to(model.device), 0
-    while start < tokens_BT.shape[1]:
-        free = min(cache.tokens_to_next_page() for cache in caches)
-        stop = min(tokens_BT.shape[1], start + max(1, min(free, MAX_CHUNK_TOKENS)))
-        for number, cache in enumerate(caches):
-            yield number, start, model(tokens_BT[:, start:stop], use_cache=True, **with_cache(model, cache)).logits
-        start = stop
+    with looking_ahead(model, caches):
+        while start < tokens_BT.shape[1]:
+            free = min(cache.tokens_to_next_page() for cache in caches)
+            stop = min(tokens_BT.shape[1], start + max(1, min(free, MAX_CHUNK_TOKENS)))
+            for number, cache in enumerate(caches):
+                yield number, start, model(tokens_BT[:, start:stop], use_cache=True, **with_cache(model, cache)).logits
+            start = stop
 
 
 class Tokens(NamedTuple):

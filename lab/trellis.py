@@ -30,7 +30,6 @@ from kvcal.pages.error_feedback import factor_row, factor_weights
 from kvcal.pages.hadamard import unrotate
 from kvcal.pages.layout_protocol import PAGE_TOKENS, PARAM_DTYPES
 from kvcal.plan.page_format import SIDES
-from kvcal.stages.measuring import dense_layer
 from kvcal.systems.basis.rotated import DISTORTION, SCALE_DTYPE
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ STATE_BITS = {2: 8, 3: 9}
 STREAMS, ROUNDS = {"cpu": 128, "cuda": 8192}, {"cpu": 4, "cuda": 40}
 STEPS_AT_ONCE = 16  # whose errors are computed together
 VALUES = 1 << 25  # of a search at once: streams times states
+REPLAYED = 1 << 14  # streams, up to which a search takes longer to launch than to run
+WINDOW = 64
 # Texts of each kind of text, and of each of some tasks, and their tokens: a search takes long.
 PER_KIND, PER_TASK, TASKS, TOKENS = 2, 6, ("rows", "copies"), 2048
 
@@ -50,11 +51,8 @@ def measure_trellis(bench: Bench) -> None:
     found = bench.found.setdefault("trellis", {"read": {}, "against": {}, "bits": {}})
     found["squared error"] = {str(bits): _of_gaussians(bits, device) for bits in STATE_BITS}
     bench.save(f"trellis: squared errors {found['squared error']}, scalar {DISTORTION[2]:.4f} and {DISTORTION[3]:.4f}")
-    plans = {"K2V2": bench.fixed(2, 2)}
-    plans |= {f"by-layer@{bits:g}": bench.program("by-layer", bits) for bits in bench.given.bits if bits < 4}
-    plans["K3V3"] = bench.fixed(3, 3)
+    plans = {"K2V2": _whole(bench.fixed(2, 2)), "K3V3": _whole(bench.fixed(3, 3))}
     config, makers = bench.loaded.model.config, dict[str, MakeCache]()
-    dense_layer.VALUES_AT_ONCE["cuda"] = 1 << 26  # pages of all layers are one search
     for name, plan in plans.items():
         even = without_feedback(plan)
         makers[name] = maker(plan, bench.loaded)
@@ -68,6 +66,16 @@ def measure_trellis(bench: Bench) -> None:
     texts = texts_for(bench.loaded, given)
     for name, make in makers.items():
         read_missing(bench.loaded, {name: make}, texts, found["read"], 1, bench.save)
+
+
+def _whole(plan: Plan) -> Plan:
+    """The plan with whole pages, which streams run along, behind windows of ``WINDOW``."""
+    whole = {"stripe_tokens": PAGE_TOKENS, "recent_window": WINDOW}
+    layers = (
+        replace(layer, **{side: replace(layer.format(side), **whole) for side in SIDES}) if layer.is_paged else layer
+        for layer in plan.layers
+    )
+    return replace(plan, layers=tuple(layers))
 
 
 def _change(plan: Plan, has_feedback: bool) -> Callable[..., PageCodec]:
@@ -149,10 +157,34 @@ class TrellisCodec(ValuesCodec):
 
 def searched(x_NT: Tensor, weight_NT: Tensor, bits: int) -> Tensor:
     """x [N, T], nearly unit Gaussians, as codes read it back: the weighted squared error is least."""
-    table_S = _table(bits, x_NT.device)
-    at_once = max(1, VALUES // len(table_S))
+    at_once = max(1, VALUES // len(_table(bits, x_NT.device)))
+    if x_NT.is_cuda and len(x_NT) <= min(at_once, REPLAYED):
+        graph, graph_x_NT, graph_weight_NT, found_NT = _graph(x_NT.shape, bits, x_NT.device)
+        graph_x_NT.copy_(x_NT)
+        graph_weight_NT.copy_(weight_NT)
+        graph.replay()
+        return found_NT.clone()
     parts = zip(x_NT.split(at_once), weight_NT.split(at_once), strict=True)
-    return torch.cat([table_S[_path(x, weight, table_S, bits)] for x, weight in parts])
+    return torch.cat([_searched(x, weight, bits) for x, weight in parts])
+
+
+def _searched(x_NT: Tensor, weight_NT: Tensor, bits: int) -> Tensor:
+    table_S = _table(bits, x_NT.device)
+    return table_S[_path(x_NT, weight_NT, table_S, bits)]
+
+
+@functools.lru_cache(maxsize=2)
+def _graph(shape: torch.Size, bits: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+    """The thousand small kernels of a search as one launch, with its operands and what it finds."""
+    x_NT, weight_NT = torch.zeros(shape, device=device), torch.ones(shape, device=device)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _searched(x_NT, weight_NT, bits)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        found_NT = _searched(x_NT, weight_NT, bits)
+    return graph, x_NT, weight_NT, found_NT
 
 
 def _path(x_NT: Tensor, weight_NT: Tensor, table_S: Tensor, bits: int) -> Tensor:

@@ -36,7 +36,8 @@ CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 MAX_STEP_TOKENS = 8  # of a sequence in one launch
 MAX_CODE_SUM = 2**22 // 128  # of a token's bytes
 LIFTS = {1: 7, 2: 6, 3: 4, 4: 4}  # by the bits of the widest code
-MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
+MAX_STAGED_DIM = 128  # of tokens of a whole page in shared memory, which make room there for their codes
+MAX_ROTATED_DIM = 256  # of a token whose channels a block rounds one after the other (csrc/feedback_large.cuh)
 
 
 def is_plain(variant: Variant) -> bool:
@@ -110,10 +111,12 @@ def limits(plan: LayerPlan, cache_dtype: str, is_cuda: bool) -> Iterator[str]:
         yield "the cache holds float32; the kernels take bfloat16 and float16"
     if is_cuda and (dim % CHANNELS_AT_ONCE or dim > MAX_HEAD_DIM):
         yield f"head size {dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
-    if is_cuda and dim > MAX_STAGED_DIM and (plan.k_feedback or plan.v_feedback):
-        yield f"head size {dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
-    if is_cuda and dim > MAX_STAGED_DIM and any(fmt.kind == "rotated" for fmt in plan.formats):
-        yield f"head size {dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
+    has_feedback = zip(plan.formats, (plan.k_feedback, plan.v_feedback), strict=False)
+    if is_cuda and dim > MAX_STAGED_DIM and any(has and fmt.kind != "rotated" for fmt, has in has_feedback):
+        rotated = f"{MAX_STAGED_DIM}, or {MAX_ROTATED_DIM} rotated"
+        yield f"head size {dim}; with error feedback the kernels take up to {rotated}"
+    if is_cuda and dim > MAX_ROTATED_DIM and any(fmt.kind == "rotated" for fmt in plan.formats):
+        yield f"head size {dim}; of rotated pages the kernels take up to {MAX_ROTATED_DIM}"
     if geometry.window == 1:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcal.kernels.choice import MAX_STAGED_DIM
 from kvcal.kernels.decode import row_defines
 from kvcal.kernels.variants import Defines, Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS, padded_channels
@@ -22,19 +23,25 @@ PAGE_SCRATCH_BYTES = 48 * 1024  # of such a block, at most
 # ``pack`` share one, so that one loads while the other computes.
 STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
 LEAST_TOKENS = 32  # of a part of ``append``, where few pages are complete
-BLOCK, KEPT_BLOCKS = 16, 4  # of channels, as in csrc/feedback.cuh
+LARGE_TOKENS, LARGE_TEAM = (
+    (32,),
+    4,
+)  # of heads of more than 128 channels; warps that share a candidate (feedback_large.cuh)
+BLOCK, KEPT_BLOCKS, COST_LANES = 16, 4, 8  # of channels, as in csrc/feedback.cuh
 
 
 @dataclass(frozen=True)
 class PackShape:
     """Tokens that a block packs of a rotated page, 0 where no page is; its threads and dynamic shared memory.
-    ``has_whole_pages``: of a side that is packed by one block a page. ``stripe_tokens``: packed by a step."""
+    ``has_whole_pages``: of a side that is packed by one block a page. ``stripe_tokens``: packed by a step.
+    ``team``: warps that share the chains of one."""
 
     part_tokens: int
     threads: int
     shared_bytes: int
     has_whole_pages: bool
     stripe_tokens: int
+    team: int = 1
 
     @property
     def blocks_of_page(self) -> int:
@@ -50,7 +57,10 @@ class PackShape:
 
     @property
     def defines(self) -> Defines:
-        return {"PART_TOKENS": self.part_tokens, "PART_BYTES": self.shared_bytes} if self.part_tokens else {}
+        if not self.part_tokens:
+            return {}
+        found = {"PART_TOKENS": self.part_tokens, "PART_BYTES": self.shared_bytes}
+        return found | ({"PART_TEAM": self.team} if self.team > 1 else {})
 
 
 def append_shape(variant: Variant, room: int) -> PackShape:
@@ -79,10 +89,12 @@ def _shape(variant: Variant, sides: tuple[Side, ...], sizes: tuple[int, ...], ro
         return PackShape(0, THREADS, 0, True, PAGE_TOKENS)
     has_whole_pages = len(rotated) < len(sides)
     least = PAGE_SCRATCH_BYTES if has_whole_pages else 0
+    is_large = variant.head_dim > MAX_STAGED_DIM
+    sizes, team = (LARGE_TOKENS, LARGE_TEAM) if is_large else (sizes, 1)
     needed = {size: max(least, *(_part_bytes(variant, side, size) for side in rotated)) for size in sizes}
     size = next(size for size in sizes if needed[size] <= room)
     stripe = min(variant.format(side).stripe_tokens for side in rotated)
-    return PackShape(size, CANDIDATES * size, needed[size], has_whole_pages, stripe)
+    return PackShape(size, CANDIDATES * size * team, needed[size], has_whole_pages, stripe, team)
 
 
 def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:
@@ -93,7 +105,9 @@ def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:
     words = -(-layout.num_bits // 2)
     chains = CANDIDATES * tokens if has_feedback else tokens
     found = tokens * (2 * (dim + 8) + 9 * groups + 4 + 4 * CANDIDATES) + 4 * blocks * words * chains + 64
-    if has_feedback:
+    if has_feedback and dim > MAX_STAGED_DIM:
+        found += 4 * (2 * BLOCK * BLOCK * blocks + (BLOCK + COST_LANES) * chains)
+    elif has_feedback:
         kept = 4 * chains * min(blocks, KEPT_BLOCKS) * BLOCK
         found += 4 * 8 * blocks * (blocks + 1) * BLOCK + max(kept, dim * (dim + 3))
     return found

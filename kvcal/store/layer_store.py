@@ -26,7 +26,7 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Block, Rows
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor, spans_of
 from kvcal.store.prediction import Prediction
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
@@ -44,6 +44,15 @@ class NewTokens(NamedTuple):
     @property
     def stop(self) -> int:
         return self.columns + self.keys.shape[2]
+
+
+class Wanted(NamedTuple):
+    """Tokens of each of a block's rows to read; the first ``paged`` of a sequence come from pages, the others from
+    the ring."""
+
+    block: Block
+    tokens: range
+    paged: int
 
 
 class LayerStore:
@@ -90,17 +99,27 @@ class LayerStore:
         allocate = torch.zeros if padded else torch.empty
         shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
         out = allocate(*shape, dtype=dtype, device=self.steps.device)
-        self.read_blocks(side, rows, rows.blocks, columns, out)
+        counts, fmt = [rows.num_tokens(block, columns) for block in rows.blocks], self.sides[side].format
+        wanted = [Wanted(block, range(n), fmt.tokens_read(n)) for block, n in zip(rows.blocks, counts, strict=True)]
+        self.read_tokens(side, rows, wanted, out)
         return out
 
-    def read_blocks(self, side: Side, rows: Rows, blocks: Sequence[Block], columns: int, out: Tensor) -> None:
-        """Write the past of some blocks of rows, but for padding, to its columns of out [B, N, S or more, D]."""
+    def read_tokens(self, side: Side, rows: Rows, wanted: Sequence[Wanted], out: Tensor) -> None:
+        """Write tokens of some blocks of rows to their columns of out [B, N, S or more, D]."""
         part = self.sides[side]
-        spans = [part.read_spans(block.rows, rows.num_tokens(block, columns)) for block in blocks]
+        spans = [spans_of(block.rows, range(tokens.start, min(tokens.stop, n))) for block, tokens, n in wanted]
         decoded = part.decode([span for of_block in spans for span in of_block], out.dtype)
-        counts = [sum(stop for _, _, stop in of_block) for of_block in spans]
-        for block, pages in zip(blocks, decoded.split(counts), strict=True):
-            _read_block(part, block, rows, columns, pages, out)
+        counts = [sum(stop - first for _, first, stop in of_block) for of_block in spans]
+        for (block, tokens, paged), pages in zip(wanted, decoded.split(counts), strict=True):
+            view, places = out[block.rows], rows.places(block, tokens)
+            if len(places) == 1:
+                ((start, stop),) = places
+                part.read(block.rows, tokens, paged, pages, view[:, :, start:stop])
+            elif places:
+                found = view.new_empty(*view.shape[:2], len(tokens), view.shape[3])
+                part.read(block.rows, tokens, paged, pages, found)
+                for start, stop in places:
+                    view[:, :, start:stop], found = found[:, :, : stop - start], found[:, :, stop - start :]
 
     def whole(self, side: Side, states: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
         """[B, N, S + T, D] in ``dtype``: the past, and after it states [B, N, T, D] in the cache's dtype, as
@@ -189,18 +208,3 @@ class LayerStore:
     def _transform(self) -> PageTransform:
         tensors = layer_transforms(self._tensors, self.plan.geometry.index)
         return PageTransform.of_variant(self._variant, tensors, torch.empty(0, device=self.steps.device))
-
-
-def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:
-    """Write the past of one block's rows to its columns of out [B, N, columns or more, D]; ``decoded``: their
-    pages."""
-    view = out[block.rows]
-    intervals = rows.intervals(block, 0, columns)
-    if len(intervals) == 1:
-        (start, stop) = intervals[0]
-        part.read(block.rows, stop - start, decoded, view[:, :, start:stop])
-    elif intervals:
-        tokens = view.new_empty(*view.shape[:2], rows.num_tokens(block, columns), view.shape[3])
-        part.read(block.rows, tokens.shape[2], decoded, tokens)
-        for start, stop in intervals:
-            view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]

@@ -81,15 +81,22 @@ class Rows:
             return [(prompt[0], end)]
         return [interval for interval in (prompt, rest) if interval[0] < interval[1]]
 
+    def places(self, block: Block, tokens: range) -> list[Interval]:
+        """Columns that hold these tokens of each of the block's rows, as at most two intervals."""
+        count = block.stop - block.start  # in the prompt
+        prompt = (block.start + tokens.start, block.start + min(tokens.stop, count))
+        rest = (self.width + max(tokens.start, count) - count, self.width + tokens.stop - count)
+        if prompt[1] == rest[0] and prompt[0] < prompt[1] and rest[0] < rest[1]:
+            return [(prompt[0], rest[1])]
+        return [interval for interval in (prompt, rest) if interval[0] < interval[1]]
+
     def num_tokens(self, block: Block, columns: int) -> int:
         """Tokens of each row of the block among the first ``columns`` columns."""
         return sum(stop - start for start, stop in self.intervals(block, 0, columns))
 
     def lengths(self, columns: int) -> list[int]:
         """Tokens of every row among the first ``columns`` columns."""
-        return [
-            self.num_tokens(block, columns) for block in self.blocks for _ in range(block.rows.stop - block.rows.start)
-        ]
+        return [min(stop, max(start, columns)) - start + max(0, columns - self.width) for start, stop in self.runs]
 
     def mask(self, begin: int, count: int, device: torch.device) -> Tensor:
         """bool [B, count]: which of the columns from ``begin`` on hold tokens."""

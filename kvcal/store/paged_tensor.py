@@ -21,6 +21,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Memory, QueryStatistic
 from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite
+from kvcal.pages.stripes import pieces
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.sinks_ring_pages import Pack, Part, row_map
 from kvcal.store.step import KernelCodec
@@ -158,22 +159,21 @@ class PagedTensor(Part):
         """Room for the pages of sequences of these lengths."""
         self.pool.resize([self.format.num_pages(length) for length in lengths])
 
-    def read_spans(self, rows: slice, num_tokens: int) -> list[Span]:
-        """The pages that a read of ``num_tokens`` of each of ``rows`` takes tokens from."""
-        return [(row, 0, self.format.pages_read(num_tokens)) for row in range(rows.start, rows.stop)]
-
-    def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
-        """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
-        ``decoded`` [.., n, 128, D] is :meth:`decode` of their ``read_spans``."""
-        paged = self.format.tokens_read(num_tokens)
-        if paged:
+    def read(self, rows: slice, tokens: range, paged: int, decoded: Tensor, out: Tensor) -> None:
+        """Write these tokens of each of ``rows`` (equal ones) to out [b, n, T, D]: the first ``paged`` of a sequence
+        from pages, those after them from the ring. ``decoded`` [.., n, 128, D] is :meth:`decode` of the
+        ``spans_of`` them."""
+        first, from_pages = tokens.start, min(paged, tokens.stop) - tokens.start
+        if from_pages > 0:
             of_rows = decoded.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
-            whole, rest = divmod(paged, PAGE_TOKENS)
-            out[:, :, : paged - rest].unflatten(2, (whole, PAGE_TOKENS)).copy_(of_rows[:, :, :whole])
-            out[:, :, paged - rest : paged] = of_rows[:, :, -1, :rest]
-        every_row = row_map(rows, out.device)
-        out[:, :, paged:] = self.newest(every_row, paged, num_tokens)
-        self.put_sinks(every_row, 0, out)
+            for some, pages, begin in pieces(first % PAGE_TOKENS, from_pages):
+                count = pages.stop - pages.start
+                place = out[:, :, some].unflatten(2, (count, -1))
+                place.copy_(of_rows[:, :, pages, begin : begin + place.shape[3]])
+        every_row, kept = row_map(rows, out.device), max(0, from_pages)
+        if kept < len(tokens):
+            out[:, :, kept:] = self.newest(every_row, first + kept, tokens.stop)
+        self.put_sinks(every_row, first, out)
         if self.codec.basis is not None:
             _by_parts(partial(self._leave, self.codec.basis), out, out, VALUES_AT_ONCE)
 
@@ -221,10 +221,9 @@ class PagedTensor(Part):
         pages."""
         if first >= stop:
             return
-        pages = range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
-        spans = [(row, pages.start, pages.stop) for row in range(rows.start, rows.stop)]
+        spans, begin = spans_of(rows, range(first, stop)), first % PAGE_TOKENS
         decoded = self.decode(spans, self.ring.dtype).unflatten(0, (len(spans), -1)).transpose(1, 2).flatten(2, 3)
-        tokens = decoded[:, :, first - PAGE_TOKENS * pages.start : stop - PAGE_TOKENS * pages.start]
+        tokens = decoded[:, :, begin : begin + stop - first]
         self.put(row_map(rows, self.ring.device), torch.arange(first, stop, device=tokens.device), tokens)
 
     def select(self, indices: list[int]) -> None:
@@ -273,6 +272,12 @@ class PagedTensor(Part):
             self.codec.put(*places, tokens, self.num_bits, ordinals[:, part], query_mean, predicted)
 
         return pack
+
+
+def spans_of(rows: slice, tokens: range) -> list[Span]:
+    """The pages that these tokens of each of ``rows`` lie in."""
+    first, stop = tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)
+    return [(row, first, stop) for row in range(rows.start, rows.stop)] if tokens else []
 
 
 def _nothing(tokens: Tensor, start: int) -> None:

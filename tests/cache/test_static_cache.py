@@ -331,14 +331,18 @@ def test_what_the_kernels_refuse() -> None:
     rotated = replace(V, quantizer="rotated")
     for served in (
         found(k, V), found(RAW, sinks, "float16"), found(rotated, rotated, k_rescale=True, k_offset=True),
-        found(k, rotated, "bfloat16", 64),
+        found(k, rotated, "bfloat16", 64), found(rotated, rotated, dim=256, k_feedback=True, v_feedback=True),
     ):  # fmt: skip
         assert served == []
     for refused, says in (
         (found(k, V, "float32"), "float32"),
         (found(k, V, dim=36), "36"),
         (found(k, V, dim=128, v_dim=64), ""),
-        (found(k, rotated, dim=256), "head size 256; of rotated pages the kernels take up to 128"),
+        (found(k, rotated, dim=264), "head size 264; of rotated pages the kernels take up to 256"),
+        (
+            found(k, rotated, dim=256, k_feedback=True, v_feedback=True),
+            "head size 256; with error feedback the kernels take up to 128, or 256 rotated",
+        ),
         (found(SHRINKING, V), "k pages that shrink"),
         (found(rotated, rotated, k_pages="pre"), "k pages before RoPE"),
         (found(LATTICE, sinks), "k pages on a lattice"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from cache_cases import feed, plan_of
-from static_cases import FORMATS, assert_same_pages
+from static_cases import FORMATS, assert_same_pages, with_transforms
 from tiny_models import perturbed
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.errors import SlowPath
 from kvcal.models.supported_layers import geometry_of
+from kvcal.plan.page_format import Format
 
 VOCABULARY = 128
 SIZES = {"llama, 72": 72, "llama, 80": 80, "gemma, 256": 256}
@@ -93,4 +94,21 @@ def test_on_a_gpu(name: str, formats: str) -> None:
         static.allocate(3, "cuda")
     assert len(caught) == 1
     assert_like_the_dynamic_cache(model, static, tolerance)
+    static.check()
+
+
+@pytest.mark.gpu
+def test_a_basis_of_large_heads_on_a_gpu() -> None:
+    """As the default plan has it: the fast kernel serves it, and the model's own attention meets the same tokens."""
+    model = model_of("gemma, 256", "cuda")
+    stripes = [Format(bits, "token", 128, 8, 112, quantizer="rotated", stripe_tokens=16) for bits in (3, 2)]
+    plan = with_transforms(plan_of(geometry_of(model, cache_dtype="bfloat16"), *stripes), "stripes, basis", 0.2)
+    ids, mask = random_batch("cuda")
+    static, dynamic = (PlanCache(plan, model.config, mask[:, :PROMPT], max_tokens=size) for size in (400, None))
+    assert static.slow_layers == {}
+    with attached(model):
+        found = feed(model, static, ids, range(PROMPT, PROMPT + STEPS), mask)[:, PROMPT:].float()
+    expected = feed(model, dynamic, ids, range(PROMPT, PROMPT + STEPS), mask)[:, PROMPT:].float()
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.01
+    assert assert_same_pages(static, dynamic) > 0
     static.check()

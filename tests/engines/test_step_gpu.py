@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from cache_cases import plan_of
-from engine_cases import TAKEN, UNSHARED, Memory, Sequence, decode, random_tokens, transformed
+from engine_cases import TAKEN, UNSHARED, Memory, Sequence, based, decode, random_tokens, transformed
 from torch import Tensor
 
 from kvcal import Plan
@@ -18,7 +18,7 @@ from kvcal.engines.prefill import Logits, attend_part, torch_flash
 from kvcal.engines.scratch import Decodes
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import SIDES, Format
 
 pytestmark = pytest.mark.gpu
 
@@ -42,9 +42,18 @@ def tokens(count: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dim", [64, 128, 80])
 @pytest.mark.parametrize("name", TAKEN | UNSHARED)
 def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
+    assert_steps_are_those_of_the_reference(plan_for(name, dim), dim)
+
+
+def test_steps_in_a_basis_of_large_heads_are_those_of_the_reference() -> None:
+    geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, HEADS, KV_HEADS, 256, 256),))
+    stripes = [Format(bits, "token", 128, 8, 112, quantizer="rotated", stripe_tokens=16) for bits in (3, 2)]
+    assert_steps_are_those_of_the_reference(based(plan_of(geometry, *stripes)), 256)
+
+
+def assert_steps_are_those_of_the_reference(plan: Plan, dim: int) -> None:
     """Ragged sequences in shuffled blocks and rings, poisoned where nobody wrote; batches of falling size in
     the same scratch. Pages are the same bytes."""
-    plan = plan_for(name, dim)
     memories = [Memory(HeadShard(plan), device=device) for device in ("cpu", "cuda")]
     x = [tokens(800, dim, seed) for seed in range(4)]
     served = [[Sequence(memory, plan) for _ in range(4)] for memory in memories]

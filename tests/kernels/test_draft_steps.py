@@ -119,7 +119,8 @@ def test_formats(name: str, tokens: int) -> None:
     ("name", "dim", "group", "tokens"),
     (
         ("2 bits", 64, 4, 2), ("2 bits", 64, 4, 8), ("2 bits", 96, 4, 2), ("2 bits", 192, 4, 2), ("2 bits", 256, 8, 2),
-        ("Kitty", 64, 4, 4), ("Kitty", 256, 4, 2),
+        ("Kitty", 64, 4, 4), ("Kitty", 256, 4, 2), ("stripes", 256, 8, 2), ("stripes", 256, 8, 8),
+        ("stripes", 256, 1, 8), ("rotated 2 bits", 256, 2, 4), ("stripes of 3 bits", 256, 8, 4),
     ),
 )  # fmt: skip
 def test_head_sizes(name: str, dim: int, group: int, tokens: int) -> None:

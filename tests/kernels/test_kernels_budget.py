@@ -172,6 +172,28 @@ def test_decode_stays_in_its_budget_for_other_heads(shape: tuple[int, int]) -> N
         assert_decode(variant(*VARIANTS[name][:2], *shape), instructions, 32)
 
 
+# Of stripes of heads of 256: bits, instructions of decode and of append at most.
+LARGE = {2: (9200, 11600), 3: (11500, 11800), 4: (10100, 11800)}
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER, (12, 0)])
+def test_pages_in_a_basis_of_large_heads_stay_in_their_budgets(capability: tuple[int, int]) -> None:
+    """As the default plan has them. Codes of both groups of channels that were expanded at once spilled 240
+    registers."""
+    for bits in LARGE if capability == HOPPER else (2,):
+        one = replace(STRIPES, num_bits=bits)
+        of = replace(variant(one, one, 256, 8), k_feedback=True, v_feedback=True, v_gain=True, offset=True)
+        assert_decode(of, LARGE[bits][0], 96, capability)
+        defines = append_defines(of, False, shared_room(capability))
+        found = resources(cubin("pack", defines, arch_of(capability)))["append"]
+        assert found.local_bytes <= 64 and found.registers <= 168 and found.instructions <= LARGE[bits][1]
+        assert defines["PART_BYTES"] <= shared_room(capability)
+        for found in resources(
+            cubin("pack", pack_defines(of, "v", shared_room(capability)), arch_of(capability))
+        ).values():
+            assert found.local_bytes <= 32 and found.registers <= 168
+
+
 def test_the_largest_heads_fit_the_smallest_shared_memory() -> None:
     assert_decode(variant(*VARIANTS["2 bits"][:2], 256, 7), SHAPES[256, 7][0], 32, (8, 9))
 

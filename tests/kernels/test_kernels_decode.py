@@ -58,6 +58,17 @@ def test_head_sizes(name: str, dim: int, group: int) -> None:
     assert relative_error(case.run(scale), case.expected(scale)) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("dim", "group"), ((256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (192, 8), (96, 4)))
+@pytest.mark.parametrize("name", ("rotated 2 bits", "rotated V", "stripes", "stripes of 3 bits", "stripes of 4 bits"))
+def test_rotated_pages_of_other_head_sizes(name: str, dim: int, group: int) -> None:
+    """Of more than 128 channels scales are of two groups, and a warp rotates two halves of a head back. The plain
+    kernel serves 96 channels of 3 bits alone."""
+    variant = variant_of(*CASES[name], dim=dim, group=group)
+    assert is_plain(variant) == (dim == 96 and 3 in (variant.k.num_bits, variant.v.num_bits))
+    case, scale = Case(variant, LENGTHS, heads=2, seed=19), 0.4 * dim**-0.5
+    assert relative_error(case.run(scale), case.expected(scale)) <= TOLERANCE
+
+
 @pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
 @pytest.mark.parametrize("name", ("1 bits", "2 bits", "3 bits", "4 bits", "Kitty 90 %", "K per token"))
 def test_the_largest_code_in_all_channels(name: str, dim: int) -> None:
@@ -75,10 +86,10 @@ def test_half_precision(name: str) -> None:
 
 @pytest.mark.parametrize(("rescale", "offset"), ((False, True), (True, False), (True, True)))
 @pytest.mark.parametrize("key", (k_format(3), k_format(3, "token"), k_format(3, "token", **ROTATED)), ids=str)
-@pytest.mark.parametrize("group", (4, 8, 12))
-def test_rescaled_keys(rescale: bool, offset: bool, key: Format, group: int) -> None:
+@pytest.mark.parametrize(("group", "dim"), ((4, 128), (8, 128), (12, 128), (8, 256)))
+def test_rescaled_keys(rescale: bool, offset: bool, key: Format, group: int, dim: int) -> None:
     formats = dataclasses.replace(key, num_sink_tokens=4), v_format(3, num_sink_tokens=4)
-    case = Case(variant_of(*formats, group=group, rescale=rescale, offset=offset), LENGTHS, heads=2, seed=5)
+    case = Case(variant_of(*formats, dim=dim, group=group, rescale=rescale, offset=offset), LENGTHS, heads=2, seed=5)
     assert relative_error(case.run(0.05), case.expected(0.05)) <= TOLERANCE
 
 

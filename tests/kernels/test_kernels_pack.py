@@ -91,10 +91,10 @@ def test_a_prompt_is_packed_and_unpacked_as_the_codec_does(case: Case, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("side", SIDES)
-def test_chunks_of_stripes_make_the_pages_that_are_packed_at_once(side: Side, device: str) -> None:
+@pytest.mark.parametrize(("side", "dim"), [("k", 128), ("v", 128), ("v", 256)])
+def test_chunks_of_stripes_make_the_pages_that_are_packed_at_once(side: Side, dim: int, device: str) -> None:
     """Two rows, at several places of a page and over its end: a page that is begun is 0 besides."""
-    case = Case(side, replace(STRIPES, num_bits=3), feedback=True)
+    case = Case(side, replace(STRIPES, num_bits=3), dim, feedback=True)
     codec, slots, pages = case.codec(), [[5, 0, 3], [2, 4, 1]], poisoned_pages(case, device)
     x, start = case.tokens(2, 384, N).transpose(1, 2), 0
     whole = torch.stack([reference_pages(case, codec, row, None) for row in x])
@@ -159,6 +159,11 @@ APPENDED = [
     (Case("k", ROTATED, feedback=True), Case("v", ROTATED, feedback=True, gain=True)),
     (Case("k", STRIPES, feedback=True), Case("v", replace(STRIPES, num_bits=3), feedback=True, gain=True)),
     (Case("k", replace(STRIPES, num_sink_tokens=21), 64), Case("v", replace(STRIPES, num_sink_tokens=37), 64)),
+    (
+        Case("k", replace(STRIPES, group_size=128), 256, feedback=True),
+        Case("v", replace(STRIPES, num_bits=3, group_size=128), 256, feedback=True, gain=True),
+    ),
+    (Case("k", ROTATED, 136, feedback=True), Case("v", Format(2, "token", 64, 4), 136)),
 ]
 
 

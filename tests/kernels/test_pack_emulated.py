@@ -56,6 +56,10 @@ PACKED = [
     rotated("k", 1, 32, 72, "bfloat16"),
     rotated("v", 2, 64, 80, "float16", feedback=False),
     Case("k", Format(2, "channel", 128, 5), feedback=True),
+    rotated("k", 2, 128, 256, "bfloat16", rescale=True, offset=True),
+    rotated("v", 3, 128, 256, "float16", gain=True),
+    rotated("v", 8, 64, 136, "bfloat16"),
+    rotated("k", 4, 128, 192, "bfloat16", feedback=False),
 ]
 
 
@@ -138,6 +142,11 @@ KITTY = boosted("query_magnitude", Tier(4, 0.125))
     [
         (Case("k", TOKENS, feedback=True), Case("v", TOKENS, feedback=True, gain=True)),
         (Case("k", STRIPES, feedback=True), Case("v", replace(STRIPES, num_bits=3), feedback=True, gain=True)),
+        (
+            Case("k", replace(STRIPES, group_size=128), 256, feedback=True),
+            Case("v", replace(STRIPES, num_bits=3, group_size=128), 256, feedback=True, gain=True),
+        ),
+        (Case("k", KITTY, 256), Case("v", replace(TOKENS, num_bits=3, group_size=128), 256, feedback=True)),
         (Case("k", STRIPES, 64), Case("v", replace(STRIPES, num_sink_tokens=21), 64)),
         (Case("k", KITTY, 64), Case("v", replace(TOKENS, num_bits=3), 64, feedback=True)),
         (Case("k", Format(2, "channel", 32, 4, 30), 64), Case("v", Format(3, "token", 64, 4), 64)),

@@ -7,7 +7,9 @@ import os
 import runpy
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from static_cases import drifting_ids, plan_for
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import Folder, Workload, build_plan, load_model, load_recipe, with_knobs
+from kvcal.geometry import Geometry
 from kvcal.progress import SILENT
 from kvcal.stages.check_damage import measure_damage
-from kvcal.stages.divergence import feed
+from kvcal.stages.divergence import deviations, feed, unquantized_plan
 from kvcal.stages.generate import complete
 from kvcal.stages.measuring.dense_layer import UnreadPages
 
@@ -103,7 +106,7 @@ def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
     given = ["choice_of_bits", *sizes.split(), "--model", small_model, "--out", tmp_path, "--parts", "levers", "levels"]
     lab_script(*given)
     found, printed = json.loads((tmp_path / "choice.json").read_text(encoding="utf-8")), capsys.readouterr().out
-    own = {f"{name}@3.5" for name in ("by-layer", "look-ups", "long", "sides", "default")}
+    own = {f"{name}@3.5" for name in ("by-layer", "law", "look-ups", "long", "default")}
     assert own <= set(found["plans"]) == set(found["levers"]) and {"K3V2", "by-layer@K3V2"} <= set(found["plans"])
     for name, rows in found["levers"].items():
         (answers,), base = rows["rows"], found["plans"][name]["against"]
@@ -158,6 +161,28 @@ def test_codes_of_the_lab_are_the_plans_own_where_both_exist(lab_script: Script)
     torch.testing.assert_close(logits["levels"], logits["own"], rtol=0, atol=1e-4)
     torch.testing.assert_close(logits["heads"], logits["own"], rtol=0, atol=1e-4)
     assert not torch.allclose(logits["three"], logits["own"], atol=1e-3)
+
+
+def test_caches_in_stripes_are_fed_as_in_every_measurement(lab_script: Script) -> None:
+    """In chunks of a page, of which each token reads the stripes that are packed by then."""
+    quality, model, plan = lab_script("quality"), tiny_llama(2, 2), plan_for("basis", 2, 2, "float32")
+    stripes = {"stripe_tokens": 16, "recent_window": 112}
+    layers = tuple(
+        replace(layer, k=replace(layer.k, **stripes), v=replace(layer.v, **stripes)) for layer in plan.layers
+    )
+    plan, tokens_BT = replace(plan, layers=layers), drifting_ids(2, 400)
+    geometry = Geometry("llama", "float32", tuple(layer.geometry for layer in layers))
+    loaded: Any = SimpleNamespace(model=model, identity=plan.model, geometry=geometry)
+    scored_BT = torch.ones(tokens_BT.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0]), False)
+    texts = quality["Texts"](("text",) * 2, tokens_BT, ((), ()), scored_BT)
+    forwards: list[int] = []
+    with model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(args[0].shape[1]), with_kwargs=True
+    ):
+        read = quality["read_tokens"](loaded, [quality["maker"](plan, loaded)], texts)
+    assert len(forwards) <= 2 * 5
+    known = deviations(model, unquantized_plan(plan.model, geometry), [plan], tokens_BT, scored_BT)
+    torch.testing.assert_close(read.kl_PBT[0][scored_BT], known.kl_Pn[0], rtol=1e-4, atol=1e-9)
 
 
 def test_long_answers_are_written_and_measured(

@@ -122,7 +122,8 @@ def test_on_a_gpu_times_are_times(plan: Plan) -> None:
     assert step.in_phase_us > step.us and 0 <= step.packing < 1
 
 
-PRODUCT = "--tiny --shape 2x300 --prompt 300 --chunk 200 --context 300 --batch 1 --memory 0.001"
+PRODUCT = "--tiny --shape 2x300 --prompt 300 --chunk 200 --context 300 --batch 1 --memory 0.001 --generate 2x300"
+PRODUCT += " --steps 3 --text 300"
 
 
 def test_the_script_of_the_product(
@@ -132,12 +133,15 @@ def test_the_script_of_the_product(
     """Every part and cache, on a CPU: prompts are real, steps take what the clock says."""
     lab_script("bench_product", *f"{PRODUCT} --bits 3 --device cpu --out".split(), tmp_path / "product.json")
     rows = json.loads((tmp_path / "product.json").read_text())["rows"]
-    assert [(row["part"], row["case"]) for row in rows[::3]] == [
+    assert list(dict.fromkeys((row["part"], row["case"]) for row in rows)) == [
         ("layers", "2x300"), ("prompts", "300 tokens, 300 at once"), ("prompts", "300 tokens, 200 at once"),
-        ("model", "1 x 300"), ("model", "0.001 GB of x 300"),
+        ("generate", "2x300"), ("text", "300 tokens"), ("model", "1 x 300"), ("model", "0.001 GB of x 300"),
     ]  # fmt: skip
     assert not any("reason" in row for row in rows)
-    assert {row["cache"] for row in rows} == {"16 bits", "3 bits", "2 bits, no basis (reference)"}
+    caches = {"16 bits", "3 bits", "2 bits, no basis (reference)"}
+    assert {row["cache"] for row in rows if row["part"] != "generate"} == caches
+    generated = {row["cache"] for row in rows if row["part"] == "generate"}
+    assert generated == caches | {f"{name}, not attached" for name in caches - {"16 bits"}}
     assert "layers: 3 bits of the shape of Llama-3.1-8B on Test GPU" in capsys.readouterr().out
 
 
@@ -145,5 +149,5 @@ def test_the_script_of_the_product(
 def test_the_script_of_the_product_on_a_gpu(tmp_path: Path, lab_script: Callable[..., dict[str, Any]]) -> None:
     lab_script("bench_product", *f"{PRODUCT} --out".replace("300", "1024").split(), tmp_path / "product.json")
     rows = json.loads((tmp_path / "product.json").read_text())["rows"]
-    assert len(rows) == 20 and not any("reason" in row for row in rows)
+    assert len(rows) == 31 and not any("reason" in row for row in rows)
     assert all(row["of_16_bits"] > 0 for row in rows if row["cache"] != "16 bits")

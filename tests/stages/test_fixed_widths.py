@@ -23,10 +23,20 @@ from kvcal.progress import SILENT
 from kvcal.recipe import Recipe
 from kvcal.stages.allocate import fixed_widths
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.fixed_widths import PROGRAM, Contest, compared, fixed_allocations, report_of, width_pairs
+from kvcal.stages.allocate.fixed_widths import (
+    BY_LAW,
+    PROGRAM,
+    Contest,
+    compared,
+    fixed_allocations,
+    other_allocations,
+    report_of,
+    width_pairs,
+)
 from kvcal.stages.allocate.record import Allocation, layer_bytes
 from kvcal.stages.divergence import Text
 from kvcal.stages.profile import record as profile_record
+from kvcal.systems.basis.rotated import DISTORTION
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +132,7 @@ def test_the_texts_are_those_of_the_recipe_and_as_many_that_look_up(
 def test_without_fixed_widths_of_as_many_bytes_the_program_ships_unmeasured(
     made: tuple[Folder, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixed_widths, "fixed_allocations", lambda *_: {})
+    monkeypatch.setattr(fixed_widths, "other_allocations", lambda *_: {})
     program = allocation_record.load(made[0].allocation)[0]
     assert Contest(None, None, ()).decided(program, None, None, 0, SILENT) is program  # type: ignore[arg-type]
 
@@ -171,12 +181,42 @@ def test_of_two_that_the_choice_by_layer_does_not_beat_the_better_one_ships(made
     assert compared(kls, plans, [texts(2, 300)]).shipped == "b"
 
 
+@pytest.mark.parametrize(("by_law", "fixed", "first", "ships"), [
+    (0.8, 1.5, BY_LAW, BY_LAW), (1.2, 1.5, PROGRAM, PROGRAM), (0.8, 0.9, BY_LAW, BY_LAW), (0.8, 0.7, BY_LAW, "fixed"),
+])  # fmt: skip
+def test_the_better_choice_by_layer_meets_fixed_widths(
+    made: tuple[Folder, Plan], by_law: float, fixed: float, first: str, ships: str
+) -> None:
+    kl_of = {PROGRAM: 1.0, BY_LAW: by_law, "fixed": fixed}
+    kls = [{name: torch.full((2,), kl).double() for name, kl in kl_of.items()}]
+    report = compared(kls, dict.fromkeys(kl_of, made[1]), [texts(2, 300)])
+    assert (report.plans[0].name, report.plans[0].ratio, report.shipped) == (first, None, ships)
+    assert {one.name for one in report.plans} == set(kl_of)
+    assert all(one.ratio == pytest.approx(kl_of[first] / kl_of[one.name]) for one in report.plans[1:])
+
+
+def test_the_law_of_squared_errors_is_a_choice_of_its_own(made: tuple[Folder, Plan]) -> None:
+    folder, _ = made
+    program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
+    spec = short(3.5).allocate
+    assert spec is not None and profile.setup.spec.kl_measured == "sides"
+    lowest = [float(profile.means[f"kl.k.{index}"].result()[0]) for index in range(3)]
+    for index in range(3):
+        kl = profile.by_law.kl(index, "k")
+        torch.testing.assert_close(
+            kl, lowest[index] * torch.tensor([DISTORTION[b] / DISTORTION[2] for b in (2, 3, 4, 8)]).double()
+        )
+    found = other_allocations(program, profile, spec, program.split.reserved)
+    choices = [program.layers, *(one.layers for one in found.values())]
+    assert all(one not in choices[:number] for number, one in enumerate(choices))
+
+
 def test_the_plan_says_what_was_measured_on_texts_that_nothing_was_fitted_on(
     model: LoadedModel, made: tuple[Folder, Plan]
 ) -> None:
     folder, plan = made
     report = report_of(plan)
-    assert report is not None and [one.name for one in report.plans][0] == PROGRAM and len(report.plans) > 1
+    assert report is not None and report.plans[0].name in (PROGRAM, BY_LAW) and len(report.plans) > 1
     assert all(one.look_ups is not None and one.look_ups > 0 for one in report.plans)
     assert report_of(load_plan(folder.plan)) == report
     stages = plan.provenance["calibration"]

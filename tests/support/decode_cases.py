@@ -95,6 +95,14 @@ CASES = {
         k_format(2, "token", **STRIPES, num_sink_tokens=8, recent_window=112),
         v_format(2, **STRIPES, num_sink_tokens=8, recent_window=112),
     ),
+    "stripes of 3 bits": (
+        k_format(3, "token", **STRIPES, num_sink_tokens=8, recent_window=112),
+        v_format(3, **STRIPES, num_sink_tokens=8, recent_window=112),
+    ),
+    "stripes of 4 bits": (
+        k_format(4, "token", **STRIPES, num_sink_tokens=21, recent_window=16),
+        v_format(4, **STRIPES, num_sink_tokens=21, recent_window=16),
+    ),
     "stripes, 3 and 4 bits": (
         k_format(3, "token", 64, **STRIPES, num_sink_tokens=37, recent_window=7),
         v_format(4, 32, **STRIPES, num_sink_tokens=37, recent_window=7),

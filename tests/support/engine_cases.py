@@ -85,10 +85,10 @@ def based(plan: Plan) -> Plan:
     """Bases of both sides on all layers of rotated pages, and of values error feedback with gains."""
     generator, tensors = torch.Generator().manual_seed(4), dict(plan.tensors)
     for layer in plan.layers:
-        prefix, heads = f"layers.{layer.geometry.index}", layer.attention.num_kv_heads
-        tensors |= random_bases(prefix, heads, HEAD_DIM, generator)
-        tensors[f"{prefix}.v_feedback"] = feedback_of(heads, HEAD_DIM)
-        tensors[f"{prefix}.v_gain"] = (torch.rand(heads, HEAD_DIM, generator=generator) + 0.5).half()
+        prefix, heads, dim = f"layers.{layer.geometry.index}", layer.attention.num_kv_heads, layer.attention.k_head_dim
+        tensors |= random_bases(prefix, heads, dim, generator)
+        tensors[f"{prefix}.v_feedback"] = feedback_of(heads, dim)
+        tensors[f"{prefix}.v_gain"] = (torch.rand(heads, dim, generator=generator) + 0.5).half()
     has = dict.fromkeys(("k_basis", "v_basis", "v_feedback", "v_gain"), True)
     return replace(plan, layers=tuple(replace(layer, **has) for layer in plan.layers), tensors=tensors)
 

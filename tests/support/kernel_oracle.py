@@ -169,6 +169,11 @@ ROTATED = [
         ("v", 3, 32, 72, "float16", {}),
         ("v", 2, 128, 24, "bfloat16", {"feedback": True}),
         ("v", 2, 64, 80, "float16", {"feedback": True, "gain": True}),
+        # Tokens of more than 128 channels, also of blocks that not all warps of a team have.
+        ("k", 2, 128, 256, "bfloat16", {"rescale": True, "offset": True, "feedback": True}),
+        ("v", 3, 128, 256, "float16", {"feedback": True, "gain": True}),
+        ("v", 4, 64, 136, "bfloat16", {"feedback": True}),
+        ("k", 8, 32, 192, "float16", {}),
     ]
 ]
 PACKED = UNIFORM + TIERED + FED + ROTATED

@@ -15,35 +15,42 @@
 
 #include "side.cuh"
 
-enum { BLOCK = 16, BLOCKS_KEPT = 4, TEAM = 4 };
+enum { BLOCK = 16, BLOCKS_KEPT = 4, TEAM = 4, LANES_OF_COST = 8 };
 
 // Sizes of a part: up to PART_TOKENS tokens of a page, and a thread for each of their chains. Three warps
-// share 32 tokens.
+// share 32 tokens, or three teams those of a large head.
 template <class S>
 struct Part {
+    static constexpr bool is_large = PART_TEAM > 1;
     static constexpr int tokens = PART_TOKENS, stride = Page<S>::stride, groups = Page<S>::groups;
     static constexpr int blocks = Page<S>::padded / BLOCK;
     static constexpr int words = S::bits / 2 + S::bits % 2;  // that hold a block's codes: of every plane one
-    static constexpr int chains = S::has_feedback ? THREADS : tokens;
+    static constexpr int chains = S::has_feedback ? CANDIDATES * tokens : tokens;
     static constexpr int kept = kv_min(blocks, BLOCKS_KEPT) * BLOCK;
 };
 
+// What error feedback keeps in shared memory. Row j of a block's 16 columns holds U_jk, its diagonal the costs; what is
+// below is 0, and so are channels beyond the last.
+template <class S, bool HAS_FEEDBACK = S::has_feedback, bool IS_LARGE = Part<S>::is_large>
+struct FeedbackScratch {
+    alignas(16) float factor[8 * Part<S>::blocks * (Part<S>::blocks + 1) * BLOCK];
+    union {
+        // Errors, and targets that are not yet due; before them, the factor as the plan has it.
+        alignas(16) float kept[Part<S>::kept * Part<S>::chains];
+        unsigned short stored[FACTOR<S>];
+    };
+    float cost[Part<S>::chains];
+};
+template <class S, bool IS_LARGE>
+struct FeedbackScratch<S, false, IS_LARGE> {};
+
 template <class S>
-struct PartScratch {
+struct PartScratch : FeedbackScratch<S> {
     alignas(16) unsigned short tile[Part<S>::tokens * Part<S>::stride];  // tokens, rotated
     double squares[Part<S>::groups * Part<S>::tokens];                   // their sums
-    float cost[THREADS];
     int chain[Part<S>::tokens];                               // whose codes a token takes
     unsigned char lowest[Part<S>::groups * Part<S>::tokens];  // bits of its scales, or of the lowest candidates
     unsigned codes[Part<S>::blocks * Part<S>::words * Part<S>::chains];
-    // Row j of a block's 16 columns holds U_jk, its diagonal the costs; what is below is 0, and so are
-    // channels beyond the last.
-    alignas(16) float factor[S::has_feedback ? 8 * Part<S>::blocks * (Part<S>::blocks + 1) * BLOCK : 4];
-    union {
-        // Errors, and targets that are not yet due; before them, the factor as the plan has it.
-        alignas(16) float kept[S::has_feedback ? Part<S>::kept * Part<S>::chains : 4];
-        unsigned short stored[S::has_feedback ? FACTOR<S> : 4];
-    };
 };
 
 // The chain of a token with a candidate.
@@ -313,11 +320,75 @@ KV_INLINE void sum_up_as_team(
     *(float4*)place = make_float4(target[0], target[1], target[2], target[3]);
 }
 
+// Codes of a block of channels of one chain, whose targets are kept from `row` on and become its errors. factor: the block's
+// own rows and columns, so many floats from row to row. squares: of rounding errors times their costs, eight sums of channels.
+template <class S>
+KV_INLINE void round_block(
+    PartScratch<S>& scratch, const Grid& grid, const float* factor, int factor_stride, int block, int row, int token, int chain,
+    float (&squares)[LANES_OF_COST]) {
+    constexpr int CHAINS = Part<S>::chains;
+    constexpr unsigned LEVELS = (1u << S::bits) - 1;
+    float x[BLOCK], due[BLOCK];
+    float* kept = scratch.kept + row * CHAINS + chain;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 bits = *(const uint4*)(scratch.tile + token * Part<S>::stride + block * BLOCK + 8 * i);
+        float four[2][4];
+        kv_floats_of(make_uint2(bits.x, bits.y), four[0]);
+        kv_floats_of(make_uint2(bits.z, bits.w), four[1]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            x[8 * i + k] = four[k / 4][k % 4];
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        due[k] = kept[k * CHAINS];
+    }
+    unsigned codes[Part<S>::words] = {};
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        float u[BLOCK];
+#pragma unroll
+        for (int i = k / 4; i < BLOCK / 4; ++i) {
+            const float4 four = *(const float4*)(factor + k * factor_stride + 4 * i);
+            u[4 * i] = four.x, u[4 * i + 1] = four.y, u[4 * i + 2] = four.z, u[4 * i + 3] = four.w;
+        }
+        const float code = grid.code<LEVELS>(due[k]), decoded = grid.decoded(code);
+        const float error = __fsub_rn(x[k], decoded), rest = __fsub_rn(due[k], decoded);
+        squares[k % LANES_OF_COST] = __fadd_rn(squares[k % LANES_OF_COST], __fmul_rn(__fmul_rn(rest, rest), u[k]));
+        kept[k * CHAINS] = error;
+#pragma unroll
+        for (int later = k + 1; later < BLOCK; ++later) {
+            due[later] = __fadd_rn(due[later], __fmul_rn(u[later], error));
+        }
+        append_code<S>(codes, k, code);
+    }
+#pragma unroll
+    for (int word = 0; word < Part<S>::words; ++word) {
+        if (S::dim % BLOCK && block == Part<S>::blocks - 1) {  // channels beyond the last
+            codes[word] &= word < S::bits / 2 ? 0xffff : 0xff;
+        }
+        scratch.codes[(block * Part<S>::words + word) * CHAINS + chain] = codes[word];
+    }
+}
+
+// The sum of eight, halves first.
+KV_INLINE float cost_of(float (&squares)[LANES_OF_COST]) {
+#pragma unroll
+    for (int apart = LANES_OF_COST / 2; apart > 0; apart /= 2) {
+#pragma unroll
+        for (int i = 0; i < apart; ++i) {
+            squares[i] = __fadd_rn(squares[i], squares[i + apart]);
+        }
+    }
+    return squares[0];
+}
+
 // Codes and costs of all chains of `count` tokens.
 template <class S>
 KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
-    constexpr int TOKENS = Part<S>::tokens, CHAINS = Part<S>::chains, LANES = 8;
-    constexpr unsigned LEVELS = (1u << S::bits) - 1;
+    constexpr int TOKENS = Part<S>::tokens;
     const bool is_team = TOKENS == 32 * TEAM && count == 32;
     const int warp = threadIdx.x / 32, number = warp % CANDIDATES, member = warp / CANDIDATES;
     const int first_token = is_team ? 0 : 32 * member, token = first_token + threadIdx.x % 32;
@@ -327,7 +398,7 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
     }
     const Corner<S> corner(chain_of(first_token, number), first_token);
     Grid grid(0.0f, 0.0f);
-    float squares[LANES] = {};
+    float squares[LANES_OF_COST] = {};
 #pragma unroll 1
     for (int block = 0; block < Part<S>::blocks; ++block) {
         const int first = block < BLOCKS_KEPT ? 0 : BLOCKS_KEPT, row = (block - first) * BLOCK;
@@ -363,50 +434,7 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
             const int group = block * BLOCK / S::group;
             grid = Grid(kv_float_of_e5m2(scratch.lowest[group * TOKENS + token] + number), Page<S>::mean_code);
         }
-        float x[BLOCK], due[BLOCK];
-        float* kept = scratch.kept + row * CHAINS + chain;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 bits = *(const uint4*)(scratch.tile + token * Part<S>::stride + block * BLOCK + 8 * i);
-            float four[2][4];
-            kv_floats_of(make_uint2(bits.x, bits.y), four[0]);
-            kv_floats_of(make_uint2(bits.z, bits.w), four[1]);
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                x[8 * i + k] = four[k / 4][k % 4];
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < BLOCK; ++k) {
-            due[k] = kept[k * CHAINS];
-        }
-        unsigned codes[Part<S>::words] = {};
-        const float* factor = scratch.factor + kv_factor_row(block, block * BLOCK);
-#pragma unroll
-        for (int k = 0; k < BLOCK; ++k) {
-            float u[BLOCK];
-#pragma unroll
-            for (int i = k / 4; i < BLOCK / 4; ++i) {
-                const float4 four = *(const float4*)(factor + k * BLOCK + 4 * i);
-                u[4 * i] = four.x, u[4 * i + 1] = four.y, u[4 * i + 2] = four.z, u[4 * i + 3] = four.w;
-            }
-            const float code = grid.code<LEVELS>(due[k]), decoded = grid.decoded(code);
-            const float error = __fsub_rn(x[k], decoded), rest = __fsub_rn(due[k], decoded);
-            squares[k % LANES] = __fadd_rn(squares[k % LANES], __fmul_rn(__fmul_rn(rest, rest), u[k]));
-            kept[k * CHAINS] = error;
-#pragma unroll
-            for (int later = k + 1; later < BLOCK; ++later) {
-                due[later] = __fadd_rn(due[later], __fmul_rn(u[later], error));
-            }
-            append_code<S>(codes, k, code);
-        }
-#pragma unroll
-        for (int word = 0; word < Part<S>::words; ++word) {
-            if (S::dim % BLOCK && block == Part<S>::blocks - 1) {  // channels beyond the last
-                codes[word] &= word < S::bits / 2 ? 0xffff : 0xff;
-            }
-            scratch.codes[(block * Part<S>::words + word) * CHAINS + chain] = codes[word];
-        }
+        round_block(scratch, grid, scratch.factor + kv_factor_row(block, block * BLOCK), BLOCK, block, row, token, chain, squares);
         if (is_team) {
             team_sync();
         } else {
@@ -416,12 +444,5 @@ KV_INLINE void choose_codes_of_part(PartScratch<S>& scratch, int count) {
     if (is_team && member > 0) {
         return;
     }
-#pragma unroll
-    for (int apart = LANES / 2; apart > 0; apart /= 2) {
-#pragma unroll
-        for (int i = 0; i < apart; ++i) {
-            squares[i] = __fadd_rn(squares[i], squares[i + apart]);
-        }
-    }
-    scratch.cost[chain] = squares[0];
+    scratch.cost[chain] = cost_of(squares);
 }

@@ -2,7 +2,7 @@
 // some of a page's 128 tokens, and parts need nothing of each other. So pages need not be complete: stripes of 16 tokens
 // have whole bytes of a record, and are packed as they come. A warp packs 32 tokens, half of which are then copies.
 
-#include "feedback.cuh"
+#include "feedback_large.cuh"
 #include "hadamard.cuh"
 
 // What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is
@@ -28,7 +28,7 @@ struct Turn {
 template <class S, int LANES>
 KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const Turn<S, LANES>& turn, int count) {
     constexpr int OWN = S::dim / LANES, SIZE = kv_min(S::group, S::dim) / LANES;
-    static_assert(Page<S>::is_staged && S::dim % LANES == 0 && S::tiers == 0, "at most 128 channels, 8 at a time");
+    static_assert(Page<S>::is_staged != Part<S>::is_large && S::dim % LANES == 0 && S::tiers == 0, "channels 8 at a time");
     const int lane = threadIdx.x % LANES;
 #pragma unroll 1
     for (int token = threadIdx.x / LANES; token < count; token += THREADS / LANES) {
@@ -193,19 +193,21 @@ KV_INLINE void pack_part(
     const int count = tokens.count;
     static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than a part takes");
     const Turn<S, 8> turn(source);
-    if constexpr (S::has_feedback) {
+    if constexpr (S::has_feedback && !Part<S>::is_large) {
         fetch_factor<S>(source.feedback, scratch);
     }
     copy_tokens<S>(scratch.tile, Part<S>::stride, source, tokens.first, count, tokens.begin, tokens.end);
     __syncthreads();
-    if constexpr (S::has_feedback) {
+    if constexpr (S::has_feedback && !Part<S>::is_large) {
         order_factor<S>(scratch);
     }
     rotate_part<S>(source, scratch, turn, count);
     __syncthreads();
     scale_part<S>(scratch, count, error);
     __syncthreads();
-    if constexpr (S::has_feedback) {
+    if constexpr (S::has_feedback && Part<S>::is_large) {
+        choose_codes_of_large<S>(source.feedback, scratch);
+    } else if constexpr (S::has_feedback) {
         choose_codes_of_part<S>(scratch, count);
     } else {
         round_part<S>(scratch, count);

@@ -7,11 +7,14 @@
 #endif
 
 // Tokens that a block packs of a rotated page at most, a multiple of 32, and its threads: of such pages one for each candidate
-// of a token's scales.
+// of a token's scales, or of large heads PART_TEAM.
 #ifndef PART_TOKENS
 #define PART_TOKENS 0
 #endif
-enum { CANDIDATES = 3, THREADS = PART_TOKENS ? CANDIDATES * PART_TOKENS : 256, NO_SLOT = 255, RAW_BITS = 16 };
+#ifndef PART_TEAM
+#define PART_TEAM 1
+#endif
+enum { CANDIDATES = 3, THREADS = PART_TOKENS ? CANDIDATES * PART_TOKENS * PART_TEAM : 256, NO_SLOT = 255, RAW_BITS = 16 };
 enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE };
 
 

@@ -1,18 +1,18 @@
-"""Fixed widths next to the integer program's choice: the plan that ships is the one that loses less on texts kept
-apart.
+"""Other choices next to the integer program's: the plan that ships is the one that loses less on texts kept apart.
 
-The program adds up costs of layers that were quantized alone, on few texts. On some models that pays, on others
+The program adds up costs of layers that were quantized alone, on few texts. How they fall with bits is measured
+by side. That is right on some models; on others the law of squared errors is nearer. On some models neither pays:
 keys of 3 and values of 2 bits in all layers lose less at the same bytes. So the program's plan is measured next
-to plans of fixed widths: one side has one width in all layers, and the other this width and the next one, keys
-never fewer bits than values (K3V2, K4V2, K3V3, K4V3 and what lies between). Which layers get the wider one, so
-that the bytes are the same, the program says of these widths alone.
+to the one that the law leads to, and next to plans of fixed widths: one side has one width in all layers, and the
+other this width and the next one, keys never fewer bits than values (K3V2, K4V2, K3V3, K4V3 and what lies
+between). Which layers get the wider one, so that the bytes are the same, the program says of these widths alone.
 
 Whole plans are fed through the packed cache on texts of the pool *select*: half of the recipe's own sources, and
 half documents that look up (kvcal.data.lookups), of which the answers count. A text's figure is the logarithm of
 the ratio of the plans' KL to 16 bits, so that texts of large KL do not decide alone. The mean is taken over both
-halves alike, and its standard error over texts. The program's plan ships where it has less KL than every plan of
-fixed widths by more than the error; else the best of these does. Figures are in the plan's provenance
-(``kvcal inspect --why``). Left out: widths that skip one, and other orders of layers.
+halves alike, and its standard error over texts. The better one of the program's plans is kept. It ships where it
+has less KL than every plan of fixed widths by more than the error; else the best of these does. Figures are in
+the plan's provenance (``kvcal inspect --why``). Left out: widths that skip one, and other orders of layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import AllocateSpec
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.allocate.stage import Problem, solved
+from kvcal.stages.allocate.stage import Problem, allocate, solved
 from kvcal.stages.divergence import Text, kl_texts
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search import mean_and_error, measured
@@ -45,7 +45,7 @@ from kvcal.strict import STRICT, Amount, Positive, dump, parse
 from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.fit import BasisRecord
 
-PROGRAM = "by layer"
+PROGRAM, BY_LAW = "by layer", "by layer, costs as squared errors"
 KEY = "fixed_widths"  # of a plan's provenance
 LEAST_KL = 1e-12  # of a text: below, the ratio of two is rounding
 MOST_AHEAD = 2  # bits of keys above those of values
@@ -54,9 +54,9 @@ MOST_AHEAD = 2  # bits of keys above those of values
 @pydantic_dataclass(frozen=True, config=STRICT)
 class MeasuredWidths:
     """One plan. ``kl`` and ``look_ups``: its KL to the 16-bit cache in nats per loss token, mean over ordinary
-    texts and over those that look up (None without any). ``ratio``: of the program's KL to this plan's, the
+    texts and over those that look up (None without any). ``ratio``: of the first plan's KL to this one's, the
     geometric mean over texts, both kinds alike; ``log_error``: the standard error of its logarithm. None for the
-    program's own plan."""
+    first, the better one of the program's own."""
 
     name: str
     bits: Amount
@@ -79,8 +79,8 @@ class WidthsReport:
     def sentence(self) -> str:
         """The choice, and by how much, for people."""
         others = [one for one in self.plans if one.ratio is not None]
-        said = ", ".join(f"{one.ratio:.2f} of that of {one.name}" for one in others)
-        return f"{self.shipped} ships; KL by layer is {said}, on {self.num_texts} texts"
+        said = "; ".join(f"{one.ratio:.2f} of that of {one.name}" for one in others)
+        return f"{self.shipped} ships; KL {self.plans[0].name} is {said}, on {self.num_texts} texts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +115,9 @@ class Contest:
     def decided(
         self, program: Allocation, profile: Profile, spec: AllocateSpec, reserved: int, reporter: Reporter
     ) -> Allocation:
-        """The allocation that ships, with the figures in its provenance; the program's where no fixed widths take
+        """The allocation that ships, with the figures in its provenance; the program's where no other choice takes
         as many bytes."""
-        found = {PROGRAM: program} | fixed_allocations(program, profile, spec, reserved)
+        found = {PROGRAM: program} | other_allocations(program, profile, spec, reserved)
         if len(found) == 1:
             return program
         plans = {name: self.basis.planned(allocation) for name, allocation in found.items()}
@@ -139,6 +139,16 @@ class Contest:
 
 def _names(spec: DataSpec) -> tuple[str, ...]:
     return (spec.source,) if isinstance(spec.source, str) else spec.source
+
+
+def other_allocations(
+    program: Allocation, profile: Profile, spec: AllocateSpec, reserved: int
+) -> dict[str, Allocation]:
+    """The program's by the law of squared errors, where that is another choice, and those of fixed widths."""
+    by_law = allocate(profile.by_law, spec, program.provenance, reserved)
+    found = {} if by_law.layers == program.layers else {BY_LAW: by_law}
+    fixed = fixed_allocations(program, profile, spec, reserved)
+    return found | {name: one for name, one in fixed.items() if one.layers != by_law.layers}
 
 
 def fixed_allocations(
@@ -181,21 +191,22 @@ def compared(
     kls: Sequence[Mapping[str, Tensor]], plans: Mapping[str, Plan], texts: Sequence[Sequence[Text]]
 ) -> WidthsReport:
     """``kls``: of ordinary texts, then of those that look up, the KL [N] of every plan by name."""
+    logs = [{name: kl_N.clamp(min=LEAST_KL).log() for name, kl_N in of.items()} for of in kls]
+    by_layer = [name for name in (PROGRAM, BY_LAW) if name in plans]
+    first = min(by_layer, key=lambda name: sum(float(of[name].mean()) for of in logs))
     rows, losing = [], {}
-    for name, plan in plans.items():
+    for name in (first, *(name for name in plans if name != first)):
         means = [float(of[name].mean()) for of in kls]
-        row = MeasuredWidths(name, plan.bits_per_value(), means[0], means[1] if len(means) > 1 else None)
-        if name != PROGRAM:
-            logs = [
-                mean_and_error(of[PROGRAM].clamp(min=LEAST_KL).log() - of[name].clamp(min=LEAST_KL).log()) for of in kls
-            ]
-            mean = sum(log for log, _ in logs) / len(logs)
-            error = sum(error**2 for _, error in logs) ** 0.5 / len(logs)
+        row = MeasuredWidths(name, plans[name].bits_per_value(), means[0], means[1] if len(means) > 1 else None)
+        if name != first:
+            pairs = [mean_and_error(of[first] - of[name]) for of in logs]
+            mean = sum(log for log, _ in pairs) / len(pairs)
+            error = sum(error**2 for _, error in pairs) ** 0.5 / len(pairs)
             row = replace(row, ratio=float(torch.tensor(mean, dtype=torch.float64).exp()), log_error=error)
-            if mean + error >= 0:
+            if mean + error >= 0 and name not in by_layer:
                 losing[name] = mean
         rows.append(row)
-    shipped = max(losing, key=lambda name: losing[name]) if losing else PROGRAM
+    shipped = max(losing, key=lambda name: losing[name]) if losing else first
     longest = max(len(text.tokens_T) for part in texts for text in part)
     return WidthsReport(shipped, sum(map(len, texts)), longest, tuple(rows))
 

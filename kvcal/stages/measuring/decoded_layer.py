@@ -1,8 +1,9 @@
 """A layer of a dynamic cache with a dense copy of what it would read back, in the model's dtype.
 
-A dynamic cache reads all of its pages at every step. Pages never change once they are packed, so the copy
-decodes every page once. What the model attends to is the same bit for bit (``verify`` compares). It saves
-time and not memory.
+A dynamic cache reads all of its pages at every step. A token never changes once it is packed, so the copy
+takes it from its page once, when it comes to be read there. What the model attends to is the same bit for bit
+(``verify`` compares); products of what leaves a basis round by the number of tokens at once: there, it is the
+same to the last bits of fp32. It saves time and not memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvcal.cache.paged_layer import PagedLayer
 from kvcal.errors import ArtifactError
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Side
-from kvcal.store.layer_store import NewTokens
+from kvcal.store.layer_store import NewTokens, Wanted
 from kvcal.store.padding import Rows
 from kvcal.store.state import PlanState
 
@@ -49,6 +50,9 @@ class DecodedLayer(PagedLayer):
         is_new = self._grow(side, new, stop, columns)
         dense = self.dense[side]
         self._refresh(side, rows, columns, is_new)
+        if columns >= rows.width:
+            dense[:, :, columns:stop] = new
+            return dense[:, :, :stop]
         for block in rows.blocks:
             for a, b in rows.intervals(block, columns, stop):
                 dense[block.rows, :, a:b] = new[block.rows, :, a - columns : b - columns]
@@ -66,17 +70,21 @@ class DecodedLayer(PagedLayer):
         return old is None
 
     def _refresh(self, side: Side, rows: Rows, columns: int, is_new: bool) -> None:
-        """Take in the stripes that have come to be read since; all, and what is not in pages, where the copy is
-        new or pages have other bits."""
-        part = self.sides[side]
-        counts = [part.format.tokens_read(length) for length in rows.lengths(columns)]
+        """Take in the tokens that have come to be read from pages since; all, and what is not in pages, where the
+        copy is new or pages have other bits."""
+        part, lengths = self.sides[side], rows.lengths(columns)
+        counts = [part.format.tokens_read(length) for length in lengths]
         before, bits = self.paged.get(side, ([0] * rows.batch, part.num_bits))
         self.paged[side] = counts, part.num_bits
         is_stale = is_new or bits != part.num_bits
-        has_more = [is_stale or old != new for old, new in zip(before, counts, strict=True)]
-        changed = [block for block in rows.blocks if has_more[block.rows.start]]
-        if columns:
-            self.store.read_blocks(side, rows, changed, columns, self.dense[side])
+        wanted = []
+        for block in rows.blocks:
+            row = block.rows.start
+            tokens = range(lengths[row]) if is_stale else range(before[row], counts[row])
+            if tokens:
+                wanted.append(Wanted(block, tokens, counts[row]))
+        if wanted:
+            self.store.read_tokens(side, rows, wanted, self.dense[side])
 
     def verify(self) -> None:
         """ArtifactError where the copy is not what the pages read as now; nothing is compared where nothing

@@ -43,6 +43,8 @@
 #define DENSE_PARTS ((DIM + 63) / 64)                        // of values that are not packed, 64 channels each
 #define K_GROUPS (K_AXIS == 0 ? PAGE / K_GROUP : (DIM + K_GROUP - 1) / K_GROUP)
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
+// Large heads have no registers for codes that meet one group of channels after the other: they meet all groups tile by tile.
+#define K_EXPANDED_ONCE (K_GROUPS > 1 && DIM > 128)
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MIN2(a, b) ((a) < (b) ? (a) : (b))
 // Power of two of the bytes that hold codes of values (codes.cuh); K_LIFT, of keys: kvcal/kernels/choice.py.

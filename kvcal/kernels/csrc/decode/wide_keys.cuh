@@ -145,23 +145,35 @@ struct WideQuery {
 #endif
 };
 
+// Bytes of the tokens of a tile: rows g, and g + 8.
+struct TileBytes {
+    u32 low[QUERY_WORDS / 4][4], high[QUERY_WORDS / 4][4];
+
+    __device__ __forceinline__ TileBytes(const u8* record, int tile, int lane) {
+        key_bytes(low, record, tile, lane);
+        key_bytes(high, record, tile + 16, lane);
+    }
+};
+
 // acc = Magic + products of the tokens of a tile with both limbs of the query.
-__device__ __forceinline__ void tile_products(int (&acc)[2][4], const WideQuery& query, const u8* record, int tile, int lane) {
+__device__ __forceinline__ void multiply_tile(int (&acc)[2][4], const TileBytes& tile, const u32 (&op)[2][QUERY_WORDS]) {
     constexpr int magic = Magic<true>::bits;
     const int start[4] = {magic, magic, magic, magic};
-    u32 low[QUERY_WORDS / 4][4], high[QUERY_WORDS / 4][4];
-    key_bytes(low, record, tile, lane);
-    key_bytes(high, record, tile + 16, lane);
 #pragma unroll
     for (int w = 0; w < QUERY_WORDS / 4; w++)
 #pragma unroll
         for (int e = 0; e < 4; e += 2)
 #pragma unroll
             for (int limb = 0; limb < 2; limb++) {
-                const u32 (&op)[QUERY_WORDS] = query.op[limb];
-                if (w == 0 && e == 0) mma<true>(acc[limb], low[0][0], high[0][0], low[0][1], high[0][1], op[0], op[1], start);
-                else mma<true>(acc[limb], low[w][e], high[w][e], low[w][e + 1], high[w][e + 1], op[4 * w + e], op[4 * w + e + 1], acc[limb]);
+                const int at = 4 * w + e;
+                const u32 (&low)[4] = tile.low[w], (&high)[4] = tile.high[w];
+                if (at == 0) mma<true>(acc[limb], low[0], high[0], low[1], high[1], op[limb][0], op[limb][1], start);
+                else mma<true>(acc[limb], low[e], high[e], low[e + 1], high[e + 1], op[limb][at], op[limb][at + 1], acc[limb]);
             }
+}
+
+__device__ __forceinline__ void tile_products(int (&acc)[2][4], const WideQuery& query, const u8* record, int tile, int lane) {
+    multiply_tile(acc, TileBytes(record, tile, lane), query.op);
 #if K_TIERS > 0
     query.tier0.multiply(acc, record + K_TIER0_HIGH, tile, lane);
     query.tier1.multiply(acc, record + K_TIER1_HIGH, tile, lane);
@@ -224,6 +236,28 @@ __device__ __forceinline__ void sum_middle(float (&middle)[2], const u8* record,
 #pragma unroll
     for (int n = 0; n < 2; n++) middle[n] = to_wide_scores(sum, n, lane);
 #endif
+}
+#endif
+
+#if K_AXIS
+// The limbs of the query, which lie so that a lane's 16 bytes are its operands.
+__device__ __forceinline__ void load_limbs(u32 (&op)[2][QUERY_WORDS], const u32 (&limbs)[QUERY_TILES * QUERY_WORDS / 4][32][4], int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * QUERY_WORDS; i += 4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(limbs[i / 4][lane]);
+        u32 (&to)[QUERY_WORDS] = op[i / QUERY_WORDS];
+        const int at = i % QUERY_WORDS;
+        to[at] = v.x; to[at + 1] = v.y; to[at + 2] = v.z; to[at + 3] = v.w;
+    }
+}
+
+// Adds to a score of head h what a token's codes of a group of channels are, whose products with both limbs are given.
+__device__ __forceinline__ void add_dot(float& to, int high, int low, float token_scale, float token_zero, const Shared& shared, int part, int group, int h, float scale) {
+    const float unit = shared.query_unit[part][h] * (scale / (1 << K_LIFT));
+    const float sum = part == 0 ? shared.query_sum[group][h] * scale : 0.f;
+    const float lost = part == 0 ? shared.query_lost[group][h] * (MEAN_CODE(K_BITS) * scale) : 0.f;
+    const float centre = K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost;
+    to = fmaf(sum_of_limbs<true>(high, low, unit, centre), token_scale, K_ROTATED ? to : fmaf(token_zero, sum, to));
 }
 #endif
 
@@ -300,6 +334,33 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
         for (int i = 0; i < PAGE / 8; i++) s[n][i] = shared.query_offset[4 * n + quad] * scale;
         step[n] = 1.f; from[n] = 0.f;
     }
+#if K_EXPANDED_ONCE
+#pragma unroll 1
+    for (int part = 0; part < QUERY_PARTS; part++) {
+        load_limbs(query.op, shared.query_limbs[part], lane);
+#pragma unroll
+        for (int tile = 0; tile < 8; tile++) {
+            const TileBytes bytes(record, tile, lane);
+#pragma unroll
+            for (int group = 0; group < K_GROUPS; group++) {
+                const int at = group * PAGE + lane_token(lane) + tile;
+                u32 op[2][QUERY_WORDS];
+#pragma unroll
+                for (int i = 0; i < 2 * QUERY_WORDS; i++) op[i / QUERY_WORDS][i % QUERY_WORDS] = is_of_group(group, i % QUERY_WORDS / 4, lane) ? query.op[i / QUERY_WORDS][i % QUERY_WORDS] : 0u;
+                int acc[2][4];
+                multiply_tile(acc, bytes, op);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const float token_scale = kv_load_param<K_PARAM>(record + K_SCALE, at + 16 * half);
+                    const float token_zero = K_ROTATED ? 0.f : kv_load_param<K_PARAM>(record + K_ZERO, at + 16 * half);
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        add_dot(s[n][2 * tile + half], acc[0][2 * half + n], acc[1][2 * half + n], token_scale, token_zero, shared, part, group, 4 * n + quad, scale);
+                }
+            }
+        }
+    }
+#else
 #pragma unroll
     for (int group = 0; group < K_GROUPS; group++) {
         const u8 *scales = record + K_SCALE + group * PAGE * kv_param_bytes(K_PARAM), *zeros = scales + (K_ZERO - K_SCALE);
@@ -325,21 +386,14 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
                 int acc[2][4];
                 tile_products(acc, query, record, tile, lane);
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << K_LIFT));
-                    const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
-                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_BITS) * scale) : 0.f;
-                    const float centre = K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost;
+                for (int n = 0; n < 2; n++)
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const float dot = sum_of_limbs<true>(acc[0][2 * half + n], acc[1][2 * half + n], unit, centre);
-                        float& to = s[n][2 * tile + half];
-                        to = fmaf(dot, token_scale[half][tile], K_ROTATED ? to : fmaf(token_zero[half][tile], sum, to));
-                    }
-                }
+                    for (int half = 0; half < 2; half++)
+                        add_dot(s[n][2 * tile + half], acc[0][2 * half + n], acc[1][2 * half + n], token_scale[half][tile], K_ROTATED ? 0.f : token_zero[half][tile], shared, part, group, 4 * n + quad, scale);
             }
         }
     }
+#endif
 #endif
 }
 #endif
