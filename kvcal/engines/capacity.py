@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from kvcal.engines.shard import BlockLayout, HeadShard, rank_geometry
 from kvcal.engines.support import loses_sinks
@@ -157,7 +157,7 @@ class Placed(NamedTuple):
         return cls(at, block + 1, fullest)
 
     @classmethod
-    def alike(cls, stages: Sequence[Mapping[int, int]], room: int) -> list[Self]:
+    def alike(cls, stages: Sequence[Mapping[int, int]], room: int) -> list[Placed]:
         """Of the layers of every stage of a pipeline, in as many blocks of as many bytes."""
         found = [cls.of(sizes, room) for sizes in stages]
         num_blocks, fullest = (max(sizes) for sizes in zip(*((one[1], one[2]) for one in found), strict=True))

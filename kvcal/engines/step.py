@@ -161,7 +161,8 @@ class PagedStep:
         queries, k, v = self._held.enter(q, k, v)
         self._store("k", k, chunk, query_mean)
         self._store("v", v, chunk)
-        return Stored(queries.to(q.dtype), *(new.to(self.dtype).to(q.dtype) for new in (k, v)), tail)
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
+        return Stored(queries.to(q.dtype), keys, values, tail)
 
     def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
         """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D].

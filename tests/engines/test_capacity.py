@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
 from kvcal.engines.shard import HeadShard, stages_of
 from kvcal.engines.states import state_bytes
-from kvcal.engines.support import NO_TREE
+from kvcal.engines.support import NO_TREE, require_staged
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import read_sizes
@@ -90,6 +90,15 @@ def test_stages_of_a_pipeline_take_neighbouring_layers(num_layers: int, counts: 
     stages = stages_of(num_layers, len(counts))
     assert [len(own) for own in stages] == counts
     assert [index for own in stages for index in own] == list(range(num_layers))
+
+
+def test_layers_beside_pages_are_refused_in_stages_of_a_pipeline() -> None:
+    for plan in (gemma(2), SHAPES["qwen3-next"].plan(2)):
+        with pytest.raises(UnsupportedModel, match="have a sliding window or a state, which was not tried in 2 stages"):
+            require_staged(plan, stages_of(len(plan.layers), 2))
+    require_staged(eight_billion([2]), stages_of(32, 5))
+    with pytest.raises(UnsupportedModel, match="stage 32 of a pipeline of 33 has no layer of the plan's 32"):
+        require_staged(eight_billion([2]), stages_of(32, 33))
 
 
 def test_stages_of_a_pipeline_have_as_many_blocks() -> None:
