@@ -28,6 +28,7 @@ from kvcal.stages.allocate.fixed_widths import (
     PROGRAM,
     Contest,
     compared,
+    contest_data,
     fixed_allocations,
     other_allocations,
     report_of,
@@ -116,17 +117,40 @@ def test_the_texts_are_those_of_the_recipe_and_as_many_that_look_up(
     model: LoadedModel, made: tuple[Folder, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        fixed_widths, "job_sequences", lambda job, spec, purpose: (*spec.sources, spec.min_len, purpose)
-    )
+        fixed_widths, "job_sequences",
+        lambda job, spec, purpose: (*spec.sources, spec.num_samples, spec.seq_len, spec.min_len, purpose),
+    )  # fmt: skip
 
-    def read(loaded: LoadedModel, *sources: str) -> list[tuple[object, ...]]:
-        job = Job(short(3.5, **{"data.source": list(sources)}), loaded, made[0], SILENT)
+    def read(loaded: LoadedModel, *sources: str, **knobs: object) -> list[tuple[object, ...]]:
+        job = Job(short(3.5, **{"data.source": list(sources)} | knobs), loaded, made[0], SILENT)
         return [tuple(getattr(one, "name", one) for one in data) for data in Contest.of(job).data]
 
-    look_ups = ("lookups", 400, "select")
-    assert read(model, "python:docs", "lookups") == [("python:docs", 0, "select"), look_ups]
-    assert read(model, "lookups") == [look_ups]
-    assert read(replace(model, source="reasoner-10m"), "tasks") == [("tasks", 0, "select")]
+    many: dict[str, object] = {"data.num_samples": 16, "data.seq_len": 1024, "data.min_len": 512}
+    on_a_cpu = ("lookups", 6, 1024, 1024, "select")
+    assert read(model, "python:docs", "lookups", **many) == [("python:docs", 3, 1024, 512, "select"), on_a_cpu]
+    assert read(model, "lookups", **many) == [on_a_cpu]
+    thorough = many | {"profile.kl_measured": "all"}
+    long = ("lookups", 16, 4096, 4096, "select")
+    monkeypatch.setattr(LoadedModel, "max_context", None)
+    assert read(model, "python:docs", "lookups", **thorough) == [("python:docs", 8, 4096, 512, "select"), long]
+    monkeypatch.setattr(LoadedModel, "max_context", 2048)
+    assert read(model, "lookups", **thorough) == [("lookups", 16, 2048, 2048, "select")]
+    assert read(replace(model, source="reasoner-10m"), "tasks") == [("tasks", 2, 400, 0, "select")]
+
+
+def test_the_texts_hold_no_more_of_the_recipes_sources_than_a_basis_takes() -> None:
+    recipe = load_recipe("default")
+    assert recipe.basis is not None
+    tokens = recipe.data.num_samples // 2 * fixed_widths.LONGER * recipe.data.seq_len
+    assert tokens <= recipe.basis.num_samples * recipe.basis.seq_len
+
+
+def test_widths_are_compared_in_whole_pages_with_as_many_tokens_at_16_bits(made: tuple[Folder, Plan]) -> None:
+    _, plan = made
+    for before, after in zip(plan.layers, fixed_widths.in_pages(plan).layers, strict=True):
+        for one, other in ((before.k, after.k), (before.v, after.v)):
+            assert (one.num_bits, other.stripe_tokens) == (other.num_bits, 128) and one.stripe_tokens == 16
+            assert 2 * one.recent_window + one.stripe_tokens == 2 * other.recent_window + other.stripe_tokens
 
 
 def test_without_fixed_widths_of_as_many_bytes_the_program_ships_unmeasured(
@@ -148,17 +172,18 @@ def texts(count: int, num_tokens: int) -> list[Text]:
     ("of_fixed", "ships"),
     [
         ([[2.0, 2.2, 1.8], [2.0, 2.1, 1.9]], PROGRAM),  # half the KL, far beyond the error
-        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], "fixed"),  # no difference
+        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], PROGRAM),  # no difference
         ([[0.5, 0.6, 0.4], [2.0, 2.1, 1.8]], "fixed"),  # what text gains, look-ups lose
-        ([[1.2, 0.5, 2.5], [1.3, 0.4, 2.6]], "fixed"),  # less, but within the error
+        ([[1.2, 0.5, 2.5], [1.3, 0.4, 2.6]], PROGRAM),  # less, within the error
+        ([[0.9, 0.5, 2.0], [0.8, 0.4, 2.6]], "fixed"),  # more, within the error
     ],
 )
-def test_the_choice_by_layer_ships_where_it_loses_less_by_more_than_the_error(
+def test_the_plan_that_is_estimated_to_lose_least_ships_without_a_margin(
     made: tuple[Folder, Plan], of_fixed: list[list[float]], ships: str
 ) -> None:
     plans = {PROGRAM: made[1], "fixed": made[1]}
     kls = [{PROGRAM: torch.ones(3).double(), "fixed": torch.tensor(kl, dtype=torch.float64)} for kl in of_fixed]
-    report = compared(kls, plans, [texts(3, 400), texts(3, 300)])
+    report = compared(kls, [texts(3, 400), texts(3, 300)], plans)
     assert (report.shipped, report.num_texts, report.num_tokens) == (ships, 6, 400)
     program, fixed = report.plans
     logs = [[-math.log(kl) for kl in part] for part in of_fixed]
@@ -171,14 +196,14 @@ def test_the_choice_by_layer_ships_where_it_loses_less_by_more_than_the_error(
 
 def test_a_plan_without_a_loss_has_a_ratio(made: tuple[Folder, Plan]) -> None:
     kls = [{PROGRAM: torch.ones(2).double(), "fixed": torch.zeros(2).double()}]
-    report = compared(kls, dict.fromkeys((PROGRAM, "fixed"), made[1]), [texts(2, 300)])
+    report = compared(kls, [texts(2, 300)], dict.fromkeys((PROGRAM, "fixed"), made[1]))
     assert report.shipped == "fixed" and report.plans[1].ratio == pytest.approx(1 / fixed_widths.LEAST_KL)
 
 
 def test_of_two_that_the_choice_by_layer_does_not_beat_the_better_one_ships(made: tuple[Folder, Plan]) -> None:
     plans = dict.fromkeys((PROGRAM, "a", "b"), made[1])
     kls = [{PROGRAM: torch.ones(2).double(), "a": torch.full((2,), 0.9).double(), "b": torch.full((2,), 0.8).double()}]
-    assert compared(kls, plans, [texts(2, 300)]).shipped == "b"
+    assert compared(kls, [texts(2, 300)], plans).shipped == "b"
 
 
 @pytest.mark.parametrize(("by_law", "fixed", "first", "ships"), [
@@ -189,7 +214,7 @@ def test_the_better_choice_by_layer_meets_fixed_widths(
 ) -> None:
     kl_of = {PROGRAM: 1.0, BY_LAW: by_law, "fixed": fixed}
     kls = [{name: torch.full((2,), kl).double() for name, kl in kl_of.items()}]
-    report = compared(kls, dict.fromkeys(kl_of, made[1]), [texts(2, 300)])
+    report = compared(kls, [texts(2, 300)], dict.fromkeys(kl_of, made[1]))
     assert (report.plans[0].name, report.plans[0].ratio, report.shipped) == (first, None, ships)
     assert {one.name for one in report.plans} == set(kl_of)
     assert all(one.ratio == pytest.approx(kl_of[first] / kl_of[one.name]) for one in report.plans[1:])
@@ -224,7 +249,7 @@ def test_the_plan_says_what_was_measured_on_texts_that_nothing_was_fitted_on(
     assert stages["allocate.select_1"]["source"] == "lookups" and stages["allocate.select_0"]["purpose"] == "select"
     require_unseen(plan.provenance, sequences(DataSpec("lookups", 2, 400), model, "report"))
     with pytest.raises(UsageError, match="are among those that allocate.select_1 used"):
-        selected = sequences(DataSpec("lookups", 4, 400, min_len=400), model, "select")
+        selected = sequences(contest_data(short(3.5), model)[1], model, "select")
         require_unseen(plan.provenance, type(selected)(**{**vars(selected), "purpose": "report"}))
 
 
