@@ -1,4 +1,4 @@
-"""What each part of the choice of bits is worth, and what finer choices or other codes would be, at equal bytes.
+"""The worth of each part of the choice of bits, and of finer choices or other codes, at equal bytes.
 
     python lab/choice_of_bits.py --model path/to/model.gguf --data texts --bits 2.5 3 4
     python lab/choice_of_bits.py --model smollm2 --quick --bits 3 --texts 1 --tokens 1024     # a CPU

@@ -107,7 +107,7 @@ EXPONENT = 0.4375  # of the default's bases
 
 
 def _costs(factor: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """What errors of each channel cost in the basis, fp64 [D]: the diagonal of U diag(d) U', turned back."""
+    """The cost of errors of each channel in the basis, fp64 [D]: the diagonal of U diag(d) U', turned back."""
     upper = torch.eye(dim, dtype=torch.float64)
     for channel in range(dim - 1):
         upper[channel, channel + 1 :] = factor_row(factor[None], channel, dim)[0].double().cpu()
