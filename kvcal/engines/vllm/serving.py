@@ -280,15 +280,6 @@ def _stages(config: VllmConfig) -> tuple[tuple[range, ...], int]:
     return tuple(range(*get_pp_indices(count, stage, size)) for stage in range(size)), get_pp_group().rank_in_group
 
 
-def _require_seed(seed: int) -> None:
-    """UsageError unless vLLM's names of blocks are the plan's own."""
-    if (found := os.environ.get(SEED)) != str(seed):
-        raise UsageError(
-            f"blocks outlive the engine, and their names do not say of which plan they are: {SEED} is {found}",
-            hint=f"{SEED}={seed} vllm serve …, as kvcal serve-args --store prints it",
-        )
-
-
 def _pool_of(shard: HeadShard, config: VllmConfig) -> VllmPool:
     """UsageError for blocks of other tokens than the plan's; ArtifactError where states are the plan's or the
     model's alone."""
