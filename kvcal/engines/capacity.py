@@ -99,7 +99,7 @@ def capacity(
         needed, pages = pool.blocks(context), pages * pool.pages_per_block
         num_blocks, least, smallest = memory // block_bytes, needed, needed * block_bytes
     else:
-        own = SglangPool.of(shard, max_requests)
+        own = SglangPool.of(shard, max_requests, draft_bytes=draft_bytes)
         fixed, needed = own.fixed, -(-context // PAGE_TOKENS)
         ratio = window_ratio or own.ratio(own.fitting(memory, max_requests, context), context)
         num_blocks, block_bytes, windows = own.blocks(memory, ratio), own.block_bytes(ratio), own.windows(memory, ratio)
@@ -142,11 +142,12 @@ class SglangPool:
     window: int
     window_bytes: int
     fixed: int
+    draft_bytes: int = 0
 
     @classmethod
-    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> SglangPool:
-        """Of a plan. SGLang has one ring more than requests, for padding. UnsupportedModel where windows have
-        several sizes."""
+    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True, draft_bytes: int = 0) -> SglangPool:
+        """Of a plan, beside so many bytes of a token in the layers of a model that drafts. SGLang has one ring more
+        than requests, for padding. UnsupportedModel where windows have several sizes."""
         if len(shard.windows) > 1:
             sizes = " and ".join(map(str, sorted(shard.windows)))
             raise UnsupportedModel(f"the model has sliding windows of {sizes} tokens, and SGLang a pool for one size")
@@ -155,7 +156,7 @@ class SglangPool:
         ring = sum(map(shard.ring_bytes, shard.blocks))
         sinks = sum(block.sink_bytes for block in shard.blocks.values())
         fixed = (max_requests + 1) * (ring + BEGINNINGS * sinks * shares_sinks)
-        return cls(token_bytes, window, count * nbytes, fixed)
+        return cls(token_bytes, window, count * nbytes, fixed, draft_bytes)
 
     def ratio(self, requests: int, context: int) -> float:
         """Tokens in windows, by those in pages, that so many requests of the context need at once, by SGLang's own
@@ -201,7 +202,7 @@ class SglangPool:
         return max(1, bisect.bisect_right(numbers, memory, key=lambda requests: self.memory_of(requests, context)))
 
     def _cell(self, ratio: float) -> int | float:
-        return self.token_bytes + (ratio * self.window_bytes if self.window else 0)
+        return self.token_bytes + self.draft_bytes + (ratio * self.window_bytes if self.window else 0)
 
 
 class Placed(NamedTuple):
