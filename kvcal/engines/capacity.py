@@ -84,7 +84,7 @@ def capacity(
     draft_bytes: int = 0,
     window_ratio: float | None = None,
 ) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
+    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that are verified with a
     token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
     ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some; ``draft_bytes``: of a token
     in the layers of a model that drafts, on a rank. ``window_ratio``: SGLang's --swa-full-tokens-ratio; default:

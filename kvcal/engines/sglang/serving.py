@@ -88,8 +88,6 @@ class Serving:
         args = kvc.server_args
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)
-        drafts = args.speculative_num_draft_tokens - 1 if args.speculative_algorithm else 0
-        require_served(plan, self.device.type == "cuda", "sglang", drafts)
         for name, value in OPTIONS.items():
             if getattr(args, name) != value:
                 option = f"--{name.replace('_', '-')}"
@@ -98,6 +96,8 @@ class Serving:
             raise UsageError("a plan needs --max-running-requests: a request has a ring from the start", "such as 64")
         for reason in _refused_options(kvc):
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
+        drafts = args.speculative_num_draft_tokens - 1 if args.speculative_algorithm else 0
+        require_served(plan, self.device.type == "cuda", "sglang", drafts)
         if kvc.model_config.is_multimodal and hasattr(kvc.model, "prepare_attn_masks"):  # for its Triton backend alone
             raise UnsupportedModel(BOTH_WAYS, hint=f"{WITHOUT_IMAGES} leave --enable-multimodal out")
         require_model(plan, _served_model(kvc.model_config), "SGLang")
@@ -264,8 +264,6 @@ def _refused_options(kvc: Any) -> Iterator[str]:
     for name, allowed in DRAFTS.items() if args.speculative_algorithm else ():
         if (value := getattr(args, name)) not in allowed:
             yield f"drafts and --{name.replace('_', '-')} {value}, expected {' or '.join(map(str, allowed))}"
-    if args.speculative_algorithm and kvc.is_hybrid_swa:
-        yield "drafts beside sliding windows"
     if args.speculative_algorithm and args.speculative_draft_attention_backend in NO_DRAFT_BACKEND:
         yield "drafts without --speculative-draft-attention-backend, such as triton"
     for name in ("prefill_attention_backend", "decode_attention_backend"):
