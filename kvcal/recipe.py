@@ -110,7 +110,7 @@ class CacheSpec:
     v_recent_window: SizeOrNone = knob(64, "Most recent tokens whose values stay at 16 bits.")
     # Left out of JSON by default, as a format's quantizer.
     stripe_tokens: Stripe = knob(
-        128, "Tokens that are packed together where each has its own scales (rotated pages): 16, or a page of 128."
+        128, "Tokens that are packed together where each has its own scales (rotated pages): 16, 32, or a page of 128."
     )
     param_dtype: Literal["float16", "bfloat16", "float32"] = knob(
         "float16", "Of scales and zeros; scales of rotated pages always have 8 bits (e5m2)."

@@ -37,7 +37,7 @@ Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 UNIFORM = "uniform"
 # Left out of JSON where they are the usual ones: plans without the keys stay the same bytes.
 Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
-Stripe = Annotated[Literal[16, 128], Field(exclude_if=lambda tokens: tokens == PAGE_TOKENS)]
+Stripe = Annotated[Literal[16, 32, 128], Field(exclude_if=lambda tokens: tokens == PAGE_TOKENS)]
 
 
 class Pages(NamedTuple):

@@ -18,14 +18,12 @@ from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.folder import Job, sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import Plan
+from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.recipe import Recipe
 from kvcal.stages.allocate import fixed_widths
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.fixed_widths import (
-    BY_LAW,
-    PROGRAM,
     Contest,
     compared,
     contest_data,
@@ -34,7 +32,8 @@ from kvcal.stages.allocate.fixed_widths import (
     report_of,
     width_pairs,
 )
-from kvcal.stages.allocate.record import Allocation, layer_bytes
+from kvcal.stages.allocate.record import BY_LAW, COMPETED, PROGRAM, Allocation, layer_bytes
+from kvcal.stages.allocate.stage import choices_of, read_choices, reasons_of
 from kvcal.stages.divergence import Text
 from kvcal.stages.profile import record as profile_record
 from kvcal.systems.basis.rotated import DISTORTION
@@ -271,11 +270,42 @@ def test_fixed_widths_that_win_are_the_plan(
     assert again.sha256 == plan.sha256 and "allocate: allocation.safetensors is current, skipped" in listener.said
 
 
+@pytest.mark.parametrize("ships", [PROGRAM, BY_LAW, "fixed"])
+def test_the_reasons_are_the_costs_that_led_to_the_plan_that_ships(
+    ships: str, model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_favour(loaded, plans, texts, reporter, label):
+        names = {name if name in (PROGRAM, BY_LAW) else "fixed": name for name in plans}
+        return {name: torch.full((len(texts),), 1.0 + (name != names[ships])).double() for name in plans}
+
+    def as_by_law(*given):  # of three layers the law chooses alike
+        return {BY_LAW: next(iter(fixed_allocations(*given).values()))}
+
+    monkeypatch.setattr(fixed_widths, "measured", in_favour)
+    if ships == BY_LAW:
+        monkeypatch.setattr(fixed_widths, "other_allocations", as_by_law)
+    folder = Folder.create(tmp_path)
+    plan = build_plan(model, folder, short(3.2))
+    found, profile = choices_of(plan, folder), profile_record.load(folder.profile)
+    costs = profile.by_law if ships == BY_LAW else profile
+    for index, side in ((0, "K"), (2, "V")):
+        told = [one.loss for one in found.options if one.place == f"layer {index} {side}" and one.option != "16"]
+        expected = costs.kl(index, "k" if side == "K" else "v").tolist()
+        assert [one for one in told if one] == pytest.approx(expected)
+    assert found.ships == report_of(plan).shipped and found.of_layer(0).ships == found.ships  # type: ignore[union-attr]
+    assert ("as squared errors do" in found.led_to) == (ships == BY_LAW)
+    assert ("these widths alone" in found.led_to) == (ships == "fixed")
+    file = tmp_path / "kept.safetensors"
+    save_plan(plan, file, reasons_of(plan, folder))
+    kept = read_choices(file)
+    assert kept is not None and (kept.ships, kept.led_to) == (found.ships, found.led_to)
+
+
 def test_without_the_knob_nothing_is_measured(model: LoadedModel, tmp_path: Path) -> None:
     plan = build_plan(model, Folder.create(tmp_path), short(3.5, **{"allocate.fixed_widths": False}))
     assert report_of(plan) is None
     with pytest.raises(UsageError, match="expected .basis., and no .search."):
         with_knobs(load_recipe("sensitivity"), {"allocate.fixed_widths": True})
-    broken = Plan(plan.model, plan.cache_dtype, plan.layers, plan.workload, {fixed_widths.KEY: {}}, plan.tensors)
+    broken = Plan(plan.model, plan.cache_dtype, plan.layers, plan.workload, {COMPETED: {}}, plan.tensors)
     with pytest.raises(ArtifactError, match="fixed_widths"):
         report_of(broken)

@@ -43,7 +43,7 @@ from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import AllocateSpec, Recipe
-from kvcal.stages.allocate.record import Allocation
+from kvcal.stages.allocate.record import BY_LAW, COMPETED, PROGRAM, Allocation
 from kvcal.stages.allocate.stage import Problem, allocate, solved
 from kvcal.stages.divergence import Text, kl_texts
 from kvcal.stages.profile.record import Profile
@@ -52,8 +52,6 @@ from kvcal.strict import STRICT, Amount, Positive, dump, parse
 from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.fit import BasisRecord
 
-PROGRAM, BY_LAW = "by layer", "by layer, costs as squared errors"
-KEY = "fixed_widths"  # of a plan's provenance
 LEAST_KL = 1e-12  # of a text: below, the ratio of two is rounding
 MOST_AHEAD = 2  # bits of keys above those of values
 LONGER = 4  # times as long as the recipe's texts, 4,096 tokens of the default
@@ -124,7 +122,7 @@ class Contest:
         plans = {name: self.basis.planned(allocation) for name, allocation in found.items()}
         report = compared(*self._measured(plans, reporter), plans)
         reporter.say(f"allocate: {report.sentence}")
-        provenance = program.provenance | {KEY: dump(report)}
+        provenance = program.provenance | {COMPETED: dump(report)}
         return replace(
             found[report.shipped], provenance=with_calibration(provenance, calibration("allocate", self.inputs))
         )
@@ -245,6 +243,6 @@ def compared(
 
 def report_of(plan: Plan) -> WidthsReport | None:
     """Figures of a plan's choice, from its provenance. ArtifactError where that is no such report."""
-    if KEY not in plan.provenance:
+    if COMPETED not in plan.provenance:
         return None
-    return parse(WidthsReport, plan.provenance[KEY], f"the plan's provenance.{KEY}", ArtifactError)
+    return parse(WidthsReport, plan.provenance[COMPETED], f"the plan's provenance.{COMPETED}", ArtifactError)
