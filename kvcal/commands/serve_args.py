@@ -37,6 +37,7 @@ def serve_args(
     engine: Annotated[Literal["vllm", "sglang"], typer.Option("--engine")] = "vllm",
     model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
     tp: Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Stages of a pipeline, in vLLM.", min=1, max=1024)] = 1,
     max_requests: Annotated[
         int, typer.Option(help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
     ] = 64,
@@ -92,14 +93,23 @@ def serve_args(
         raise UsageError(f"--draft {draft} with --engine {engine}, where a small model alone drafts", "--draft MODEL")
     if host_memory is not None and engine != "vllm":
         raise UsageError(f"--host-memory with --engine {engine}; blocks of a plan leave the device in vllm alone")
+    if pp > 1 and (engine != "vllm" or drafts or host_memory is not None):
+        raise UsageError(
+            f"--pp {pp} with --engine sglang, --drafts or --host-memory; plans are served in stages of a pipeline in "
+            "vllm alone, without these"
+        )
     if store is not None and host_memory is None:
         raise UsageError("--store without --host-memory, through which blocks go", hint="--host-memory 8GB")
     loaded = plan_file.load_plan(plan)
     support.require_served(loaded, True, engine, drafts)
     if store is not None:
         support.require_tiered(loaded)
-    heads = shard.HeadShard(loaded, 0, tp, 1 + drafts)
-    heads.blocks  # noqa: B018 - refuses ranks that cannot share the heads
+    stages = shard.stages_of(loaded.layers[-1].geometry.index + 1, pp) if pp > 1 else ()
+    if stages:
+        support.require_staged(loaded, stages)
+    heads = shard.HeadShard(loaded, 0, tp, 1 + drafts, stages)
+    for one in heads.of_stages:
+        one.blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     memory = None if kv_memory is None else parse_bytes(kv_memory)
     state = 0
@@ -110,13 +120,14 @@ def serve_args(
     draft_bytes = _draft_bytes(draft, loaded, tp) if drafts else 0
     sizes = tp, context or 1, drafts, max_requests, state, draft_bytes
     ratio = _window_ratio(heads, memory, max_requests, context or loaded.workload.context) if engine == "sglang" else 0
-    found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes, ratio)
+    found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes, ratio, stages)
     if engine == "vllm":
         block = engine_capacity.vllm_pool(heads, state, draft_bytes=draft_bytes).block_tokens
         words = [] if store is None else ["env", f"PYTHONHASHSEED={support.block_seed(loaded)}"]
         words += ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", str(block)]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+        words += ["--pipeline-parallel-size", str(pp)] if pp > 1 else []
         words += ["--max-model-len", str(context)] if context is not None else []
         words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
         by = {"method" if draft in OWN_DRAFTS else "model": draft, "num_speculative_tokens": drafts}
@@ -137,7 +148,7 @@ def serve_args(
     words += [support.NO_PREFIXES] if support.loses_sinks(loaded, engine) else []
     value: dict[str, Any] = {"engine": engine, "arguments": words, "capacity": None}
     if found is not None and context is not None:
-        counted = {"tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
+        counted = {"tp": tp, "pp": pp, "concurrency": found.concurrency, "tokens": found.num_tokens}
         value["capacity"] = asdict(found) | counted
     given.show(value, shlex.join(words))
     if found is not None and context is not None:

@@ -91,6 +91,24 @@ def require_tiered(plan: Plan) -> None:
         )
 
 
+def require_staged(plan: Plan, stages: Sequence[range]) -> None:
+    """UnsupportedModel where the plan's layers cannot be divided among these stages of a pipeline in vLLM."""
+    others = [layer.geometry.index for layer in plan.layers if not layer.is_paged or layer.geometry.state_bytes]
+    if others:
+        raise UnsupportedModel(
+            f"layers {', '.join(map(str, others))} have a sliding window or a state, which was not tried in "
+            f"{len(stages)} stages of a pipeline",
+            hint="tensor parallelism alone",
+        )
+    indices = {layer.geometry.index for layer in plan.layers}
+    for number, own in enumerate(stages):
+        if not indices & set(own):
+            raise UnsupportedModel(
+                f"stage {number} of a pipeline of {len(stages)} has no layer of the plan's {len(plan.layers)}",
+                hint="fewer stages",
+            )
+
+
 def block_seed(plan: Plan) -> int:
     """``PYTHONHASHSEED`` with which vLLM's names of blocks are the plan's own: 32 bits of its digest. A name is a hash
     of this seed and of the tokens up to the block's end, and says nothing else of what the bytes mean."""

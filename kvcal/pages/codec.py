@@ -277,7 +277,7 @@ class PageCodec:
         return layout.encode_pages(page, operands)
 
     def _operands(self, page: Tensor, query_mean: Tensor | None) -> Mapping[str, Tensor]:
-        """What the layout takes to encode a page."""
+        """Operands of the layout to encode a page."""
         operands = self.operands
         if self.format.score is not None:
             if query_mean is not None and self.rescale is not None:

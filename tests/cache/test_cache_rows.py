@@ -288,7 +288,7 @@ def unpadded(states: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
 
 
 def filled_alone(prompt: torch.Tensor, more: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a row reads back by itself, fed and cropped as the batch was."""
+    """The tokens that a row reads back by itself, fed and cropped as the batch was."""
     single = empty_cache()
     for part in (prompt, more):
         single.update(part, part, 0)

@@ -44,7 +44,7 @@ def serve(
     served: Served, folder: Path, rounds: list[list[list[int]]], together: bool = False, plan: Plan | None = None,
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What SGLang did."""
+    """A run of SGLang."""
     folder.mkdir(exist_ok=True)
     on_gpu = {"device": "cuda", "sampling_backend": "pytorch", "mem_fraction_static": 0.5}
     engine = arguments(served, **on_gpu | more)

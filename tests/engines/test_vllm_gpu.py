@@ -47,7 +47,7 @@ ON_GPU: dict[str, Any] = {
 def serve(
     folder: Path, served: Served, requests: list[dict], runner: int = 2, seed: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What vLLM did; ``seed``: of its names of blocks."""
+    """A run of vLLM; ``seed``: of its names of blocks."""
     given = {"llm": served.arguments(**ON_GPU | more), "requests": requests}
     found = run(folder, "vllm_host.py", given, runner, {} if seed is None else {"PYTHONHASHSEED": str(seed)})
     assert "error" not in found, found["trace"]
@@ -57,7 +57,7 @@ def serve(
 def run(
     folder: Path, program: str, given: dict[str, Any], runner: int = 2, more: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """What a program answers; ``runner``: vLLM has two model runners on a GPU, of which the second is the
+    """The answer of a program; ``runner``: vLLM has two model runners on a GPU, of which the second is the
     usual one; ``more``: variables."""
     paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
     variables = {
@@ -211,5 +211,16 @@ def test_two_ranks_hold_a_head_each(graphs: dict[str, Any], tmp_path: Path, serv
     plan = served.with_copies()
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     given = {"additional_config": {"kvcal_plan": served.write("ranks.safetensors", plan)}, **ranks, **graphs}
+    replay = assert_replayed(serve(tmp_path, served, twice(130, 300), **given), served.model, plan, is_greedy=False)
+    assert sorted(replay.cached.values()) == [0, 0, 128, 256]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
+def test_two_stages_of_a_pipeline(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """Likewise."""
+    plan = served.with_copies()
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    given = {"additional_config": {"kvcal_plan": served.write("stages.safetensors", plan)}, **stages, **graphs}
     replay = assert_replayed(serve(tmp_path, served, twice(130, 300), **given), served.model, plan, is_greedy=False)
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]

@@ -341,7 +341,7 @@ def test_a_gpu_takes_as_many_texts_as_leave_room_for_a_reference_and_a_plan(monk
         parameters, buffers = loaded.model.parameters, loaded.model.buffers
 
     moved = replace(loaded, model=OnGpu())
-    for caches, expected in ((4, 1), (11.9, 2), (12.1, 3), (1000, 16), (0.5, 1)):
+    for caches, expected in ((4, 1), (11.9, 2), (12.1, 3), (1000, 32), (0.5, 1)):
         total = SimpleNamespace(total_memory=(caches * cache + weights) / divergence.MEMORY_SHARE + 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, total=total: total)
         assert divergence.texts_at_once(moved, 1000) == expected, caches

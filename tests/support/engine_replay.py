@@ -1,4 +1,4 @@
-"""What an engine did, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a
+"""The work of an engine, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a
 time.
 
 An engine cuts prompts into chunks, begins after blocks that others filled, and drops a request's blocks to

@@ -1,4 +1,4 @@
-"""What the evaluation tests share: a tiny model as loaded, plans for it, random text, and a noting
+"""Shared by the evaluation tests: a tiny model as loaded, plans for it, random text, and a noting
 reporter."""
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""What SGLang computes, step by step: a plug-in of the tests, which writes a line of JSON for every step to
+"""A record of SGLang, step by step: a plug-in of the tests, which writes a line of JSON for every step to
 the file that the environment names."""
 
 from __future__ import annotations

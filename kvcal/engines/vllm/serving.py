@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import (
+    get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     get_world_group,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -35,6 +37,7 @@ from kvcal.engines.support import (
     require_model,
     require_served,
     require_sinks,
+    require_staged,
     require_tiered,
     require_version,
 )
@@ -91,8 +94,12 @@ class Serving:
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
-        self.shard = HeadShard(plan, rank, size, 1 + lookahead)
+        stages, stage = _stages(config)
+        if stages:
+            require_staged(plan, stages)
+        self.shard = HeadShard(plan, rank, size, 1 + lookahead, stages, stage)
         self.pool = _pool_of(self.shard, config)
+        self._first_index = min(index for one in self.shard.of_stages for index in one.blocks)
         attentions = (layer.geometry for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry))
         self.geometries = {one.index: rank_geometry(one, rank, size) for one in attentions}
         # vLLM's first layer with pages, and what lies besides all of them.
@@ -110,6 +117,8 @@ class Serving:
         self._unbound = set(self.shard.blocks)
         self._allocated = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
+        if stages:
+            logger.info("stage %d of %d: layers %d to %d", stage, len(stages), stages[stage][0], stages[stage][-1])
         if (told := concern(load_damage(Path(path), plan))) is not None:
             logger.warning("%s: %s", path, told)
 
@@ -119,9 +128,11 @@ class Serving:
         return planned is not None and planned.window is not None
 
     def make_rings(self, attention: Any, config: VllmConfig) -> None:
-        """Next to vLLM's first layer with pages: the layers of rings and of sinks."""
+        """Next to vLLM's first layer with pages: the layers of rings and of sinks. All stages of a pipeline give
+        them the names that the first one gives: layers of one name are one group, which every stage has."""
         if self.first is None:
             self.first, name = attention, attention.layer_name
+            name = name.replace(f".{extract_layer_index(name)}.", f".{self._first_index}.", 1)
             self.ring = RingLayer(f"{name}.kvcal_rings", self.pool.rings, config)
             numbers = range(self.pool.sinks.num_blocks if self.pool.sinks.block_bytes else 0)
             self.sinks = [SinkLayer(name, number, self, config) for number in numbers]
@@ -256,7 +267,10 @@ def plan_path(additional: Any) -> str | None:
 def _refused_options(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        yield f"pipeline parallelism of {parallel.pipeline_parallel_size}"
+        if config.speculative_config is not None:
+            yield f"drafts in {parallel.pipeline_parallel_size} stages of a pipeline"
+        if config.kv_transfer_config is not None:
+            yield f"a KV connector in {parallel.pipeline_parallel_size} stages of a pipeline"
     if parallel.decode_context_parallel_size > 1:
         yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
     drafts = config.speculative_config
@@ -289,6 +303,14 @@ def _refused_connector(transfer: Any, has_prefixes: bool) -> Iterator[str]:
             yield f"a tier of the type {tier.get('type')!r} (expected {' or '.join(TIERS)}; others were not tried)"
     if not has_prefixes:
         yield "a KV connector, which finds blocks by their prefixes, but without prefix caching"
+
+
+def _stages(config: VllmConfig) -> tuple[tuple[range, ...], int]:
+    """The layers of every stage of a pipeline, and this process's stage; none without a pipeline."""
+    size, count = config.parallel_config.pipeline_parallel_size, config.model_config.hf_text_config.num_hidden_layers
+    if size == 1:
+        return (), 0
+    return tuple(range(*get_pp_indices(count, stage, size)) for stage in range(size)), get_pp_group().rank_in_group
 
 
 def _require_seed(seed: int) -> None:
