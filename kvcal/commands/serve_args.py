@@ -42,10 +42,14 @@ def serve_args(
         int, typer.Option(help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
     ] = 64,
     drafts: Annotated[
-        int, typer.Option(help="Draft tokens that vLLM verifies with a token, 0 to 7.", min=0, max=7)
+        int, typer.Option(help="Draft tokens that the engine verifies with a token, 0 to 7.", min=0, max=7)
     ] = 0,
     draft: Annotated[
-        str, typer.Option(help="What drafts: ngram, mtp (a layer of the model's own), or a model: EAGLE, a small one.")
+        str,
+        typer.Option(
+            help="What drafts: ngram, mtp (a layer of the model's own), or a model: EAGLE, a small one. In SGLang a "
+            "small model alone."
+        ),
     ] = "ngram",
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; default: the model's.", **values.TOKENS)
@@ -91,8 +95,8 @@ def serve_args(
 
     Example: `kvcal serve-args plan.safetensors --role prefill`, and `--role decode` for the other engine
     """
-    if drafts and engine != "vllm":
-        raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
+    if drafts and engine != "vllm" and draft in OWN_DRAFTS:
+        raise UsageError(f"--draft {draft} with --engine {engine}, where a small model alone drafts", "--draft MODEL")
     if host_memory is not None and engine != "vllm":
         raise UsageError(f"--host-memory with --engine {engine}; blocks of a plan leave the device in vllm alone")
     if pp > 1 and (engine != "vllm" or drafts or host_memory is not None):
@@ -156,6 +160,7 @@ def serve_args(
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
         words += ["--swa-full-tokens-ratio", f"{ratio:.6f}"] if ratio else []
+        words += _drafting(draft, drafts) if drafts else []
     words += [support.NO_PREFIXES] if support.loses_sinks(loaded, engine) else []
     value: dict[str, Any] = {"engine": engine, "arguments": words, "capacity": None}
     if found is not None and context is not None:
@@ -182,6 +187,13 @@ def _one_of(connectors: list[dict[str, Any]]) -> dict[str, Any]:
         return connectors[0]
     extra = {"connectors": connectors}
     return {"kv_connector": "MultiConnector", "kv_role": connectors[0]["kv_role"], "kv_connector_extra_config": extra}
+
+
+def _drafting(draft: str, drafts: int) -> list[str]:
+    """SGLang's options of a small model that drafts."""
+    own = {"algorithm": "STANDALONE", "draft-model-path": draft, "num-steps": drafts, "eagle-topk": 1}
+    own |= {"num-draft-tokens": 1 + drafts, "draft-attention-backend": "triton"}
+    return [word for name, value in own.items() for word in (f"--speculative-{name}", str(value))]
 
 
 def _window_ratio(heads: shard.HeadShard, memory: int | None, max_requests: int, context: int) -> float:

@@ -85,7 +85,7 @@ def capacity(
     window_ratio: float | None = None,
     stages: tuple[range, ...] = (),
 ) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
+    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that are verified with a
     token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
     ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some; ``draft_bytes``: of a token
     in the layers of a model that drafts, on a rank. ``window_ratio``: SGLang's --swa-full-tokens-ratio; default:
@@ -103,7 +103,7 @@ def capacity(
         needed, pages = pool.blocks(context), pages * pool.pages_per_block
         num_blocks, least, smallest = memory // block_bytes, needed, needed * block_bytes
     else:
-        own = SglangPool.of(shard, max_requests)
+        own = SglangPool.of(shard, max_requests, draft_bytes=draft_bytes)
         fixed, needed = own.fixed, -(-context // PAGE_TOKENS)
         ratio = window_ratio or own.ratio(own.fitting(memory, max_requests, context), context)
         num_blocks, block_bytes, windows = own.blocks(memory, ratio), own.block_bytes(ratio), own.windows(memory, ratio)
@@ -146,11 +146,12 @@ class SglangPool:
     window: int
     window_bytes: int
     fixed: int
+    draft_bytes: int = 0
 
     @classmethod
-    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> SglangPool:
-        """Of a plan. SGLang has one ring more than requests, for padding. UnsupportedModel where windows have
-        several sizes."""
+    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True, draft_bytes: int = 0) -> SglangPool:
+        """Of a plan, beside so many bytes of a token in the layers of a model that drafts. SGLang has one ring more
+        than requests, for padding. UnsupportedModel where windows have several sizes."""
         if len(shard.windows) > 1:
             sizes = " and ".join(map(str, sorted(shard.windows)))
             raise UnsupportedModel(f"the model has sliding windows of {sizes} tokens, and SGLang a pool for one size")
@@ -159,7 +160,7 @@ class SglangPool:
         ring = sum(map(shard.ring_bytes, shard.blocks))
         sinks = sum(block.sink_bytes for block in shard.blocks.values())
         fixed = (max_requests + 1) * (ring + BEGINNINGS * sinks * shares_sinks)
-        return cls(token_bytes, window, count * nbytes, fixed)
+        return cls(token_bytes, window, count * nbytes, fixed, draft_bytes)
 
     def ratio(self, requests: int, context: int) -> float:
         """Tokens in windows, by those in pages, that so many requests of the context need at once, by SGLang's own
@@ -205,7 +206,7 @@ class SglangPool:
         return max(1, bisect.bisect_right(numbers, memory, key=lambda requests: self.memory_of(requests, context)))
 
     def _cell(self, ratio: float) -> int | float:
-        return self.token_bytes + (ratio * self.window_bytes if self.window else 0)
+        return self.token_bytes + self.draft_bytes + (ratio * self.window_bytes if self.window else 0)
 
 
 def _page_bytes(blocks: Mapping[int, BlockLayout]) -> int:

@@ -26,7 +26,7 @@ from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.kernels import choice
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.ways import Engine
+from kvcal.pages.ways import SLIDING_WINDOW, Engine
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 
@@ -53,6 +53,8 @@ def refusals(
     yield from choice.not_served(layer, engine)
     if lookahead and layer.geometry.state_bytes:
         yield "a state: drafts beside states were not tried"
+    if lookahead and engine == "sglang" and SLIDING_WINDOW in layer.geometry_ways():
+        yield f"{SLIDING_WINDOW.name}: drafts beside sliding windows were not tried in SGLang"
     if layer.is_paged and not layer.attention.is_latent:
         yield from choice.not_served(layer, "drafts") if lookahead else ()
         yield from choice.limits(layer, cache_dtype, is_cuda)

@@ -386,8 +386,12 @@ def test_a_plan_for_an_engine_has_room_for_drafts() -> None:
         assert found.num_blocks == 1 + 3 * found.blocks_per_request and found.memory <= nbytes
         more += split.engine - allocated("vllm", 1, nbytes)[1].engine
     assert more > 0
-    with pytest.raises(ValueError, match="drafts = 7 and engine = 'sglang': expected engine = 'vllm'"):
-        allocated("sglang", 1, BUDGETS[0], drafts=7)
+    plan, split = allocated("sglang", 1, BUDGETS[0], drafts=7)
+    taken, pool = split.cache + split.engine, SglangPool.of(HeadShard(plan, 0, 1, 8), 3)
+    found = capacity("sglang", plan, taken, 1, 1000, 7, max_requests=3)
+    assert found.num_blocks == 3 * 8 and pool.fixed > SglangPool.of(HeadShard(plan), 3).fixed
+    one = SglangPool.of(HeadShard(plan, 0, 1, 8), 3, draft_bytes=4 * 2 * 2 * 64 * 2)
+    assert one.memory(10, 0.0) == pool.memory(10, 0.0) + 1280 * 4 * 2 * 2 * 64 * 2
 
 
 def test_a_budget_for_an_engine_buys_more_bits_the_larger_it_is() -> None:
@@ -571,6 +575,18 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
         assert value["capacity"]["block_bytes"] == pool.block_bytes == max(pool.room, page + drafted)
 
 
+def test_serve_args_of_a_model_that_drafts_in_sglang(model: Path, plan_path: Path) -> None:
+    line = ("serve-args", plan_path, "--engine", "sglang", "--kv-memory", "1GB", "--context", 1000)
+    plan, value = load_plan(plan_path), ran_well(*line, "--drafts", 5, "--draft", model, "--json").json
+    words = value["arguments"]
+    assert words[words.index("--speculative-draft-model-path") + 1] == str(model)
+    assert words[words.index("--speculative-num-draft-tokens") + 1] == "6"
+    drafted = 3 * plan.layers[0].attention.values_per_token * 2
+    pool = SglangPool.of(HeadShard(plan, step_tokens=6), 64, draft_bytes=drafted)
+    assert value["capacity"]["block_bytes"] == pool.block_bytes(0.0) == 128 * (pool.token_bytes + drafted)
+    assert value["capacity"]["num_blocks"] == pool.blocks(10**9, 0.0)
+
+
 def test_serve_args_of_sglang(plan_path: Path) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(*shared).out)
@@ -599,10 +615,14 @@ def test_serve_args_of_sglang(plan_path: Path) -> None:
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
+        (
+            "serve-args {plan} --engine sglang --drafts 2",
+            2,
+            "--draft ngram with --engine sglang, where a small model alone",
+        ),
         ("serve-args {plan} --pp 4", 4, "stage 3 of a pipeline of 4 has no layer of the plan's 3"),
         ("serve-args {plan} --pp 2 --drafts 2", 2, "in stages of a pipeline in vllm alone, without these"),
         ("serve-args {plan} --engine sglang --pp 2", 2, "in stages of a pipeline in vllm alone"),
-        ("serve-args {plan} --engine sglang --drafts 2", 2, "plans are served with drafts in vllm alone"),
     ],
 )
 def test_refusals(words: str, code: int, says: str, model: Path, plan_path: Path) -> None:
