@@ -190,6 +190,80 @@ def test_choices_of_bits_are_compared_as_measured() -> None:
         )
         for cell, value in pairs:
             require_pair(cell, (value, 0.0))
+    require_contests_of_longer_texts(table_of(text, "what 24 texts of 4,096 tokens told"), found["Qwen2.5-Coder-0.5B"])
+
+
+def require_contests_of_longer_texts(table: list[list[str]], of_model: dict[str, Any]) -> None:
+    names = NAMED | {"by side": "by layer"}
+    assert len(table) == sum(len(one["plans"]) for one in of_model["contests"].values())
+    for bits, name, kl, look_ups, told, error in table:
+        contest = of_model["contests"][f"{bits} bits, 24 texts of 4096"]
+        row = next(one for one in contest["plans"] if names.get(name, name) == one["name"])
+        require_pair(kl, (1000 * row["kl"], 0.0))
+        require_pair(look_ups, (1000 * row["look_ups"], 0.0))
+        assert (told == "ships") == (contest["shipped"] == row["name"])
+        if told != "ships":
+            require_pair(told, (row["ratio"], 0.0))
+            require_pair(error, (row["log_error"], 0.0))
+
+
+@pytest.mark.parametrize(
+    ("heading", "parts", "kinds"),
+    [
+        ("finer choices", ("heads", "levels"), ("rows", "copies", "late", "calls")),
+        ("trellis codes in", ("trellis",), ("rows", "copies")),
+    ],
+)
+def test_finer_choices_and_other_codes_are_compared_as_measured(
+    heading: str, parts: tuple[str, ...], kinds: tuple[str, ...]
+) -> None:
+    found = choices()["SmolLM2-135M"]
+    plans = {name: plan for part in parts for name, plan in found[part].items()}
+    table = table_of((DOCS / "measured/2026-11-29-choice-of-bits.md").read_text(), f"SmolLM2-135M, {heading}")
+    assert [cells[0] for cells in table] == list(plans)
+    for name, bits, kl, *cells in table:
+        plan, base = plans[name], plans[plans[name]["against"]]
+        require_pair(bits, (plan["bits"], 0.0))
+        require_pair(kl, (1000 * statistics.mean(plan["kl"]), 0.0))
+        lost = [ratio(column(plan["answers"][kind], 2), column(base["answers"][kind], 2)) for kind in kinds]
+        for cell, pair in zip(cells, [ratio(plan["kl"], base["kl"]), *lost], strict=True):
+            require_pair(cell, pair)
+
+
+def test_plans_since_longer_contests_are_compared_as_measured() -> None:
+    page = (DOCS / "measured/2026-11-29-longer-contests.md").read_text()
+    now = json.loads((DATA / "2026-11-29-longer-contests.json").read_text())
+    before = plans_of("Qwen2.5-Coder-0.5B", "2026-11-29")["measured"]
+    told = [
+        [bits, choice, other, float(cell)] for bits, choice, other, cell in table_of(page, "What the contests told")
+    ]
+    assert told == now["contests"]
+    earlier = json.loads((DATA / "2026-11-29-rows-of-tables.json").read_text())["right"]
+    assert earlier["16-bit"] == now["right"]["16-bit"]
+    for name, share, share_before, rise, seconds in table_of(page, "Rows of 64 tables"):
+        require_pair(share_before, rows_of(name, "2026-11-29") or (0, 0))
+        require_pair(seconds, (now["plans"][name]["seconds"], 0))
+        assert (share == "–") == (rise == "–") == (name not in now["right"])
+        if name in now["right"]:
+            require_pair(share, ratio(now["right"][name], now["right"]["16-bit"]))
+            require_pair(rise, ratio(now["right"][name], earlier[name]))
+    of_both = ("dialogues", "code")
+    for name, bits, *cells in table_of(page, "KL in thousandths of a nat"):
+        require_pair(bits, (now["plans"][name]["bits"], 0))
+        shared = [of_kinds(one, name, of_both) for one in (before, now["measured"])]
+        others = [of_kinds(one, name, ("wikipedia", "books", "mathematics")) for one in (before, now["measured"])]
+        assert [len(kl) for kl, _ in (*shared, *others)] == [12] * 4 and shared[0][1] == shared[1][1]
+        pairs = [(1000, ratio(*shared[0])), (1000, ratio(*shared[1])), (1, ratio(shared[1][0], shared[0][0]))]
+        pairs += [(1000, ratio(*one)) for one in others]
+        pairs += [(1, ratio(kl_of(now["measured"], name), kl_of(now["measured"], "kivi-2")))]
+        pairs += [(100, codes_of(now["measured"], name))]
+        for cell, (scale, pair) in zip(cells, pairs, strict=True):
+            require_pair(cell, pair, scale)
+
+
+def of_kinds(measured: dict[str, Any], name: str, kinds: tuple[str, ...]) -> tuple[list[float], list[float]]:
+    found = [text for text in texts(measured, name) if "kl" in text and text["kind"] in kinds]
+    return [text["kl"] for text in found], [text["count"] for text in found]
 
 
 def choices() -> dict[str, Any]:
