@@ -27,7 +27,7 @@ NARROW_HEAD_DIMS = (64, 128)
 # The fast kernel's passes of 8 query heads a tile (csrc/decode/wide_keys.cuh) take more of them.
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
-TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
+TILE_HEADS, WIDE_HEADS = 4, 8  # query heads of a tile of the tensor core: otherwise, and if wide
 MAX_LARGE_BITS = 4  # of more than 128 channels: shared memory of 99 KiB has room for one page of a head
 MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile

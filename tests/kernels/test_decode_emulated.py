@@ -49,6 +49,20 @@ def test_drafts(name: str, group: int, tokens: int) -> None:
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "tokens", "dim"),
+    (
+        ("stripes", 4, 3, 128), ("stripes, 3 and 4 bits", 3, 6, 64), ("rotated 2 bits", 6, 3, 128),
+        ("K per token", 16, 1, 128), ("stripes of 3 bits", 4, 4, 128),
+    ),
+)  # fmt: skip
+def test_passes_of_two_tiles_of_columns(name: str, group: int, tokens: int, dim: int) -> None:
+    variant = drafts(name, group, tokens, dim)
+    assert decode.pass_heads(variant) == 16
+    case = EmulatedDrafts(variant, (0, 125, 127, 383), heads=2, seed=tokens)
+    assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
+
+
 def test_drafts_of_a_large_head() -> None:
     case = EmulatedDrafts(drafts("stripes", 2, 4, 256), (0, 127, 383), heads=1, seed=4)
     assert relative_error(case.run(0.04), case.expected(0.04)) <= TOLERANCE

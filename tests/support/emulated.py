@@ -172,7 +172,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
         heads = batch * num_kv_heads
-        parts = (heads * -(-group_heads // decode.TILE_HEADS) + NUM_BLOCKS) * 2 * decode.TILE_HEADS * (head_dim + 2)
+        parts = (heads * -(-group_heads // decode.TILE_HEADS) + NUM_BLOCKS) * 4 * decode.TILE_HEADS * (head_dim + 2)
         return decode._counter_bytes(heads, group_heads) + 4 * parts
 
     monkeypatch.setattr(decode, "_launch", launch)

@@ -276,9 +276,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
-            float out[4 * DENSE_PARTS][4];
-#pragma unroll
-            for (int i = 0; i < 16 * DENSE_PARTS; i++) out[i / 4][i % 4] = 0.f;
+            float out[COLUMN_TILES][4 * DENSE_PARTS][4] = {};
             if (V_PACKED) slot = dense_slot_of(first_dense);
 #pragma unroll 1
             for (int unit = first_dense; unit < last; unit += WARPS) {
