@@ -49,9 +49,9 @@ def is_wide(variant: Variant) -> bool:
     of 4.
 
     Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128
-    channels for pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ,
-    groups of fewer than 128 tokens, scales of values that are no halves, and keys whose codes can add up to
-    too much (``key_lift``)."""
+    channels for pages of 4 bits and more, which wait for memory in one pass. Wide tiles do not take windows
+    that differ, groups of fewer than 128 tokens, scales of values that are no halves, and keys whose codes
+    can add up to too much (``key_lift``)."""
     k, v, dim = variant.k, variant.v, variant.head_dim
     bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
@@ -63,9 +63,23 @@ def is_wide(variant: Variant) -> bool:
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
         and key_lift(variant) is not None
     )  # fmt: skip
-    waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
+    waits = dim == MAX_STAGED_DIM and max(bits) > (MAX_LARGE_BITS if _has_two_tiles(variant) else MAX_WIDE_BITS)
     has_others = dim in NARROW_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)
     return is_able and not has_others
+
+
+def pass_heads(variant: Variant) -> int:
+    """Query heads of a group that one pass of the fast kernel over the cache serves (``HEADS``)."""
+    if is_wide(variant):
+        return 2 * WIDE_HEADS if _has_two_tiles(variant) else WIDE_HEADS
+    return TILE_HEADS if variant.group_queries <= TILE_HEADS else 2 * TILE_HEADS
+
+
+def _has_two_tiles(variant: Variant) -> bool:
+    """Whether a wide pass has two tiles of columns, for which codes are expanded once. Larger heads, and
+    scales of keys that change the query with every page, leave no registers for a second one."""
+    is_long = variant.k.axis == "token" and variant.head_dim <= MAX_STAGED_DIM
+    return is_long and variant.group_queries > WIDE_HEADS
 
 
 def plain_reasons(variant: Variant) -> Iterator[str]:

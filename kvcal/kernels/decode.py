@@ -24,6 +24,7 @@ from kvcal.kernels.choice import (
     is_plain,
     is_wide,
     key_lift,
+    pass_heads,
 )
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place
@@ -68,7 +69,17 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     parts = 2 if variant.rescale and variant.k.axis == "token" else 1  # of the query (QUERY_PARTS)
     limbs = 128 * tiles * -(-dim // 64) * 4  # QUERY_WORDS
     halves = 32 * dim + 32 if is_wide(variant) and variant.k.axis == "channel" else 0
-    shared = (16 * tiles + 32 * -(-tiles // 2)) * dim + parts * limbs + halves + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 64 + 128 + 16
+    shared = (
+        (16 * tiles + 32 * -(-tiles // 2)) * dim
+        + parts * limbs
+        + halves
+        + 11 * heads * 4
+        + 2 * MAX_ROWS * 4
+        + 64
+        + 64
+        + 128
+        + 16
+    )
     shared += 12 * heads + 8 if variant.query_tokens > 1 else 0  # seen_from ... shared_key_pages
     shared += dim if isinstance(variant.layout("v"), RotatedLayout) else 0
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
@@ -85,15 +96,6 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
             hint="take fewer bits, or the dynamic PlanCache",
         )
     return warps, shared + warps * each
-
-
-def pass_heads(variant: Variant) -> int:
-    """Query heads of a group that one pass of the fast kernel over the cache serves (``HEADS``). Two wide
-    tiles share the bytes that a page's codes become, where scales of keys are tokens' and registers last."""
-    queries, is_long = variant.group_queries, variant.k.axis == "token" and variant.head_dim <= MAX_STAGED_DIM
-    if is_wide(variant):
-        return 2 * WIDE_HEADS if queries > WIDE_HEADS and is_long else WIDE_HEADS
-    return TILE_HEADS if queries <= TILE_HEADS else 2 * TILE_HEADS
 
 
 def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int]) -> Defines:

@@ -8,6 +8,7 @@ from emulated import emulate
 from test_draft_steps import DraftCase, drafts
 
 from kvcal.kernels import decode
+from kvcal.kernels.choice import pass_heads
 
 LENGTHS = (0, 127, 300, 700)
 
@@ -52,13 +53,13 @@ def test_drafts(name: str, group: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("name", "group", "tokens", "dim"),
     (
-        ("stripes", 4, 3, 128), ("stripes, 3 and 4 bits", 3, 6, 64), ("rotated 2 bits", 6, 3, 128),
-        ("K per token", 16, 1, 128), ("stripes of 3 bits", 4, 4, 128),
+        ("stripes", 4, 3, 128), ("stripes of 4 bits", 3, 6, 128), ("rotated 2 bits", 6, 3, 64),
+        ("K per token", 16, 2, 96), ("stripes of 3 bits", 4, 4, 128), ("K per token, groups of 64", 5, 2, 128),
     ),
 )  # fmt: skip
 def test_passes_of_two_tiles_of_columns(name: str, group: int, tokens: int, dim: int) -> None:
-    variant = drafts(name, group, tokens, dim)
-    assert decode.pass_heads(variant) == 16
+    variant = drafts(name, group, tokens, dim, rescale=group == 6, offset=group == 6)
+    assert pass_heads(variant) == 16
     case = EmulatedDrafts(variant, (0, 125, 127, 383), heads=2, seed=tokens)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
 

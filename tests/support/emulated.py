@@ -17,6 +17,7 @@ import torch
 
 from kvcal.kernels import compile as kernels
 from kvcal.kernels import decode
+from kvcal.kernels.choice import pass_heads
 from kvcal.kernels.operands import DTYPE_NAMES
 from kvcal.kernels.variants import Defines, Variant
 
@@ -163,7 +164,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     def launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, *_: object) -> decode.Launch:
         defines = decode.decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, CAPABILITY)
-        heads = decode.pass_heads(variant)
+        heads = pass_heads(variant)
         emulated: Any = EmulatedKernel("decode", "decode", defines, folder)
         return decode.Launch(
             emulated, NUM_BLOCKS, defines["WARPS"] * 32, defines["SHARED_BYTES"],

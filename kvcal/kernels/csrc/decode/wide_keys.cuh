@@ -256,8 +256,9 @@ __device__ __forceinline__ void add_dot(float& to, int high, int low, float toke
     const float unit = shared.query_unit[part][h] * (scale / (1 << K_LIFT));
     const float sum = part == 0 ? shared.query_sum[group][h] * scale : 0.f;
     const float lost = part == 0 ? shared.query_lost[group][h] * (MEAN_CODE(K_BITS) * scale) : 0.f;
-    const float centre = K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost;
-    to = fmaf(sum_of_limbs<true>(high, low, unit, centre), token_scale, K_ROTATED ? to : fmaf(token_zero, sum, to));
+    const float centre = fmaf(unit, -Magic<true>::number, K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost);
+    const float product = fmaf(__int_as_float(high) - Magic<true>::number, 256.f, __int_as_float(low));
+    to = fmaf(fmaf(product, unit, centre), token_scale, K_ROTATED ? to : fmaf(token_zero, sum, to));
 }
 #endif
 
