@@ -33,6 +33,8 @@
 #define K_ZEROS_BY_HALVES (WIDE && K_AXIS == 0 && K_PARAM == 0)  // zeros of keys are an operand, too
 // Whether a page's scores stay sums of products until they are exponents.
 #define LAZY_SCORES (WIDE && K_AXIS == 0 && !HAS_SOFTCAP && K_RAW_SLOTS == 0 && BASE % PAGE == 0)
+// Whether they come out relative to the maximum so far.
+#define RELATIVE_SCORES (WIDE && K_AXIS && !HAS_SOFTCAP)
 #ifndef K_RAW_SLOTS
 #define K_RAW_SLOTS 0
 #endif

@@ -262,8 +262,8 @@ __device__ __forceinline__ void add_dot(float& to, int high, int low, float toke
 }
 #endif
 
-// Scores of a page, in log2 units: s[n][i] step[n] + from[n] is of token lane_token + score_token(i) and head 4 n + quad.
-__device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], float (&step)[QUERY_TILES], float (&from)[QUERY_TILES], const u8* record, Shared& shared, int warp, int lane, float scale) {
+// Scores of a page, in log2 units, less base[n] if RELATIVE_SCORES: s[n][i] step[n] + from[n] is of token lane_token + score_token(i) and head 4 n + quad.
+__device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], float (&step)[QUERY_TILES], float (&from)[QUERY_TILES], const float (&base)[QUERY_TILES], const u8* record, Shared& shared, int warp, int lane, float scale) {
     const int quad = lane & 3;
 #if K_AXIS == 0
     static_assert(K_GROUP >= PAGE && COLUMN_TILES == 1, "one group of tokens, and its query");
@@ -332,7 +332,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < PAGE / 8; i++) s[n][i] = shared.query_offset[4 * n + quad] * scale;
+        for (int i = 0; i < PAGE / 8; i++) s[n][i] = fmaf(shared.query_offset[4 * n + quad], scale, RELATIVE_SCORES ? -base[n] : 0.f);
         step[n] = 1.f; from[n] = 0.f;
     }
 #if K_EXPANDED_ONCE

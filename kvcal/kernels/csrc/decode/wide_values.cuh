@@ -93,13 +93,12 @@ __device__ __forceinline__ void to_exponents(float (&s)[QUERY_TILES][PAGE / 8], 
     float base[QUERY_TILES];
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
-        const bool is_first = state.max_[n] == -INFINITY;
-        base[n] = is_first ? 0.f : state.max_[n];
-        are_below = is_first ? 0u : are_below;
+        base[n] = state.base(n);
+        are_below = state.max_[n] == -INFINITY ? 0u : are_below;
         const float low = from[n] - base[n];
 #pragma unroll
         for (int i = 0; i < PAGE / 8; i++) {
-            s[n][i] = LAZY_SCORES ? fmaf(s[n][i], step[n], low) : s[n][i] + low;
+            if (!RELATIVE_SCORES) s[n][i] = LAZY_SCORES ? fmaf(s[n][i], step[n], low) : s[n][i] + low;
             are_below &= __float_as_uint(s[n][i]);
         }
     }
