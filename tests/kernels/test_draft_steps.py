@@ -143,7 +143,7 @@ def test_head_sizes(name: str, dim: int, group: int, tokens: int) -> None:
     assert relative_error(case.run(0.5 * dim**-0.5), case.expected(0.5 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ("2 bits", "sinks and windows"))
+@pytest.mark.parametrize("name", ("2 bits", "sinks and windows", "stripes"))
 def test_softcap_sink_logits_and_transforms(name: str) -> None:
     case = DraftCase(drafts(name, 4, 4, rescale=True, offset=True), LENGTHS, heads=2, seed=5)
     s_aux = torch.randn(8, device="cuda")
