@@ -110,7 +110,7 @@ class CacheSpec:
     v_recent_window: SizeOrNone = knob(64, "Most recent tokens whose values stay at 16 bits.")
     # Left out of JSON by default, as a format's quantizer.
     stripe_tokens: Stripe = knob(
-        128, "Tokens that are packed together where each has its own scales (rotated pages): 16, or a page of 128."
+        128, "Tokens that are packed together where each has its own scales (rotated pages): 16, 32, or a page of 128."
     )
     param_dtype: Literal["float16", "bfloat16", "float32"] = knob(
         "float16", "Of scales and zeros; scales of rotated pages always have 8 bits (e5m2)."
@@ -165,8 +165,8 @@ class AllocateSpec:
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
     fixed_widths: Annotated[bool, Field(exclude_if=lambda is_measured: not is_measured)] = knob(
         False,
-        "Measure fixed widths of keys and values of the same bytes on texts kept apart, and take them where the "
-        "choice by layer does not lose less; for pages in a basis.",
+        "Measure fixed widths of keys and values of the same bytes on texts kept apart, and take the plan that "
+        "loses least; for pages in a basis.",
     )
     rotary: Annotated[bool, Field(exclude_if=lambda is_chosen: not is_chosen)] = knob(
         False, "Choose a format for latent attention's rotary keys, too, instead of 16 bits."

@@ -334,4 +334,4 @@ def choices_table(found: Choices) -> View:
     shown = [
         (name, cells) for name, cells in columns.items() if cells is said or (cells != said and set(cells) - {"", "0"})
     ]
-    return _of_columns("What each option costs", shown)
+    return _of_columns("What each option costs", shown, found.led_to)

@@ -1,4 +1,4 @@
-"""What a change of a recipe is worth: KL to 16 bits of the changed recipe's plan, next to that of the
+"""The worth of a change of a recipe: KL to 16 bits of the changed recipe's plan, next to that of the
 recipe's own.
 
     python lab/ablations.py --model reasoner-10m                        # all of ABLATIONS

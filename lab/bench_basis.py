@@ -1,4 +1,4 @@
-"""What a basis costs a step of a layer and a prompt, in the shape of Llama-3.1-8B.
+"""The cost of a basis in a step of a layer and in a prompt, in the shape of Llama-3.1-8B.
 
     python lab/bench_basis.py
     python lab/bench_basis.py --shape 8x4096 --bits 3

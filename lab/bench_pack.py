@@ -2,7 +2,7 @@
 
     python lab/bench_pack.py
     python lab/bench_pack.py --step-tokens 128 64 32 --prompt-tokens 64 32 --bits 2 3 --prompt 32768
-    python lab/bench_pack.py --stripe-tokens 16 128
+    python lab/bench_pack.py --stripe-tokens 16 32 128
 
 Needs a CUDA device. One layer of 8 KV heads of 128 channels, bf16, 8 sinks, a window of 64. For `append`:
 microseconds of a launch in a CUDA graph of 20, each of which packs the pages, or the stripes, that so many of all
@@ -25,6 +25,7 @@ from kvcal.kernels import ops, packing
 from kvcal.kernels.operands import NOTHING, Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
 from kvcal.pages.hadamard import random_signs
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Format, Side
 
 HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15
@@ -114,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-tokens", type=int, nargs="+", default=list(packing.STEP_TOKENS[:1]))
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=list(packing.PROMPT_TOKENS[:1]))
-    parser.add_argument("--stripe-tokens", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--stripe-tokens", type=int, nargs="+", default=[16, 32, 128])
     parser.add_argument("--bits", type=int, nargs="+", default=[2])
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048, 32768])
     given = parser.parse_args()
@@ -123,8 +124,8 @@ def main() -> None:
         fmt = Format(bits, "token", 128, 8, 64, quantizer="rotated", stripe_tokens=stripe)
         variant = Variant(fmt, fmt, DIM, "bfloat16", GROUP, False, False, k_feedback=fed, v_feedback=fed, v_gain=fed)
         print(f"{bits} bits, {'with' if fed else 'without'} feedback, {stripe} tokens at once")
-        for tokens in given.step_tokens:
-            packing.STEP_TOKENS = (tokens,)
+        for tokens in given.step_tokens if stripe == PAGE_TOKENS else [packing.FEW]:
+            packing.STEP_TOKENS = (tokens,)  # of pages: stripes are packed by eights
             ops._append_kernel.cache_clear()
             kernel, shape, _ = ops._append_kernel(variant, False, 0)
             times = (

@@ -87,7 +87,7 @@ def reference_plan(like: Plan) -> Plan:
 
 
 def measured(times: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What ``times`` says, once the caches before it are cleared, whose layers know each other; or why
+    """The answer of ``times``, once the caches before it are cleared, whose layers know each other; or why
     not."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--plan", type=Path, action="append", default=[])
     parser.add_argument("--bits", type=float, nargs="+", default=[2.5, 3.0], help="of plans made here")
+    parser.add_argument("--stripe-tokens", type=int, nargs="+", default=[16], help="of plans made here: 16, 32")
     parser.add_argument("--model", help="a folder or hub id, whose shape counts; default: Llama-3.1-8B's")
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="of layers: sequences x tokens")
     parser.add_argument("--prompt", type=int, default=32768, help="tokens")
@@ -262,7 +263,12 @@ def main() -> None:
     given = parser.parse_args()
     config = AutoConfig.from_pretrained(given.model) if given.model else LlamaConfig(**(TINY if given.tiny else SHAPE))
     model = random_model(config, torch.device(given.device))
-    made = {f"{bits:g} bits": default_plan(geometry_of(model), bits) for bits in ([] if given.plan else given.bits)}
+    made = {
+        f"{bits:g} bits" + f", stripes of {stripe}" * (stripe != 16): default_plan(
+            geometry_of(model), bits, stripe_tokens=stripe
+        )
+        for bits, stripe in itertools.product([] if given.plan else given.bits, given.stripe_tokens)
+    }
     shipped = {path.stem: load_plan(path) for path in given.plan} | made
     plans = {DENSE: None, **shipped, REFERENCE: reference_plan(next(iter(shipped.values())))}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

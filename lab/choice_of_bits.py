@@ -1,4 +1,4 @@
-"""What each part of the choice of bits is worth, and what finer choices or other codes would be, at equal bytes.
+"""The worth of each part of the choice of bits, and of finer choices or other codes, at equal bytes.
 
     python lab/choice_of_bits.py --model path/to/model.gguf --data texts --bits 2.5 3 4
     python lab/choice_of_bits.py --model smollm2 --quick --bits 3 --texts 1 --tokens 1024     # a CPU
@@ -10,6 +10,8 @@ levers     the integer program's choice by layer, with one part more than the on
            long       texts have 4,096 tokens
            and default, what ships of these choices and fixed widths after their contest on texts kept apart; K3V2, K4V2
            and K3V3, next to the program's choice of their bytes
+layouts    costs and caches in stripes or whole pages; fixed widths of the same bytes (costs.py)
+costs      costs of texts of 4,096 tokens, ordinary ones or look-ups (costs.py)
 heads      keys of two widths in a layer, by KV head (finer.py)
 levels     3, 5, 6 and 7 levels as options of the choice (finer.py)
 trellis    trellis codes in place of scalar ones, with error feedback and without (trellis.py)
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from costs import measure_costs, measure_layouts
 from finer import measure_heads, measure_levels
 from quality import Texts, maker, read_missing, texts_for
 from real import PRICED, cell, find_model, machine
@@ -59,13 +62,26 @@ from kvcal.systems.basis.stage import basis_folder
 FIRST, DEFAULT, LAW = "by-layer", "default", "law"
 LOOK_UPS: dict[str, Any] = {"data.source": ["python:docs", "python:code", "lookups", "python:chat"]}
 LONG = LOOK_UPS | {"data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096}
-KNOBS: dict[str, dict[str, Any]] = {FIRST: {}, "look-ups": LOOK_UPS, "long": LONG}  # of the recipe, for a profile
+PAGES: dict[str, Any] = {"cache.k_recent_window": 64, "cache.v_recent_window": 64, "cache.stripe_tokens": 128}
+IN_PAGES = PAGES | {"cache.k_recent_window": 56, "cache.v_recent_window": 56}  # as many tokens at 16 bits on average
+IN_PAGES |= {"data.num_samples": 8, "data.seq_len": 4096, "profile.kl_tokens": 4096}
+KNOBS: dict[str, dict[str, Any]] = {  # of the recipe, for a profile
+    FIRST: {}, "look-ups": LOOK_UPS, "long": LONG, "in pages": PAGES,
+    "long text": IN_PAGES | {"data.source": ["python:docs", "python:code"]},
+    "long look-ups": IN_PAGES | {"data.source": ["lookups"], "data.min_len": 4096},
+}  # fmt: skip
 FIXED = {"K3V2": (3, 2), "K4V2": (4, 2), "K3V3": (3, 3)}
-QUICK = {"data.num_samples": 4, "data.seq_len": 512, "profile.kl_samples": 2, "profile.kl_tokens": 512}
+QUICK = {
+    "data.num_samples": 4,
+    "data.seq_len": 512,
+    "data.min_len": 512,
+    "profile.kl_samples": 2,
+    "profile.kl_tokens": 512,
+}
 QUICK |= {"basis.num_samples": 4, "basis.seq_len": 512}
 PARTS: dict[str, Callable[[Bench], None]] = {
-    "levers": lambda bench: measure_levers(bench), "heads": measure_heads, "levels": measure_levels,
-    "trellis": measure_trellis,
+    "levers": lambda bench: measure_levers(bench), "layouts": measure_layouts, "costs": measure_costs,
+    "heads": measure_heads, "levels": measure_levels, "trellis": measure_trellis,
 }  # fmt: skip
 
 
@@ -90,7 +106,7 @@ class Bench:
 
     def recipe(self, name: str, bits: float = 3.0) -> Recipe:
         knobs = dict(KNOBS[name]) | (QUICK if self.given.quick else {})
-        if "data.source" in knobs and not tokenizer_of(self.loaded).chat_template:
+        if "python:chat" in knobs.get("data.source", ()) and not tokenizer_of(self.loaded).chat_template:
             knobs["data.source"] = knobs["data.source"][:-1]
         knobs |= {"allocate.bits": bits, "allocate.batch": PRICED.batch, "allocate.context": PRICED.context}
         return with_knobs(load_recipe("default"), knobs)
@@ -123,7 +139,7 @@ class Bench:
     def allocation(self, name: str, bits: float) -> Allocation:
         recipe, profile = self.recipe(FIRST, bits), self.profile(name)
         assert recipe.allocate is not None
-        return allocate(profile, recipe.allocate, {}, self._reserved(recipe))
+        return allocate(profile, recipe.allocate, {}, self.reserved(recipe))
 
     def program(self, name: str, bits: float) -> Plan:
         """The integer program's plan."""
@@ -134,7 +150,7 @@ class Bench:
         job, basis = self.job(FIRST, bits), self.basis
         assert job.recipe.allocate is not None
         found = Contest.of(job).decided(
-            self.allocation(FIRST, bits), self.profile(FIRST), job.recipe.allocate, self._reserved(job.recipe),
+            self.allocation(FIRST, bits), self.profile(FIRST), job.recipe.allocate, self.reserved(job.recipe),
             self.reporter,
         )  # fmt: skip
         return basis.planned(found)
@@ -143,9 +159,25 @@ class Bench:
         recipe = with_knobs(load_recipe("k3v2"), {"formats.k.num_bits": keys, "formats.v.num_bits": values})
         return self.basis.changed(formats_plan(recipe, self.loaded, PRICED))
 
-    def _reserved(self, recipe: Recipe) -> int:
+    def reserved(self, recipe: Recipe) -> int:
         assert recipe.allocate is not None
         return reserved_for(recipe, recipe.allocate, self.loaded.geometry, recipe.cache)
+
+    def measure(self, plans: Mapping[str, tuple[Plan, float | str]]) -> None:
+        """Each with the bits, or the fixed widths, of the by-layer plan that it is compared with, or with the name of
+        another plan. Plans of the same layers are read once."""
+        levers = self.found["levers"]
+        for name, (plan, of) in plans.items():
+            against = of if isinstance(of, str) else format(of, "g")
+            self.note(name, plan, against if "@" in against else f"{FIRST}@{against}")
+        alike = {
+            name: next(one for one in self.made if self.made[one].layers == plan.layers)
+            for name, (plan, _) in plans.items()
+        }
+        makers = {name: maker(self.made[name], self.loaded) for name, one in alike.items() if one == name}
+        read_missing(self.loaded, makers, self.texts, levers, self.given.at_once, self.save)
+        levers |= {name: levers[one] for name, one in alike.items()}
+        self.save()
 
     def note(self, name: str, plan: Plan, against: str) -> str:
         """Note a plan, which is compared with the one of the name ``against``."""
@@ -185,12 +217,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="plans from few texts, for a CPU")
     parser.add_argument("--kinds", default="rows,copies,late,calls", help="of kvcal.data.lookup_tasks")
     parser.add_argument("--answers", type=int, default=12, help="texts of each of these kinds")
+    parser.add_argument(
+        "--tables", type=int, default=0, help="tables of long_generation.py, which all texts are as long as"
+    )
+    parser.add_argument("--rows", type=int, default=60, help="of a table")
     parser.add_argument("--texts", type=int, default=3, help="of each kind of text")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text")
     parser.add_argument("--at-once", type=int, default=6, help="plans read side by side")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
+    if given.tables and given.kinds:
+        parser.error("--tables with --kinds: texts are cut at a table's length; give --kinds ''")
     given.name = Path(given.model).stem
     given.out = given.out or Path("artifacts") / f"choice-{given.name}"
     given.retrieval, given.problems, given.batch = [], LINES * given.texts, 1 << 20  # of texts_of
@@ -200,32 +238,15 @@ def arguments() -> argparse.Namespace:
 def measure_levers(bench: Bench) -> None:
     """All plans of all bits, the most telling first. Plans of the same layers are read once."""
     every = bench.given.bits
-    _measure_plans(
-        bench, {f"{name}@{bits:g}": (bench.program(name, bits), bits) for bits in every for name in (FIRST, LAW)}
-    )
+    bench.measure({f"{name}@{bits:g}": (bench.program(name, bits), bits) for bits in every for name in (FIRST, LAW)})
     fixed = {name: bench.fixed(*widths) for name, widths in FIXED.items()}
     bits_of = {name: plan.bits_per_value() * (1 + 1e-6) for name, plan in fixed.items()}  # budgets are rounded down
     by_layer = {f"{FIRST}@{name}": (bench.program(FIRST, bits), name) for name, bits in bits_of.items()}
-    _measure_plans(bench, by_layer | {name: (plan, name) for name, plan in fixed.items()})
-    _measure_plans(bench, {f"{DEFAULT}@{bits:g}": (bench.default(bits), bits) for bits in every})
+    bench.measure(by_layer | {name: (plan, name) for name, plan in fixed.items()})
+    bench.measure({f"{DEFAULT}@{bits:g}": (bench.default(bits), bits) for bits in every})
     for lever in ("look-ups", "long"):
-        _measure_plans(bench, {f"{lever}@{bits:g}": (bench.program(lever, bits), bits) for bits in every})
-    _measure_plans(bench, {f"long@{name}": (bench.program("long", bits), name) for name, bits in bits_of.items()})
-
-
-def _measure_plans(bench: Bench, plans: Mapping[str, tuple[Plan, float | str]]) -> None:
-    """Each with the bits, or the fixed widths, of the by-layer plan that it is compared with."""
-    levers = bench.found["levers"]
-    for name, (plan, of) in plans.items():
-        bench.note(name, plan, f"{FIRST}@{of if isinstance(of, str) else format(of, 'g')}")
-    alike = {
-        name: next(one for one in bench.made if bench.made[one].layers == plan.layers)
-        for name, (plan, _) in plans.items()
-    }
-    makers = {name: maker(bench.made[name], bench.loaded) for name, one in alike.items() if one == name}
-    read_missing(bench.loaded, makers, bench.texts, levers, bench.given.at_once, bench.save)
-    levers |= {name: levers[one] for name, one in alike.items()}
-    bench.save()
+        bench.measure({f"{lever}@{bits:g}": (bench.program(lever, bits), bits) for bits in every})
+    bench.measure({f"long@{name}": (bench.program("long", bits), name) for name, bits in bits_of.items()})
 
 
 def read_cells(rows: dict[str, Any], base: dict[str, Any]) -> list[str]:

@@ -23,7 +23,9 @@ from kvcal import Plan
 from kvcal.data.sequences import DataSpec
 from kvcal.folder import sequences, tokenizer_of
 from kvcal.pages.codec import PageCodec
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import Side
+from kvcal.recipe import CacheSpec
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.divergence import one_side_plan, unquantized_plan
 from kvcal.systems.basis.rotated import DISTORTION
@@ -60,7 +62,7 @@ def _costs_of_heads(bench: Bench, found: dict[str, Any]) -> dict[int, dict[str, 
     """Of every layer, KL of its keys at 2 bits: of all heads, and of each alone ("heads")."""
     loaded, basis = bench.loaded, bench.basis
     reference = unquantized_plan(loaded.identity, loaded.geometry)
-    cache, makers = bench.recipe(SOURCE).cache, dict[str, MakeCache]()
+    cache, makers = _cache(bench), dict[str, MakeCache]()
     fmt = cache.format("k", 2, "token", 128, "rotated")
     layers = [layer for layer in reference.layers if layer.takes_transforms]
     for layer in layers:
@@ -79,6 +81,13 @@ def _costs_of_heads(bench: Bench, found: dict[str, Any]) -> dict[int, dict[str, 
         }
         for layer in layers
     }
+
+
+def _cache(bench: Bench) -> CacheSpec:
+    """Whole pages in place of stripes, with as many tokens at 16 bits on average: an eighth of the forwards."""
+    cache = bench.recipe(SOURCE).cache
+    window = cache.k_recent_window - (PAGE_TOKENS - cache.stripe_tokens) // 2
+    return replace(cache, stripe_tokens=PAGE_TOKENS, k_recent_window=window, v_recent_window=window)
 
 
 def _fitting_texts(bench: Bench) -> Texts:
@@ -133,7 +142,7 @@ def _heads_maker(bench: Bench, chosen: Mapping[Place, tuple[int, ...]]) -> MakeC
 
 def _planned(bench: Bench, widths: Mapping[Place, int]) -> Plan:
     """The plan of whole bits in the basis."""
-    cache = bench.recipe(SOURCE).cache
+    cache = _cache(bench)
     plan = unquantized_plan(bench.loaded.identity, bench.loaded.geometry)
     for (index, side), bits in widths.items():
         plan = one_side_plan(plan, index, side, cache.format(side, bits, "token", 128, "rotated"))

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from long_generation import tables_of
 from real import texts_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -45,7 +46,8 @@ class Texts:
 
 
 def texts_for(loaded: LoadedModel, given: argparse.Namespace) -> Texts:
-    """``given.texts`` of each kind of text, as in real.py, and ``given.answers`` of each task in ``given.kinds``."""
+    """``given.texts`` of each kind of text, as in real.py, ``given.answers`` of each task in ``given.kinds``, and
+    ``given.tables`` tables of long_generation.py, whose rows are read after the true ones before them."""
     kinds: list[str] = []
     tokens, answers, scored = list[Tensor](), list[tuple[tuple[int, int], ...]](), list[Tensor]()
     for text in (one for _, group in texts_of(loaded, given) for one in group if one.kind):
@@ -59,6 +61,16 @@ def texts_for(loaded: LoadedModel, given: argparse.Namespace) -> Texts:
         tokens += found.tokens_BT
         answers += found.answers
         scored += found.scored_BT
+    for one in tables_of(loaded, given) if given.tables else ():
+        mask_T = torch.zeros(len(one.tokens_T), dtype=torch.bool)
+        for start, stop in one.answers:
+            mask_T[start:stop] = True
+        kinds.append("tables")
+        tokens.append(one.tokens_T)
+        answers.append(one.answers)
+        scored.append(mask_T)
+    length = min(map(len, tokens))  # a table's
+    tokens, scored = ([one[:length] for one in of] for of in (tokens, scored))
     return Texts(tuple(kinds), torch.stack(tokens), tuple(answers), torch.stack(scored))
 
 

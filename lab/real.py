@@ -159,7 +159,7 @@ def arguments() -> argparse.Namespace:
 
 
 def settings_of(loaded: LoadedModel, given: argparse.Namespace) -> dict[str, Any]:
-    """What the measured texts depend on: results of other settings are not kept."""
+    """The settings that measured texts depend on: results of other settings are not kept."""
     settings = {"model": loaded.identity.weights_sha256, "texts": given.texts, "problems": given.problems}
     return settings | {"tokens": given.tokens, "retrieval": given.retrieval, "gsm8k": given.gsm8k}
 

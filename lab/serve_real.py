@@ -231,7 +231,7 @@ class Served:
         self.steps = self.attended = 0  # so many steps, and bytes of recorded attention, are computed again
 
     def check(self, check: str, prompts: dict[str, list[int]], together: bool) -> tuple[Any, ...]:
-        """What follows in the row of a check. AssertionError where the engine answers otherwise than
+        """The rest of the row of a check. AssertionError where the engine answers otherwise than
         ``PlanCache``."""
         answers = self.server.complete(prompts, TOKENS, together)
         requests = {name: [prompts[name], answers[name][0]] for name in prompts}

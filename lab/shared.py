@@ -1,4 +1,4 @@
-"""What the scripts share: recipes with changes, plans without a calibration, means with their errors, and
+"""Shared by the scripts: recipes with changes, plans without a calibration, means with their errors, and
 tables."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.pages.error_feedback import feedback_factor
+from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.plan.tensors import layout_tensors, needed_tensors
 from kvcal.recipe import Recipe
@@ -59,16 +61,23 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
 
 
 def default_plan(
-    geometry: Geometry, bits: float, workload: Workload | None = None, identity: ModelIdentity | None = None
+    geometry: Geometry,
+    bits: float,
+    workload: Workload | None = None,
+    identity: ModelIdentity | None = None,
+    stripe_tokens: Literal[16, 32] = 16,
 ) -> Plan:
     """A plan with the formats, the tensors and the bytes of one that the default recipe makes at ``bits`` a
     value of ``workload`` (default: the recipe's), the same at every call. What a calibration finds is random:
     which sides get more bits, bases (of condition 3 to 32) and factors. It shows time and memory, and no
-    quality.
+    quality. Stripes of ``stripe_tokens`` lie behind a window that makes up a page with one of them.
 
     ValueError: the formats take more than ``bits`` at their least.
     """
     recipe, generator = load_recipe(RECIPE), torch.Generator().manual_seed(0)
+    window = PAGE_TOKENS - stripe_tokens
+    spec = replace(recipe.cache, stripe_tokens=stripe_tokens, k_recent_window=window, v_recent_window=window)
+    recipe = replace(recipe, cache=spec)
     assert recipe.allocate is not None and recipe.basis is not None
     paged = [layer.geometry.index for layer in bare_layers(geometry) if layer.takes_transforms]
     damage = {place: DAMAGE[place[1]] * float(torch.randn((), generator=generator).exp())

@@ -43,7 +43,7 @@ VALUES = 1 << 25  # of a search at once: streams times states
 REPLAYED = 1 << 14  # streams, up to which a search takes longer to launch than to run
 WINDOW = 64
 # Texts of each kind of text, and of each of some tasks, and their tokens: a search takes long.
-PER_KIND, PER_TASK, TASKS, TOKENS = 2, 6, ("rows", "copies"), 2048
+PER_KIND, PER_TASK, TASKS, TOKENS = 4, 12, ("rows", "copies"), 1024
 
 
 def measure_trellis(bench: Bench) -> None:
@@ -56,13 +56,14 @@ def measure_trellis(bench: Bench) -> None:
     for name, plan in plans.items():
         even = without_feedback(plan)
         makers[name] = maker(plan, bench.loaded)
-        makers[f"trellis, {name}"] = coded_maker(plan, config, _change(plan, has_feedback=True))
         makers[f"trellis without feedback, {name}"] = coded_maker(even, config, _change(even, has_feedback=False))
-        for one in (name, f"trellis, {name}", f"trellis without feedback, {name}"):
+    for name, plan in plans.items():  # a search for each channel
+        makers[f"trellis, {name}"] = coded_maker(plan, config, _change(plan, has_feedback=True))
+        for one in (name, f"trellis without feedback, {name}", f"trellis, {name}"):
             found["against"][one], found["bits"][one] = name, plan.bits_per_value()
     given = copy.copy(bench.given)
     given.texts, given.answers = min(PER_KIND, given.texts), min(PER_TASK, given.answers)
-    given.tokens, given.kinds = min(TOKENS, given.tokens), ",".join(TASKS)
+    given.tokens, given.kinds, given.tables = min(TOKENS, given.tokens), ",".join(TASKS), 0
     texts = texts_for(bench.loaded, given)
     for name, make in makers.items():
         read_missing(bench.loaded, {name: make}, texts, found["read"], 1, bench.save)
@@ -106,7 +107,7 @@ EXPONENT = 0.4375  # of the default's bases
 
 
 def _costs(factor: Tensor, signs: Tensor, dim: int) -> Tensor:
-    """What errors of each channel cost in the basis, fp64 [D]: the diagonal of U diag(d) U', turned back."""
+    """The cost of errors of each channel in the basis, fp64 [D]: the diagonal of U diag(d) U', turned back."""
     upper = torch.eye(dim, dtype=torch.float64)
     for channel in range(dim - 1):
         upper[channel, channel + 1 :] = factor_row(factor[None], channel, dim)[0].double().cpu()

@@ -1,4 +1,4 @@
-"""What benchmarks inside an engine share: each cache has an engine of its own, in its own process as when it
+"""Shared by benchmarks inside an engine: each cache has an engine of its own, in its own process as when it
 serves, and the engines take turns.
 
 Of each context, all get ready side by side. Then the first token of one prompt is timed, by one engine after
@@ -74,7 +74,7 @@ class Served(Protocol):
         engine's own."""
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """What is measured, in the order in which it is asked for: of each of ``given.context``, when it is
+        """The measurements, in the order in which they are asked for: of each of ``given.context``, when it is
         ready, the first token, the filled cache, each of ``given.passes``, and the profile."""
 
 

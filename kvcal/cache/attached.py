@@ -6,7 +6,7 @@
 
 Within it, every plan cache that the model is called with, by any thread, is given its own queries, for plans
 that choose channels by queries (MixKVQ). One new token for every row goes to the kernels, which read packed
-pages (``PlanLayer.attend``) and need no mask: of a static cache always, of a dynamic one on a GPU. Everything
+pages (``AttentionLayer.attend``) and need no mask: of a static cache always, of a dynamic one on a GPU. Everything
 else goes to the implementation that the model had: prompts, whose tokens are stored then
 (``AttentionLayer.observe``), and calls with other caches, or none.
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.plan_layer import DYNAMIC_HINT, PlanLayer
+from kvcal.cache.plan_layer import DYNAMIC_HINT, AttentionLayer, PlanLayer
 from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.attention import OURS, attention_modules, base_attention, given_cache, layer_index, replaced_attention
@@ -111,7 +111,7 @@ def _attention(
     layer = None if cache is None else cache.layers[module.layer_idx]  # type: ignore[index]
     if not isinstance(layer, PlanLayer):
         return _base_attention(base, module, query, key, value, attention_mask, more)
-    if layer.awaits_step(query.shape[2]):
+    if isinstance(layer, AttentionLayer) and layer.awaits_step(query.shape[2]):
         _require_plain(module, attention_mask if isinstance(layer, StaticLayer) else None, more)
         scale = more.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -92,8 +92,9 @@ class PagedLayer(AttentionLayer):
         self.require_observed()
         new = self.new_tokens(key_states, value_states, self.columns)
         self.state.require_scheduled(new.rows.batch, new.stop)
-        # Every update begins by giving pages the bits of the columns after it: nothing ever takes more.
-        self.store.set_bits(new.stop)
+        if self.state.is_scheduled:
+            # Every update begins by giving pages the bits of the columns after it: nothing ever takes more.
+            self.store.set_bits(new.stop)
         keys = self.whole("k", new.keys, key_states.dtype, new)
         values = self.whole("v", new.values, value_states.dtype, new)
         if self.plan.needs_queries:

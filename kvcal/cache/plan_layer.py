@@ -3,11 +3,13 @@
     PagedLayer, BoundedLayer, HybridLayer, StateLayer   of a dynamic cache
     StaticPages, StaticWindow                           of a static one
 
-``AttentionLayer`` is what those with keys and values of ours share: new tokens that wait for their attention.
+``AttentionLayer`` is what those with keys and values of ours share: new tokens that wait for their attention, and
+steps by the kernels.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,32 +33,18 @@ DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes 
 ANOTHER_MODEL = "the plan was compiled for another model"
 
 
-class PlanLayer:
+class PlanLayer(ABC):
     """A layer of a plan cache. The defaults are of one without pages, whose attention is the model's own.
-    ``keeps_state``: of linear attention; ``is_stepped``: kernels take steps of a dynamic cache's layer."""
+    ``keeps_state``: of linear attention."""
 
-    keeps_state = is_stepped = False
+    keeps_state = False
 
     @property
+    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Tensors that count as the plan's bytes."""
-        raise NotImplementedError
 
-    def awaits_step(self, tokens: int) -> bool:
-        """Whether the last update, of so many tokens, left storing and attending to ``attend``."""
-        return False
-
-    def attend(
-        self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
-    ) -> Tensor:
-        """A step: store k_new, v_new [B, N, S, D], and attend from q [B, N G, S, D] to all tokens up to each
-        one.
-
-        Returns [B, S, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
-        """
-        raise NotImplementedError
-
-    def observe(self, q_post_BHTD: Tensor) -> None:
+    def observe(self, q_post_BHTD: Tensor) -> None:  # noqa: B027 - mostly nothing
         """Take the queries of the last update, once its attention is computed."""
 
     def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
@@ -67,22 +55,22 @@ class PlanLayer:
         """New tokens that are stored and read together as one by one (evaluation cuts its chunks there)."""
         return NO_PAGE
 
-    def require_padding(self, prompt: Rows | None) -> None:
+    def require_padding(self, prompt: Rows | None) -> None:  # noqa: B027 - mostly nothing
         """UnsupportedModel for a prompt whose padding the layer cannot take."""
 
-    def require_croppable(self, rows: Rows, held: int, kept: int) -> None:
+    def require_croppable(self, rows: Rows, held: int, kept: int) -> None:  # noqa: B027 - mostly nothing
         """UsageError or UnsupportedModel where the first ``kept`` of ``held`` columns cannot be gone back
         to."""
 
+    @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n columns (n negative or 0)."""
-        raise NotImplementedError
 
     def is_as_planned(self) -> bool:
         """Whether there is a state, and of the plan's size. ArtifactError: of another one."""
         return True
 
-    def make_room(self, tokens: int, device: torch.device) -> None:
+    def make_room(self, tokens: int, device: torch.device) -> None:  # noqa: B027 - mostly nothing
         """Room, in an empty layer, for one sequence of so many tokens, which the caller fills in."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -92,9 +80,10 @@ class PlanLayer:
 
 class AttentionLayer(CacheLayerMixin, PlanLayer):
     """Keys and values of a layer, stored as ``plan`` says; ``state`` is the cache's. ``pending``: new tokens
-    that wait for their attention. ``parts``: of pages, once there are any."""
+    that wait for their attention. ``parts``: of pages, once there are any. ``is_stepped``: kernels take steps of a
+    dynamic cache's layer."""
 
-    is_sliding = False
+    is_sliding = is_stepped = False
     is_croppable = True
     supports_early_init = False
 
@@ -142,9 +131,23 @@ class AttentionLayer(CacheLayerMixin, PlanLayer):
             per_head = query_sum(q_post_BHTD, real_BT, new.keys.shape[1])
         self.write(new, per_head)
 
+    @abstractmethod
     def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
         """Store new tokens. ``query_sum`` [B, N, D]: of their |q|, where channels are chosen by queries."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def awaits_step(self, tokens: int) -> bool:
+        """Whether the last update, of so many tokens, left storing and attending to ``attend``."""
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
+    ) -> Tensor:
+        """A step: store k_new, v_new [B, N, S, D], and attend from q [B, N G, S, D] to all tokens up to each
+        one.
+
+        Returns [B, S, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
+        """
 
     def require_observed(self) -> None:
         """UsageError when the attention of the last update was not observed: its tokens would be lost."""

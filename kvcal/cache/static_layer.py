@@ -13,6 +13,7 @@ each attends as if it came alone, and ``crop`` takes back rejected ones.
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -69,9 +70,9 @@ class StaticLayer(AttentionLayer):
         """Storage of all layers for the rows of key_states [B, N, T, k_head_dim], on their device."""
         self._allocate(key_states.shape[0], key_states.device)
 
+    @abstractmethod
     def create(self, batch: int, device: torch.device) -> None:
         """Empty storage. UnsupportedModel where the kernels do not take the layer."""
-        raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New tokens [B, N, T, D] -> for a step the same, otherwise what their attention takes: past tokens
@@ -97,9 +98,9 @@ class StaticLayer(AttentionLayer):
         self.pending = new
         return keys, values
 
+    @abstractmethod
     def whole(self, side: Side, states: Tensor, dtype: torch.dtype, new: NewTokens) -> Tensor:
         """The past that a prompt attends to and ``states``, those of ``new``, together, in ``dtype``."""
-        raise NotImplementedError
 
     def _require_served(self, key_states: Tensor) -> None:
         self.static.require_served()
@@ -122,8 +123,9 @@ class StaticLayer(AttentionLayer):
             self.static.set_columns(new.stop)
             self.static.check()
 
+    @abstractmethod
     def store_prompt(self, new: NewTokens, query_sum: Tensor | None) -> None:
-        raise NotImplementedError
+        """Store new tokens of a prompt, as ``write``."""
 
     def awaits_step(self, tokens: int) -> bool:
         return self.static.is_step(tokens)
@@ -138,11 +140,11 @@ class StaticLayer(AttentionLayer):
             self.static.advance_step(tokens)
         return attended.unsqueeze(1) if tokens == 1 else attended
 
+    @abstractmethod
     def step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
         """``attend`` of tokens as operators take them."""
-        raise NotImplementedError
 
     def past_columns(self, columns: int) -> int:
         """Number of the last of so many columns that a prompt attends to."""

@@ -23,7 +23,7 @@ with lazy_imports():
     from kvcal.plan import plan as plan_file
     from kvcal.stages import check_damage as damage_stage
     from kvcal.stages import verify as verify_stage
-    from kvcal.stages.allocate import fixed_widths
+    from kvcal.stages.allocate import fixed_widths, record
     from kvcal.stages.allocate import stage as allocate_stage
 
 
@@ -73,7 +73,7 @@ def inspect(
         found = allocate_stage.read_choices(plan, why)
         found = found or allocate_stage.choices_of(loaded, artifacts.Folder.of_plan(plan.parent), why)
         widths = fixed_widths.report_of(loaded)
-        reasons = asdict(found) | ({} if widths is None else {fixed_widths.KEY: strict.dump(widths)})
+        reasons = asdict(found) | ({} if widths is None else {record.COMPETED: strict.dump(widths)})
         given.show(reasons, *([] if widths is None else [tables.widths_table(widths)]), tables.choices_table(found))
         return
     workload, damage = sizes.workload(loaded.workload), damage_file.load_damage(plan, loaded)

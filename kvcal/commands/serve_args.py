@@ -105,7 +105,8 @@ def serve_args(
         state = states.state_bytes(config, tp, 1 + drafts, loaded.cache_dtype, state_dtype)
     draft_bytes = _draft_bytes(draft, loaded, tp) if drafts else 0
     sizes = tp, context or 1, drafts, max_requests, state, draft_bytes
-    found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes)
+    ratio = _window_ratio(heads, memory, max_requests, context or loaded.workload.context) if engine == "sglang" else 0
+    found = None if memory is None else engine_capacity.capacity(engine, loaded, memory, *sizes, ratio)
     if engine == "vllm":
         block = engine_capacity.vllm_pool(heads, state, draft_bytes=draft_bytes).block_tokens
         words = [] if store is None else ["env", f"PYTHONHASHSEED={support.block_seed(loaded)}"]
@@ -127,6 +128,7 @@ def serve_args(
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
+        words += ["--swa-full-tokens-ratio", f"{ratio:.6f}"] if ratio else []
     words += [support.NO_PREFIXES] if support.loses_sinks(loaded, engine) else []
     value: dict[str, Any] = {"engine": engine, "arguments": words, "capacity": None}
     if found is not None and context is not None:
@@ -139,6 +141,13 @@ def serve_args(
             given.reporter().say(f"note: sglang runs at most {max_requests} of them at once: --max-requests")
     if model is None and "/" not in name:
         given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
+
+
+def _window_ratio(heads: shard.HeadShard, memory: int | None, max_requests: int, context: int) -> float:
+    """Tokens of SGLang's pool for sliding windows, by those in pages, for as many requests as fit; 0 without."""
+    pool = engine_capacity.SglangPool.of(heads, max_requests)
+    fitting = max_requests if memory is None else pool.fitting(memory, max_requests, context)
+    return pool.ratio(fitting, context)
 
 
 def _connector(nbytes: int, store: Path | None) -> dict[str, Any]:
@@ -167,13 +176,16 @@ def _say_what_fits(found: engine_capacity.Capacity, reporter: Reporter) -> None:
     fitting = f"{found.concurrency:.2f} requests of {found.context} tokens at once"
     factor = found.num_tokens / max(1, found.raw_tokens)
     reporter.say(f"{fitting}: {found.num_tokens} tokens, {factor:.2f}x of those at 16 bits")
-    block, padding = format_bytes(found.block_bytes), format_bytes(found.block_bytes - found.page_bytes)
+    block, besides = format_bytes(found.block_bytes), format_bytes(found.block_bytes - found.page_bytes)
+    kind = "sliding windows and padding" if found.window_tokens else "padding"
     reporter.say(
-        f"{found.num_blocks} blocks of {found.block_tokens} tokens on each rank, {block} each ({padding} of padding); "
+        f"{found.num_blocks} blocks of {found.block_tokens} tokens on each rank, {block} each ({besides} of {kind}); "
         f"a request takes {found.blocks_per_request}, {found.ring_blocks} of them for rings, {found.window_blocks} for "
         f"windows and {found.state_blocks} for states"
     )
-    if found.block_bytes > WASTEFUL * found.page_bytes:
+    if found.window_tokens:
+        reporter.say(f"{found.window_tokens} tokens of sliding windows lie in a pool of their own")
+    if found.block_bytes > WASTEFUL * found.page_bytes and not found.window_tokens:
         reporter.say(
             "note: a ring, a state or the layers of a draft take more than the pages of a block, and vLLM gives every "
             "block its bytes: few layers with full attention, or a large draft, cannot save more"

@@ -4,21 +4,24 @@ started.
 vLLM's pool has blocks of one size (``VllmPool``). A request takes a block for every 128 tokens that it has
 begun, and blocks for its rings, its sinks and its sliding windows. Where a model has states besides (linear
 attention, convolutions), a block has several pages, and a request takes blocks of states, too. SGLang's pool
-has pages of 128 tokens, whose bytes it rounds up token by token; next to it lies a ring for every request
-that may run, from the start, and shared sinks.
+has pages of 128 tokens, whose bytes it rounds up token by token (``SglangPool``); next to it lies a ring for
+every request that may run, from the start, and shared sinks. Layers with a sliding window have a pool of their
+own there.
 
 Bytes are those of one rank; all ranks have the same.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcal.engines.shard import HeadShard, rank_geometry
 from kvcal.engines.support import loses_sinks
-from kvcal.errors import InfeasibleBudget, UsageError
+from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.pages.layout_protocol import PAGE_TOKENS, aligned_size
 from kvcal.pages.ways import Engine
@@ -28,6 +31,8 @@ from kvcal.plan.plan import Plan
 BEGINNINGS = 4
 # Tokens of a block of a layer with a sliding window, of which vLLM's attention takes some.
 WINDOW_BLOCKS = 16, 32, 64, 128
+# Of SGLang: tokens after which it frees those behind a window, and of a prompt that it computes at once.
+FREED_TOKENS, CHUNK_TOKENS = 128, 8192
 # Pages of a block beside states, and groups of states, at most: groups cost vLLM time on the host.
 MAX_PAGES, MAX_STATE_GROUPS = 40, 12
 
@@ -38,7 +43,8 @@ class Capacity:
     ``page_bytes``; ``num_blocks`` in the pool, with the one that engines keep for nobody; a request of the
     context takes ``blocks_per_request``, of which ``ring_blocks`` for rings and sinks, ``window_blocks`` for
     sliding windows and ``state_blocks`` for states. ``raw_tokens``: tokens at 16 bits in the same memory,
-    without sliding windows and states."""
+    without sliding windows and states. In SGLang ``window_tokens`` lie in its pool of sliding windows, for
+    each token in pages ``window_ratio``; ``block_bytes`` are then those of both pools."""
 
     memory: int
     block_tokens: int
@@ -51,6 +57,8 @@ class Capacity:
     state_blocks: int
     context: int
     raw_tokens: int
+    window_tokens: int = 0
+    window_ratio: float = 0.0
 
     @property
     def concurrency(self) -> float:
@@ -74,35 +82,40 @@ def capacity(
     max_requests: int = 0,
     state_bytes: int = 0,
     draft_bytes: int = 0,
+    window_ratio: float | None = None,
 ) -> Capacity:
     """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
     token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
     ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some; ``draft_bytes``: of a token
-    in the layers of a model that drafts, on a rank."""
+    in the layers of a model that drafts, on a rank. ``window_ratio``: SGLang's --swa-full-tokens-ratio; default:
+    what its requests of the context need."""
     shard = HeadShard(plan, 0, num_ranks, 1 + lookahead)
     pages = sum(map(shard.block_bytes, shard.blocks))
-    fixed, tokens, needed, beside = 0, PAGE_TOKENS, 0, (0, 0, 0)
+    fixed, tokens, needed, beside, windows = 0, PAGE_TOKENS, 0, (0, 0, 0), (0, 0.0)
     if engine == "vllm":
         pool = vllm_pool(shard, state_bytes, draft_bytes=draft_bytes)
         block_bytes, tokens = pool.block_bytes, pool.block_tokens
         beside = pool.ring_blocks, pool.window_blocks(context), pool.state_blocks
         needed, pages = pool.blocks(context), pages * pool.pages_per_block
+        num_blocks, least, smallest = memory // block_bytes, needed, needed * block_bytes
     else:
-        block_bytes, needed = -(-pages // PAGE_TOKENS) * PAGE_TOKENS, -(-context // PAGE_TOKENS)
-        fixed = sglang_rings(shard, max_requests)
-    num_blocks = max(0, memory - fixed) // block_bytes
-    if num_blocks < needed:
-        smallest = needed * block_bytes + fixed
+        own = SglangPool.of(shard, max_requests)
+        fixed, needed = own.fixed, -(-context // PAGE_TOKENS)
+        ratio = window_ratio or own.ratio(own.fitting(memory, max_requests, context), context)
+        num_blocks, block_bytes, windows = own.blocks(memory, ratio), own.block_bytes(ratio), own.windows(memory, ratio)
+        least = max(needed, own.least_blocks(ratio))
+        smallest = own.memory(least, ratio)
+    if num_blocks < least:
         beyond, fewer = (f" besides {fixed} bytes of rings", ", or fewer requests") if fixed else ("", "")
         raise InfeasibleBudget(
             f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes{beyond}, and a request of {context} "
-            f"tokens takes {needed}",
+            f"tokens takes {least}",
             smallest_bytes=smallest,
             hint=f"give the cache {smallest} bytes on each rank, or a shorter context{fewer}",
         )
     values = sum(block.layer.attention.values_per_token for block in shard.blocks.values())
     raw_tokens = memory // (values * CACHE_DTYPES[plan.cache_dtype].itemsize)
-    return Capacity(memory, tokens, block_bytes, pages, num_blocks, needed, *beside, context, raw_tokens)
+    return Capacity(memory, tokens, block_bytes, pages, num_blocks, needed, *beside, context, raw_tokens, *windows)
 
 
 def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0, state_bytes: int = 0) -> int:
@@ -112,18 +125,83 @@ def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0,
     batch, context = plan.workload.batch, plan.workload.context
     shard = HeadShard(plan, 0, num_ranks, 1 + lookahead)
     if engine == "sglang":
-        token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
-        fixed = sglang_rings(shard, batch)
-        return num_ranks * (batch * -(-context // PAGE_TOKENS) * PAGE_TOKENS * token_bytes + fixed)
+        return num_ranks * SglangPool.of(shard, batch).memory_of(batch, context)
     pool = vllm_pool(shard, state_bytes)
     return num_ranks * (1 + batch * pool.blocks(context)) * pool.block_bytes
 
 
-def sglang_rings(shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> int:
-    """Bytes of SGLang's rings, of which it has one more than requests, for padding, and of shared sinks."""
-    sinks = sum(block.sink_bytes for block in shard.blocks.values())
-    rings = sum(map(shard.ring_bytes, shard.blocks))
-    return (max_requests + 1) * (rings + BEGINNINGS * sinks * shares_sinks)
+@dataclass(frozen=True)
+class SglangPool:
+    """SGLang's memory of a rank with a plan: ``token_bytes`` of a token in pages, rounded up; ``window_bytes`` of
+    one in the layers with a sliding ``window``, 0 without any; and ``fixed`` bytes of rings and sinks.
+
+    Layers with a window have a pool of their own. Its tokens are those of the pages times a ratio, which is the
+    user's (--swa-full-tokens-ratio); both pools have whole pages."""
+
+    token_bytes: int
+    window: int
+    window_bytes: int
+    fixed: int
+
+    @classmethod
+    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> SglangPool:
+        """Of a plan. SGLang has one ring more than requests, for padding. UnsupportedModel where windows have
+        several sizes."""
+        if len(shard.windows) > 1:
+            sizes = " and ".join(map(str, sorted(shard.windows)))
+            raise UnsupportedModel(f"the model has sliding windows of {sizes} tokens, and SGLang a pool for one size")
+        window, (count, nbytes) = next(iter(shard.windows.items()), (0, (0, 0)))
+        token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
+        ring = sum(map(shard.ring_bytes, shard.blocks))
+        sinks = sum(block.sink_bytes for block in shard.blocks.values())
+        fixed = (max_requests + 1) * (ring + BEGINNINGS * sinks * shares_sinks)
+        return cls(token_bytes, window, count * nbytes, fixed)
+
+    def ratio(self, requests: int, context: int) -> float:
+        """Tokens in windows, by those in pages, that so many requests of the context need at once, by SGLang's own
+        count: of each the window, what it frees late, and the page that it fills; of prompts two chunks; whole pages.
+        And as many windows more, for prefixes in the radix tree. 0 without windows; at most 1."""
+        if not self.window:
+            return 0.0
+        running = self.window - 1 + FREED_TOKENS + 2 * PAGE_TOKENS
+        cached = -(-self.window // PAGE_TOKENS) * PAGE_TOKENS + PAGE_TOKENS
+        tokens = requests * (running + cached) + 2 * min(CHUNK_TOKENS, context) + 2 * PAGE_TOKENS
+        in_pages = requests * -(-context // PAGE_TOKENS) * PAGE_TOKENS
+        return min(1.0, math.ceil(10**6 * tokens / in_pages) / 10**6)
+
+    def blocks(self, memory: int, ratio: float) -> int:
+        """Pages in so many bytes."""
+        return int(max(0, memory - self.fixed) // self._cell(ratio)) // PAGE_TOKENS
+
+    def windows(self, memory: int, ratio: float) -> tuple[int, float]:
+        """Tokens in windows besides these pages, and the ratio."""
+        return int(self.blocks(memory, ratio) * PAGE_TOKENS * ratio) // PAGE_TOKENS * PAGE_TOKENS, ratio
+
+    def block_bytes(self, ratio: float) -> int:
+        """Bytes of a page and of its share of windows."""
+        return math.ceil(PAGE_TOKENS * self._cell(ratio))
+
+    def least_blocks(self, ratio: float) -> int:
+        """Pages without which SGLang does not start: it wants room for more than a window and a page."""
+        least = -(-(self.window + PAGE_TOKENS) // PAGE_TOKENS) * PAGE_TOKENS
+        return math.ceil(least / ratio / PAGE_TOKENS) if self.window else 1
+
+    def memory(self, blocks: int, ratio: float) -> int:
+        """The fewest bytes with so many pages; a byte more where SGLang divides by a fraction."""
+        return self.fixed + math.ceil(blocks * PAGE_TOKENS * self._cell(ratio)) + bool(self.window)
+
+    def memory_of(self, requests: int, context: int) -> int:
+        """The fewest bytes for so many requests of the context."""
+        ratio = self.ratio(requests, context)
+        return self.memory(max(requests * -(-context // PAGE_TOKENS), self.least_blocks(ratio)), ratio)
+
+    def fitting(self, memory: int, max_requests: int, context: int) -> int:
+        """Requests of the context for which so many bytes are enough, from 1 to ``max_requests``."""
+        numbers = range(1, max(1, max_requests) + 1)
+        return max(1, bisect.bisect_right(numbers, memory, key=lambda requests: self.memory_of(requests, context)))
+
+    def _cell(self, ratio: float) -> int | float:
+        return self.token_bytes + (ratio * self.window_bytes if self.window else 0)
 
 
 class Placed(NamedTuple):

@@ -171,6 +171,12 @@ class HeadShard:
         return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype, self.step_tokens) for layer in layers}
 
     @functools.cached_property
+    def attention(self) -> dict[int, AttentionGeometry]:
+        """The rank's heads of every layer with attention, by the layer's index."""
+        layers = [one.attention for one in self.plan.layers if not isinstance(one.geometry, StateGeometry)]
+        return {layer.index: rank_geometry(layer, self.rank, self.size) for layer in layers}
+
+    @functools.cached_property
     def num_states(self) -> int:
         """Layers that keep a state, beside their pages or without."""
         return sum(layer.geometry.state_bytes > 0 for layer in self.plan.layers)
@@ -180,11 +186,9 @@ class HeadShard:
         """Layers with a sliding window, by its tokens: how many there are, and a token's bytes in each on
         this rank. UnsupportedModel where these differ."""
         found: dict[int, tuple[int, int]] = {}
-        for one in self.plan.layers:
-            if isinstance(one.geometry, StateGeometry) or one.attention.window is None:
+        for layer in self.attention.values():
+            if layer.window is None:
                 continue
-            layer = rank_geometry(one.attention, self.rank, self.size)
-            assert layer.window is not None
             nbytes = layer.values_per_token * CACHE_DTYPES[self.plan.cache_dtype].itemsize
             count, expected = found.get(layer.window, (0, nbytes))
             if nbytes != expected:

@@ -3,8 +3,8 @@ plan's.
 
 A block holds 128 tokens and nothing of the request that wrote them. Windows, which a plan keeps at 16 bits
 besides its pages, lie in the ring of a request: one that begins after blocks of another decodes its window
-from them. Sinks, of which there are few, are shared with pages. Layers with a sliding window are vLLM's
-own, and states are the engine's. What the kernels cannot read as it is stored is refused everywhere. It is
+from them. Sinks, of which there are few, are shared with pages. Layers with a sliding window and
+states are the engine's own. What the kernels cannot read as it is stored is refused everywhere. It is
 refused at start: a plan is never served wrongly.
 
 Engines change between versions, and what a plug-in holds on to is not all public. So it is imported, and with
@@ -37,6 +37,8 @@ DRAFTS = "serve it without drafts"
 NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
 BOTH_WAYS = "tokens of an image attend to each other both ways, and attention with a plan is causal"
 WITHOUT_IMAGES = "serve it without images:"
+# Models for which SGLang takes backends of a list of its own.
+CLOSED_IN_SGLANG = ("gpt_oss",)
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
@@ -109,6 +111,12 @@ def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead
         raise UnsupportedModel(
             "an engine cannot serve this plan: no layer has full attention, whose blocks it hands out",
             hint=NO_PLAN.format(engine),
+        )
+    if engine == "sglang" and plan.model.model_type in CLOSED_IN_SGLANG:
+        raise UnsupportedModel(
+            f"SGLang serves models of the type {plan.model.model_type} with attention backends of a list of its own, "
+            "without kvcal",
+            hint="serve it in vLLM",
         )
     by_reason = _by_reason(plan.layers, plan.cache_dtype, is_cuda, engine, lookahead)
     if by_reason:

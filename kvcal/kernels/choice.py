@@ -144,7 +144,7 @@ def limits(plan: LayerPlan, cache_dtype: str, is_cuda: bool) -> Iterator[str]:
 
 
 def _of_stripes(fmt: Format) -> str | None:
-    """What the formats of both sides have in common where stripes are packed; None where pages are."""
+    """The part that the formats of both sides share where stripes are packed; None where pages are."""
     if fmt.stripe_tokens == PAGE_TOKENS:
         return None
     return f"stripes of {fmt.stripe_tokens} tokens, {fmt.num_sink_tokens} sinks and a window of {fmt.recent_window}"

@@ -19,10 +19,12 @@ from kvcal.systems.basis.rotated import CANDIDATES, RotatedLayout
 
 THREADS = 256  # of a block that packs whole pages
 PAGE_SCRATCH_BYTES = 48 * 1024  # of such a block, at most
+STORED_HEADS = 16  # of a token that a block stores, while others pack stripes
 # Tokens of a part at most, by what shared memory has room for. A block of ``append`` has an SM for itself. Blocks of
 # ``pack`` share one, so that one loads while the other computes.
 STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
 LEAST_TOKENS = 32  # of a part of ``append``, where few pages are complete
+FEW, FEW_THREADS = 8, 384  # tokens of a stripe that a block packs, and its threads, as in csrc/pack_eight.cuh
 LARGE_TOKENS, LARGE_TEAM = (
     (32,),
     4,
@@ -51,20 +53,25 @@ class PackShape:
     def append_blocks(self, pages: int, num_sms: int) -> int:
         """Of ``append``, whose step may complete so many pages, or a stripe of each: parts are dealt to blocks, a
         whole page has its own."""
-        parts = -(-self.stripe_tokens // LEAST_TOKENS)
-        dealt = min(pages * parts, num_sms) if self.part_tokens else 0
+        comes_in_eights = self.part_tokens == FEW
+        parts = -(-self.stripe_tokens // (FEW if comes_in_eights else LEAST_TOKENS))
+        storing = -(-pages // STORED_HEADS) if comes_in_eights else 0
+        dealt = min(pages * parts + storing, num_sms) if self.part_tokens else 0
         return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property
     def defines(self) -> Defines:
         if not self.part_tokens:
             return {}
-        found = {"PART_TOKENS": self.part_tokens, "PART_BYTES": self.shared_bytes}
+        found = {"PART_TOKENS": self.part_tokens, "PART_THREADS": self.threads, "PART_BYTES": self.shared_bytes}
         return found | ({"PART_TEAM": self.team} if self.team > 1 else {})
 
 
 def append_shape(variant: Variant, room: int) -> PackShape:
     """Of a GPU whose blocks get ``room`` bytes of shared memory (kvcal.kernels.decode)."""
+    stripe = min(variant.format(side).stripe_tokens for side in SIDES)
+    if stripe < PAGE_TOKENS and variant.head_dim <= MAX_STAGED_DIM:
+        return PackShape(FEW, FEW_THREADS, max(_few_bytes(variant, side) for side in SIDES), False, stripe)
     return _shape(variant, SIDES, STEP_TOKENS, room)
 
 
@@ -110,4 +117,16 @@ def _part_bytes(variant: Variant, side: Side, tokens: int) -> int:
     elif has_feedback:
         kept = 4 * chains * min(blocks, KEPT_BLOCKS) * BLOCK
         found += 4 * 8 * blocks * (blocks + 1) * BLOCK + max(kept, dim * (dim + 3))
+    return found
+
+
+def _few_bytes(variant: Variant, side: Side) -> int:
+    """``FewScratch`` of the source, which asserts that this is enough."""
+    layout, dim = variant.layout(side), variant.head_dim
+    has_feedback = variant.k_feedback if side == "k" else variant.v_feedback
+    columns, groups = padded_channels(dim), -(-dim // layout.group_size)
+    words = columns // BLOCK * -(-layout.num_bits // 2)
+    found = FEW * (2 * (dim + 8) + 4 * (columns + 4) + 4 * words + 4 * CANDIDATES + 4 + groups) + 64
+    if has_feedback:
+        found += 4 * columns * (columns + 1) + 4 * FEW * (CANDIDATES - 1) * words
     return found

@@ -97,9 +97,9 @@ def pack(
     for page in range(0, slots.shape[1], PAGES_AT_ONCE):
         part, start = slice(page, page + PAGES_AT_ONCE), max(0, PAGE_TOKENS * page - begin)
         tokens = x[:, :, start : PAGE_TOKENS * (page + PAGES_AT_ONCE) - begin]
-        at = slots[:, part].long(), begin if page == 0 else 0
+        places, at = [(pages, slots[:, part].long())], begin if page == 0 else 0
         try:
-            codec.put(pages, *at, tokens, num_bits, page_index[:, part], query_mean)
+            codec.put(places, at, tokens, num_bits, page_index[:, part], query_mean)
         except NonFiniteActivations:
             error.bitwise_or_(NON_FINITE)
 

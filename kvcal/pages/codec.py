@@ -189,8 +189,7 @@ class PageCodec:
 
     def put(
         self,
-        records: Tensor,
-        slots: Tensor,
+        places: Sequence[tuple[Tensor, Tensor]],
         begin: int,
         x: Tensor,
         num_bits: int,
@@ -198,30 +197,29 @@ class PageCodec:
         query_mean: Tensor | None = None,
         prediction: Tensor | None = None,
     ) -> None:
-        """Store tokens x [b, n, T, D], whole stripes, of which the first is number ``begin`` of its page, as a
-        part of records [slots, r, record_bytes], at slots int64 [b, P]. ``page_index`` int64 [b, P];
-        ``query_mean`` [b, n, D] and ``prediction`` [b, P, n, 128, D] are of whole pages alone."""
+        """Store tokens x [b, n, T, D], whole stripes, of which the first is number ``begin`` of its page. ``places``:
+        records [slots, r, record_bytes] and slots int64 [b, P] of the heads, or of those of each codec ``beside``
+        others. ``page_index`` int64 [b, P]; ``query_mean`` [b, n, D] and ``prediction`` [b, P, n, 128, D] are of whole
+        pages alone."""
+        layout = self._layout(num_bits)
         for tokens, pages, first in pieces(begin, x.shape[2]):
-            where, part = slots[:, pages].flatten(), x[:, :, tokens]
+            part, numbers = x[:, :, tokens], page_index[:, pages].flatten()
             count = pages.stop - pages.start
             by_page = part.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
-            if by_page.shape[2] < PAGE_TOKENS:
-                self._put_part(records, where, first, by_page, num_bits)
-                continue
-            mean = None if query_mean is None else query_mean.repeat_interleave(count, dim=0)
-            predicted = None if prediction is None else prediction[:, pages].flatten(0, 1)
-            records[where] = self.encode(by_page, page_index[:, pages].flatten(), num_bits, mean, predicted)
-
-    def _put_part(self, records: Tensor, where: Tensor, first: int, x: Tensor, num_bits: int) -> None:
-        """Tokens x [M, n, T, D] of pages, from number ``first`` on; before the first, all of a page is 0."""
-        layout = self._layout(num_bits)
-        for transform in self._transforms(where, num_bits):
-            x = transform.apply(x)
-        new = layout.encode_tokens(x, self._operands(x, None), first)
-        if first:
-            own = layout.token_bytes(first, first + x.shape[2]).to(new.device)
-            new = torch.where(own, new, records[where])
-        records[where] = new
+            stop = first + by_page.shape[2]
+            if stop - first < PAGE_TOKENS:
+                for transform in self._transforms(numbers, num_bits):
+                    by_page = transform.apply(by_page)
+                found = layout.encode_tokens(by_page, self._operands(by_page, None), first)
+            else:
+                mean = None if query_mean is None else query_mean.repeat_interleave(count, dim=0)
+                predicted = None if prediction is None else prediction[:, pages].flatten(0, 1)
+                found = self.encode(by_page, numbers, num_bits, mean, predicted)
+            for (records, slots), new in zip(places, found.chunk(len(places), dim=1), strict=True):
+                where = slots[:, pages].flatten()
+                if first:  # the first tokens of a page set the rest of it to 0
+                    new = torch.where(layout.token_bytes(first, stop).to(new.device), new, records[where])
+                records[where] = new
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
         """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``, of a format whose bits change."""
@@ -279,7 +277,7 @@ class PageCodec:
         return layout.encode_pages(page, operands)
 
     def _operands(self, page: Tensor, query_mean: Tensor | None) -> Mapping[str, Tensor]:
-        """What the layout takes to encode a page."""
+        """Operands of the layout to encode a page."""
         operands = self.operands
         if self.format.score is not None:
             if query_mean is not None and self.rescale is not None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec
@@ -105,23 +106,31 @@ def round_with_feedback(
     head_dim = x.shape[-1]
     values, scale, zero, levels = (_channels_first(part, x.shape) for part in (x, scale, zero, levels))
     step = torch.where(scale == 0, torch.inf, scale)
-    targets, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
-    rows = [factor_row(factor, channel, head_dim).t().float().unsqueeze(-1) for channel in range(head_dim)]
+    targets, codes = values.clone(), torch.empty_like(values)
+    rows = _factor_rows(factor, head_dim)
     at_once = max(1, TOKENS_AT_ONCE.get(x.device.type, values[0].numel()) // values.shape[1])
-    for first in range(0, values.shape[-1], at_once):
-        some = slice(first, first + at_once)
-        target = values[..., some].clone()
-        for channel, later in enumerate(rows):
-            due, lowest = target[channel], zero[channel, :, some]
-            code = due.sub(lowest).div_(step[channel, :, some]).round_().clamp_(min=0.0)
-            code = torch.minimum(code, levels[channel, :, some], out=code)
-            codes[channel, :, some] = code
-            decoded = code.mul_(scale[channel, :, some]).add_(lowest)
+    sub, mul, minimum = torch.sub, torch.mul, torch.minimum
+    grid = (part.split(at_once, -1) for part in (values, targets, codes, scale, step, zero, levels))
+    for value, target, code, *at_all in zip(*grid, strict=True):
+        pushed, error = torch.empty_like(target), torch.empty_like(target[0])
+        # Views of all channels at once: on a CPU, to make one takes as long as to add 1,000 numbers.
+        channels = zip(value.unbind(), target.unbind(), code.unbind(), *(part.unbind() for part in at_all), strict=True)
+        for channel, (own, due, found, size, divisor, lowest, most) in enumerate(channels):
+            sub(due, lowest, out=found).div_(divisor).round_().clamp_(min=0.0)
+            minimum(found, most, out=found)
+            decoded = mul(found, size, out=error).add_(lowest)
             if raw_dtype is not None:
-                decoded = torch.where(levels[channel, :, some] == 0, due.to(raw_dtype).float(), decoded)
-            target[channel + 1 :] += later * (values[channel, :, some] - decoded)
-        targets[..., some] = target
-    return _channels_last(codes, x.shape), _channels_last(targets, x.shape)
+                decoded = torch.where(most == 0, due.to(raw_dtype).float(), decoded)
+            sub(own, decoded, out=error)
+            target[channel + 1 :].add_(mul(rows[channel], error, out=pushed[channel + 1 :]))
+    return _channels_last(codes.to(torch.uint8), x.shape), _channels_last(targets, x.shape)
+
+
+def _factor_rows(factor: Tensor, head_dim: int) -> list[Tensor]:
+    """Every row of U right of the diagonal, fp32 [D - 1 - channel, n, 1]."""
+    places = [_diagonal_place(channel, head_dim) for channel in range(head_dim + 1)]
+    every = factor.t().float().unsqueeze(-1).contiguous()
+    return [every[start + 1 : stop] for start, stop in pairwise(places)]
 
 
 def _channels_first(x: Tensor, shape: torch.Size) -> Tensor:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.lazy_torch import Dtypes, Tensor, torch
 from kvcal.pages.rescale_and_rope import Transform
 from kvcal.records import TensorSpec
 
-PAGE_TOKENS = 128
+PAGE_TOKENS: Final = 128
 CHANNEL_TILE = 16
 RECORD_ALIGNMENT = 16
 RAW_BITS = 16

@@ -1,7 +1,7 @@
 """Stripes: parts of pages that are packed as soon as their tokens are there.
 
-Where tokens share no scale, a page need not be complete to be packed: each stripe of 16 tokens has whole bytes
-of its record. The stripe that begins a page sets the rest of the record to 0. So no byte is read that was not
+Where tokens share no scale, a page need not be complete to be packed: each stripe of 16 or 32 tokens has whole
+bytes of its record. The stripe that begins a page sets the rest of the record to 0. So no byte is read that was not
 written, and a page whose stripes have all been packed has the bytes that it has when it is packed at once.
 """
 

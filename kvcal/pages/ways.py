@@ -47,14 +47,11 @@ RAW_PAGES = Way("pages of 16 bits")
 UNIFORM_PAGES = Way("uniform pages")
 
 # Of a whole layer, by its geometry.
-NOT_IN_SGLANG = "SGLang keeps all tokens of most such layers, and others in a pool that was not tried"
 LATENTS = Way(
     "latents (multi-head latent attention)",
     refused={"static": "they are expanded in torch, and the kernels read keys of heads"},
 )
-SLIDING_WINDOW = Way(
-    "a sliding window", refused={"sglang": NOT_IN_SGLANG, "drafts": "it has no room for drafts in a static cache"}
-)
+SLIDING_WINDOW = Way("a sliding window", refused={"drafts": "it has no room for drafts in a static cache"})
 STATE = Way("a state")
 STATE_BESIDES = Way(
     "a state besides keys and values",

@@ -37,7 +37,7 @@ Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 UNIFORM = "uniform"
 # Left out of JSON where they are the usual ones: plans without the keys stay the same bytes.
 Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
-Stripe = Annotated[Literal[16, 128], Field(exclude_if=lambda tokens: tokens == PAGE_TOKENS)]
+Stripe = Annotated[Literal[16, 32, 128], Field(exclude_if=lambda tokens: tokens == PAGE_TOKENS)]
 
 
 class Pages(NamedTuple):
@@ -106,7 +106,7 @@ class PlainFormat:
         return [UNIFORM]
 
     def pages(self) -> Pages:
-        """What it stores; of a system's keys, where they ask for it."""
+        """The pages that it stores; of a system's keys, where they ask for it."""
         if self.num_bits == RAW_BITS:
             return Pages("16 bits", str(RAW_BITS), RAW_PAGES, self._uniform, takes_feedback=False)
         return Pages(UNIFORM, f"{self.num_bits} {self.axis} g{self.group_size}", UNIFORM_PAGES, self._uniform)

@@ -25,11 +25,12 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
-from kvcal.store.padding import Block, Rows
+from kvcal.store.padding import Interval, Rows
 from kvcal.store.paged_tensor import PagedTensor, spans_of
 from kvcal.store.prediction import Prediction
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
+from kvcal.store.unpacked import Unpacked
 from kvcal.systems.basis.basis import Basis
 
 
@@ -47,12 +48,13 @@ class NewTokens(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Tokens of each of a block's rows to read; the first ``paged`` of a sequence come from pages, the others from
-    the ring."""
+    """Tokens of each of consecutive rows to read; the first ``paged`` of a sequence come from pages, the others from
+    the ring. ``places``: the columns that they are written to."""
 
-    block: Block
+    rows: slice
     tokens: range
     paged: int
+    places: list[Interval]
 
 
 class LayerStore:
@@ -100,24 +102,25 @@ class LayerStore:
         shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
         out = allocate(*shape, dtype=dtype, device=self.steps.device)
         counts, fmt = [rows.num_tokens(block, columns) for block in rows.blocks], self.sides[side].format
-        wanted = [Wanted(block, range(n), fmt.tokens_read(n)) for block, n in zip(rows.blocks, counts, strict=True)]
-        self.read_tokens(side, rows, wanted, out)
+        places = [rows.intervals(block, 0, columns) for block in rows.blocks]
+        found = zip(rows.blocks, counts, places, strict=True)
+        self.read_tokens(side, [Wanted(block.rows, range(n), fmt.tokens_read(n), at) for block, n, at in found], out)
         return out
 
-    def read_tokens(self, side: Side, rows: Rows, wanted: Sequence[Wanted], out: Tensor) -> None:
-        """Write tokens of some blocks of rows to their columns of out [B, N, S or more, D]."""
+    def read_tokens(self, side: Side, wanted: Sequence[Wanted], out: Tensor) -> None:
+        """Write tokens of some rows to out [B, N, columns, D]."""
         part = self.sides[side]
-        spans = [spans_of(block.rows, range(tokens.start, min(tokens.stop, n))) for block, tokens, n in wanted]
-        decoded = part.decode([span for of_block in spans for span in of_block], out.dtype)
-        counts = [sum(stop - first for _, first, stop in of_block) for of_block in spans]
-        for (block, tokens, paged), pages in zip(wanted, decoded.split(counts), strict=True):
-            view, places = out[block.rows], rows.places(block, tokens)
+        spans = [spans_of(rows, range(tokens.start, min(tokens.stop, paged))) for rows, tokens, paged, _ in wanted]
+        decoded = part.decode([span for of_rows in spans for span in of_rows], out.dtype)
+        counts = [sum(stop - first for _, first, stop in of_rows) for of_rows in spans]
+        for (rows, tokens, paged, places), pages in zip(wanted, decoded.split(counts), strict=True):
+            view = out[rows]
             if len(places) == 1:
                 ((start, stop),) = places
-                part.read(block.rows, tokens, paged, pages, view[:, :, start:stop])
+                part.read(rows, tokens, paged, pages, view[:, :, start:stop])
             elif places:
                 found = view.new_empty(*view.shape[:2], len(tokens), view.shape[3])
-                part.read(block.rows, tokens, paged, pages, found)
+                part.read(rows, tokens, paged, pages, found)
                 for start, stop in places:
                     view[:, :, start:stop], found = found[:, :, : stop - start], found[:, :, stop - start :]
 
@@ -131,17 +134,18 @@ class LayerStore:
         whole[:, :, columns:] = new
         return whole
 
-    def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
+    def write(self, new: NewTokens, query_sum: Tensor | None, unpacked: list[Unpacked] | None = None) -> None:
         """Store new tokens after what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their
-        |q|, where channels are chosen by queries. Keys first: values may be predicted from them."""
+        |q|, where channels are chosen by queries. Keys first: values may be predicted from them. ``unpacked``: as
+        of ``PagedTensor.store``."""
         if self.sides["k"].format.needs_queries:
             assert query_sum is not None
             self.sides["k"].observe(query_sum)
-        self._write_side("k", new.keys, new)
-        self._write_side("v", new.values, new)
+        self._write_side("k", new.keys, new, unpacked)
+        self._write_side("v", new.values, new, unpacked)
         self.prediction.release()
 
-    def _write_side(self, side: Side, states: Tensor, new: NewTokens) -> None:
+    def _write_side(self, side: Side, states: Tensor, new: NewTokens, unpacked: list[Unpacked] | None) -> None:
         rows, columns, part = new.rows, new.columns, self.sides[side]
         if states.shape[2] == 1 and columns >= rows.width and part.store_step(rows.lengths(columns), states):
             return
@@ -151,7 +155,8 @@ class LayerStore:
             if intervals:
                 chunks = [states[block.rows, :, a - columns : b - columns] for a, b in intervals]
                 tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
-                self.prediction.written(side, part.store(block.rows, rows.num_tokens(block, columns), tokens))
+                spans = part.store(block.rows, rows.num_tokens(block, columns), tokens, unpacked)
+                self.prediction.written(side, spans)
 
     def crop(self, rows: Rows, held: int, columns: int) -> None:
         """Keep the first ``columns`` of the ``held`` columns."""

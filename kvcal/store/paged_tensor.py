@@ -25,6 +25,7 @@ from kvcal.pages.stripes import pieces
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.sinks_ring_pages import Pack, Part, row_map
 from kvcal.store.step import KernelCodec
+from kvcal.store.unpacked import Unpacked
 from kvcal.systems.basis.basis import Basis
 
 Predict = Callable[[Sequence[Span]], Tensor]
@@ -127,14 +128,15 @@ class PagedTensor(Part):
             self.pool.records = self.codec.convert(self.pool.records, self.num_bits, num_bits)
             self.num_bits = num_bits
 
-    def store(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
+    def store(self, rows: slice, num_tokens: int, x: Tensor, unpacked: list[Unpacked] | None = None) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose
-        pages the pool has room; returns the pages packed, or of which a part was."""
+        pages the pool has room; returns the pages packed, or of which a part was. ``unpacked`` gets what the caller
+        packs with that of other parts, where this is possible."""
         total, fmt = num_tokens + x.shape[2], self.format
         begin, end = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
         first, stop = begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if begin < end else []
-        pack = self._packing(spans, total) if spans else _nothing
+        pack = self._packing(spans, total, unpacked) if spans else _nothing
         is_launched = self.kernels is not None and self.codec.basis is None
         self.write(
             row_map(rows, self.ring.device), num_tokens, x, pack, LAUNCHED_PAGES if is_launched else ENCODE_PAGES
@@ -250,7 +252,7 @@ class PagedTensor(Part):
         self.query_sum.zero_()
         self.query_since.zero_()
 
-    def _packing(self, spans: list[Span], total: int) -> Pack:
+    def _packing(self, spans: list[Span], total: int, unpacked: list[Unpacked] | None) -> Pack:
         """The packing of pages of these spans, one a row, whose rows will have ``total`` tokens each."""
         rows, first = slice(spans[0][0], spans[-1][0] + 1), spans[0][1]
         prediction = None if self.predict is None else self.predict(spans).unflatten(0, (len(spans), -1))
@@ -267,9 +269,13 @@ class PagedTensor(Part):
             if self.kernels is not None:
                 self.kernels.pack(tokens, self.pool.records, slots[:, part].int(), begin, query_mean)
                 return
+            where, numbers = slots[:, part], ordinals[:, part]
+            if unpacked is not None and self.codec.has_own_factor and query_mean is None and prediction is None:
+                unpacked.append(Unpacked(self.codec, self.num_bits, self.pool, where, numbers, begin, tokens))
+                return
             predicted = None if prediction is None else prediction[:, part]
-            places = self.pool.records, slots[:, part], begin
-            self.codec.put(*places, tokens, self.num_bits, ordinals[:, part], query_mean, predicted)
+            places = [(self.pool.records, where)]
+            self.codec.put(places, begin, tokens, self.num_bits, numbers, query_mean, predicted)
 
         return pack
 

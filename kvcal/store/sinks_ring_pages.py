@@ -57,20 +57,24 @@ class Part:
         """Store x after ``num_tokens``: sinks, the stripes that they complete, and the last ones in the ring.
         ``pages_at_once``: of all sequences, which bounds the scratch."""
         total, fmt = num_tokens + x.shape[2], self.format
+        at_once = PAGE_TOKENS * max(1, pages_at_once // len(rows))
+        enter: Callable[[Tensor], Tensor] = self.entered
+        if x.shape[2] <= at_once:
+            x, enter = self.entered(x), _held
         sinks = x[:, :, : fmt.sinks_left(num_tokens)]
         if sinks.shape[2]:
-            self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = self.entered(sinks)
+            self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = enter(sinks)
         begin, stop = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
-        at_once = PAGE_TOKENS * max(1, pages_at_once // len(rows))
         held = self.newest(rows, begin, num_tokens) if begin < stop else x
         for start in (begin, *range(begin - begin % PAGE_TOKENS + at_once, stop, at_once)) if begin < stop else ():
             a, b = start - begin, min(start - start % PAGE_TOKENS + at_once, stop) - begin
-            tokens = self.entered(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
+            tokens = enter(x[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])])
             if a < held.shape[2]:
                 tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
             tokens = fmt.packed(tokens, start)
             pack(tokens, start)
-        self.put_last(rows, total, x)
+        last = x[:, :, -self.ring.shape[2] :]
+        self.put(rows, torch.arange(total - last.shape[2], total, device=x.device), enter(last))
 
     def entered(self, x: Tensor) -> Tensor:
         """New tokens as they are held."""
@@ -81,3 +85,7 @@ class Part:
         sinks = self.sinks[:, :, first : first + out.shape[2]]
         if sinks.shape[2]:
             out[:, :, : sinks.shape[2]] = sinks.index_select(0, rows)
+
+
+def _held(x: Tensor) -> Tensor:
+    return x

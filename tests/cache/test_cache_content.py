@@ -1,4 +1,4 @@
-"""What the cache gives back, at every token count: sinks raw, pages quantized once from the original values,
+"""The tokens that the cache gives back, at every token count: sinks raw, pages quantized once from the original values,
 the ring raw, new tokens raw. Pages never change once written."""
 
 import itertools

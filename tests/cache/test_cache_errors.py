@@ -1,4 +1,4 @@
-"""What an error leaves: a refused crop changes nothing, and a forward pass that did not end is not built
+"""State after an error: a refused crop changes nothing, and a forward pass that did not end is not built
 upon. And modes of torch: a cache filled under ``torch.inference_mode`` goes on outside of it, and the
 reverse."""
 

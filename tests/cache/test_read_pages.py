@@ -1,4 +1,4 @@
-"""What the predictor stage reads back, against a PlanCache that is fed the very same queries, keys and values
+"""The pages that the predictor stage reads back, against a PlanCache that is fed the very same queries, keys and values
 as in decoding: chunks that end where a page is packed."""
 
 from collections.abc import Iterator

@@ -34,26 +34,32 @@ def fed(cache: PlanCache, given: tuple[Tensor, ...], stops: list[int]) -> None:
         start = stop
 
 
-@pytest.mark.parametrize("basis", [False, True])
-def test_complete_pages_have_the_bytes_of_pages_that_are_packed_at_once(basis: bool) -> None:
+@pytest.mark.parametrize(("stripe", "basis"), [(16, False), (16, True), (32, True)])
+def test_complete_pages_have_the_bytes_of_pages_that_are_packed_at_once(stripe: int, basis: bool) -> None:
     given = random_qkv(2, HEADS, TOKENS)
     whole = cache_of(plan_of(128, basis))
     fed(whole, given, [TOKENS])
     cuts = torch.randint(1, TOKENS, (12,), generator=torch.Generator().manual_seed(3)).unique().tolist()
-    for stops in ([TOKENS], [*cuts, TOKENS], [*range(16, TOKENS, 16), TOKENS], [7, 130, *range(131, TOKENS + 1)]):
-        cache = cache_of(plan_of(16, basis))
+    for stops in (
+        [TOKENS],
+        [*cuts, TOKENS],
+        [*range(stripe, TOKENS, stripe), TOKENS],
+        [7, 130, *range(131, TOKENS + 1)],
+    ):
+        cache = cache_of(plan_of(stripe, basis))
         fed(cache, given, stops)
         for ours, theirs in zip(cache.layers[0].parts, whole.layers[0].parts, strict=True):
             for row in range(2):
                 pages = pages_of(ours, row, TOKENS)
                 assert len(pages) == 4
                 assert torch.equal(pages[:3], pages_of(theirs, row, TOKENS))
-                unwritten = ~theirs.codec._layout(ours.num_bits).token_bytes(0, TOKENS // 16 * 16 - 384)
+                unwritten = ~theirs.codec._layout(ours.num_bits).token_bytes(0, TOKENS // stripe * stripe - 384)
                 assert not pages[3][:, unwritten].any()
 
 
-def test_a_read_takes_whole_stripes_from_pages_once_they_left_the_window() -> None:
-    plan, given = plan_of(16, False), tuple(x.bfloat16().float() for x in random_qkv(1, HEADS, 300))
+@pytest.mark.parametrize("stripe", [16, 32])
+def test_a_read_takes_whole_stripes_from_pages_once_they_left_the_window(stripe: int) -> None:
+    plan, given = plan_of(stripe, False), tuple(x.bfloat16().float() for x in random_qkv(1, HEADS, 300))
     cache = cache_of(plan)
     for count in range(300):
         for side, exact in zip(SIDES, given[1:], strict=True):
@@ -61,10 +67,10 @@ def test_a_read_takes_whole_stripes_from_pages_once_they_left_the_window() -> No
                 continue
             part, rows = cache.layers[0].sides[side], cache.padding.rows
             found = cache.layers[0].store.read(side, rows, count, 0, torch.float32)
-            read = max(0, count - 9) // 16 * 16
+            read = max(0, count - 9) // stripe * stripe
             assert torch.equal(found[:, :, read:], exact[:, :, read:count]), count
             assert torch.equal(found[:, :, :5], exact[:, :, : min(5, count)]), count
-            decoded = part.decode([(0, 0, -(-count // 16 * 16 // 128))], torch.float32)
+            decoded = part.decode([(0, 0, -(-count // stripe * stripe // 128))], torch.float32)
             packed = decoded.transpose(0, 1).flatten(1, 2)[None]
             assert torch.equal(found[:, :, 5:read], packed[:, :, 5:read]), count
             assert read <= 5 or (found[:, :, 5:read] != exact[:, :, 5:read]).any()
@@ -88,6 +94,7 @@ def test_bytes_are_those_of_the_plan_at_every_count() -> None:
 def test_a_ring_has_room_for_the_window_and_a_stripe() -> None:
     fmt = replace(STRIPES, recent_window=112, num_sink_tokens=8)
     assert fmt.ring_tokens() == 128 and replace(fmt, stripe_tokens=128).ring_tokens() == 240
+    assert replace(fmt, recent_window=96, stripe_tokens=32).ring_tokens() == 128
     assert [fmt.tokens_read(n) for n in (111, 112, 127, 128, 256, 257)] == [0, 0, 0, 16, 144, 144]
     assert [fmt.num_pages(n) for n in (15, 16, 128, 143, 144)] == [0, 1, 1, 1, 2]
     assert fmt.tokens_to_next_event(128, 128) == 16  # the update after these reads another stripe

@@ -1,4 +1,4 @@
-"""What tests of commands that fail share: a model, a recipe, and what its stages leave."""
+"""Shared by tests of commands that fail: a model, a recipe, and what its stages leave."""
 
 from pathlib import Path
 

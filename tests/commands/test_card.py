@@ -25,7 +25,7 @@ LOOKED_UP = '"chain", "pairs:512"'
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """What `kvcal run` leaves of a small model, with a look-up among the tasks."""
+    """The folder that `kvcal run` leaves of a small model, with a look-up among the tasks."""
     folder = tmp_path_factory.mktemp("card")
     model = save_llama(folder / "model", tokenizer, head_dim=64)
     recipe = RECIPE.replace('"chain"', LOOKED_UP).replace('"kivi-2"]', '"fp8"]')

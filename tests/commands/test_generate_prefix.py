@@ -70,7 +70,7 @@ class Case:
         return found
 
     def in_two_parts(self, **sampling: float) -> str:
-        """What the model generates for both texts, the first taken in by itself."""
+        """The completions of both texts, the first taken in by itself."""
         known, tokens = (
             prompt_tokens(self.loaded, text, False, 0).unsqueeze(0) for text in (MANUAL, MANUAL + QUESTION)
         )

@@ -174,7 +174,7 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
 
 
 def one_chat(folder: Path, messages: list[dict[str, str]], template: str = TEMPLATE) -> tuple[str, str]:
-    """What a chat becomes, and what of it is in the loss."""
+    """The text of a chat, and the part of it that is in the loss."""
     tokenizer = chat_tokenizer(template)
     source = write_jsonl(folder / "chat.jsonl", [{"messages": messages}])
     data = load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer)

@@ -17,6 +17,10 @@ MEASURED = sorted((DOCS / "measured").glob("*.md"))
 DATA = DOCS / "measured/data"
 FIELDS = ("Date", "Machine", "Plans", "Command")
 NAMES = {"SmolLM2-135M": "## SmolLM2-135M", "Qwen2.5-Coder-0.5B": "## Qwen2.5-Coder-0.5B"}
+BY_LAW = "by squared errors"
+NAMED = {BY_LAW: "by layer, costs as squared errors"} | {
+    name: name for name in ("keys 3, values 2 or 3", "keys 3 or 4, values 2")
+}
 FIXED = (("default@2.74", "k3v2"), ("default@3.24", "k4v2"), ("default@3.24", "k3v3"))
 Texts = list[dict[str, Any]]
 
@@ -156,6 +160,44 @@ def test_plans_and_fixed_widths_are_compared_as_measured() -> None:
         if rows != "–":
             for name, cell in zip((plan, fixed), rows.split(", "), strict=True):
                 require_pair(cell, rows_of(name) or (0, 0))
+
+
+def test_choices_of_bits_are_compared_as_measured() -> None:
+    text, found = (DOCS / "measured/2026-11-29-choice-of-bits.md").read_text(), choices()
+    for model, kinds in {"Qwen2.5-Coder-0.5B": ["tables"], "SmolLM2-135M": ["rows", "copies", "late", "calls"]}.items():
+        plans = found[model]["plans"]
+        for name, bits, mean_bits, *cells in table_of(text, f"\n{model}: "):
+            plan = plans[name]
+            base, answers = plans[plan["against"]], plan["answers"]
+            widths = "/".join(f"{statistics.mean(int(one, 16) for one in plan['widths'][side]):.2f}" for side in "kv")
+            assert (float(bits), mean_bits) == (pytest.approx(plan["bits"], abs=6e-4), widths)
+            of_text = [(1000 * statistics.mean(plan["kl"]), 0.0), ratio(plan["kl"], base["kl"])]
+            lost = [ratio(column(answers[kind], 2), column(base["answers"][kind], 2)) for kind in kinds]
+            figures = [*of_text, *lost]
+            if kinds == ["tables"]:
+                of_raw, a_row = (ratio(column(answers["tables"], n), column(answers["tables"], n + 1)) for n in (0, 2))
+                figures = [of_raw, a_row, *lost, *of_text]
+            for cell, pair in zip(cells, figures, strict=True):
+                require_pair(cell, pair)
+    contests = found["SmolLM2-135M"]["contests"]
+    for bits, name, kl, look_ups, told, error in table_of(text, "what 16 texts of 768 tokens told"):
+        row = next(one for one in contests[f"{bits} bits, 16 texts of 768"]["plans"] if NAMED[name] == one["name"])
+        pairs = (
+            (kl, 1000 * row["kl"]),
+            (look_ups, 1000 * row["look_ups"]),
+            (told, row["ratio"]),
+            (error, row["log_error"]),
+        )
+        for cell, value in pairs:
+            require_pair(cell, (value, 0.0))
+
+
+def choices() -> dict[str, Any]:
+    return json.loads((DATA / "2026-11-29-choice-of-bits.json").read_text())
+
+
+def column(rows: list[list[float]], number: int) -> list[float]:
+    return [row[number] for row in rows]
 
 
 def speeds(part: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -4,13 +4,12 @@ with states, and that draft, as far as no engine is needed. ``make engines`` run
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from engine_bench import timed_rows
 from vllm_environment import CHECKOUT, Unavailable, python_with_vllm, variables_in
 
 from kvcal.engines.capacity import capacity
@@ -27,19 +26,7 @@ def test_every_row_names_the_plan_that_it_times(tmp_path: Path) -> None:
         python = python_with_vllm(TESTED["vllm"][-1])
     except Unavailable as reason:
         pytest.skip(str(reason))
-    words = "--caches kvcal --bits 3.5 --shape tiny --layers 2 --memory 3000000 --context 1024 512 --passes 1 --steps 3"
-    words += " --out speed.json"
-    done = subprocess.run(
-        [str(python), str(CHECKOUT / "lab" / "bench_vllm.py"), *words.split()], cwd=tmp_path,
-        env=os.environ | variables_in(tmp_path) | {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "root")},
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "speed.json").read_text())
-    for results in found["results"].values():
-        (row,) = results.values()
-        assert len(row["passes"][0]["step_s"]) == 3 and row["shares"] is not None, row
-    assert f"| {found['plans']['3.5 bits']} |" in done.stdout and "formats, sha256" in done.stdout
+    timed_rows(python, "bench_vllm.py", tmp_path, variables_in(tmp_path) | {"VLLM_CACHE_ROOT": str(tmp_path / "root")})
 
 
 def test_hybrid_shape_has_a_plan_and_counts_states_and_drafts(tmp_path: Path) -> None:

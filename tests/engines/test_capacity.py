@@ -13,7 +13,7 @@ from cli_cases import ran_well, run_kvcal, save_llama
 from hybrid_shapes import SHAPES
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.engines.capacity import Capacity, VllmPool, capacity, vllm_pool
+from kvcal.engines.capacity import Capacity, SglangPool, VllmPool, capacity, engine_bytes, vllm_pool
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.states import state_bytes
 from kvcal.engines.support import NO_TREE
@@ -140,6 +140,57 @@ def test_sliding_windows_lie_in_blocks_of_fewer_tokens(
     assert pool.window(1024, (64, 128)).tokens == 64
 
 
+@pytest.mark.parametrize(("num_bits", "ranks", "factor"), [(2, 1, 8.7), (3, 1, 8.1), (4, 4, 7.5)])
+def test_sliding_windows_have_a_pool_of_their_own_in_sglang(num_bits: int, ranks: int, factor: float) -> None:
+    """``factor``: of the bytes that 16 requests of 32,768 tokens take in SGLang without a plan, which keeps all
+    tokens of these layers."""
+    plan = replace(gemma(num_bits), workload=Workload(16, 32768))
+    taken, heads = engine_bytes("sglang", plan, ranks) // ranks, 4 // ranks
+    found = sglang_capacity(plan, taken, ranks, 32768, 16)
+    assert (found.concurrency, found.blocks_per_request) == (16, 256)
+    pool = SglangPool.of(HeadShard(plan, 0, ranks), 16)
+    assert pool.window_bytes == 29 * 2 * heads * 256 * 2
+    in_pages, in_windows = 16 * 32768 * pool.token_bytes, found.window_tokens * pool.window_bytes
+    assert taken == pytest.approx(in_pages + in_windows + pool.fixed, rel=2e-3)
+    assert 16 * (1023 + 128 + 256 + 1152) + 2 * 8192 <= found.window_tokens < 16 * 2700 + 2 * 8192
+    assert 16 * 32768 * 34 * 2 * heads * 256 * 2 / taken == pytest.approx(factor, abs=0.1)
+    assert sglang_capacity(plan, taken - 2, ranks, 32768, 16).concurrency < 16
+    longest = sglang_capacity(plan, taken, ranks, 128 * found.num_blocks, 16)
+    assert longest.concurrency >= 1 and longest.window_tokens < found.window_tokens
+
+
+def test_a_pool_of_windows_that_sglang_would_not_start_with_is_refused() -> None:
+    """It wants room for more than a window and a page."""
+    plan, ratio = gemma(2), 0.1
+    pool = SglangPool.of(HeadShard(plan), 1)
+    with pytest.raises(InfeasibleBudget, match="a request of 128 tokens takes 90") as refused:
+        capacity("sglang", plan, pool.memory(89, ratio), 1, 128, max_requests=1, window_ratio=ratio)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    assert capacity("sglang", plan, smallest, 1, 128, max_requests=1, window_ratio=ratio).window_tokens == 1152
+
+
+def test_serve_args_of_a_model_with_sliding_windows(tmp_path: Path) -> None:
+    """SGLang's pool for them has the share that requests of the plan's workload need, or those that fit."""
+    plan = replace(gemma(3), workload=Workload(16, 32768))
+    save_plan(plan, tmp_path / "plan.safetensors")
+    line = "serve-args", tmp_path / "plan.safetensors", "--engine", "sglang", "--max-requests", "16"
+    words = run_kvcal(*line, "--json").json["arguments"]
+    ratio = SglangPool.of(HeadShard(plan), 16).ratio(16, 32768)
+    assert words[words.index("--swa-full-tokens-ratio") + 1] == str(ratio)
+    memory = (
+        engine_bytes("sglang", replace(plan, workload=Workload(4, 32768)), 1) + SglangPool.of(HeadShard(plan), 12).fixed
+    )
+    sized = run_kvcal(*line, "--kv-memory", f"{memory}B", "--context", "32768", "--json")
+    found = sized.json["capacity"]
+    assert found["window_ratio"] > ratio and 4 <= found["concurrency"] < 5
+    assert "tokens of sliding windows lie in a pool of their own" in sized.err
+    two = replace(plan.layers[0], geometry=replace(plan.layers[0].attention, window=512))
+    save_plan(replace(plan, layers=(two, *plan.layers[1:])), tmp_path / "two.safetensors")
+    refused = run_kvcal("serve-args", tmp_path / "two.safetensors", "--engine", "sglang")
+    assert refused.code == 4 and "sliding windows of 512 and 1024 tokens" in refused.err
+
+
 def test_layers_of_one_window_take_equal_bytes() -> None:
     first, *others = gemma(2).layers
     wider = LayerPlan(replace(first.attention, num_kv_heads=8))
@@ -261,6 +312,16 @@ def test_layers_besides_pages_are_counted_once(layer: LayerGeometry, nbytes: int
     found = capacity("vllm", plan, taken, 1, 1000, state_bytes=nbytes)
     assert found.num_blocks == 1 + 3 * found.blocks_per_request and found.num_blocks * found.block_bytes == taken
     assert found.window_blocks + found.state_blocks > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sliding_windows_of_a_plan_for_sglang_are_counted(tp: int) -> None:
+    window = AttentionGeometry(12, 8, 4, 64, 64, 256)
+    plan, split = allocated("sglang", tp, BUDGETS[-1], besides=(window,))
+    taken = split.cache + split.engine
+    assert split.fixed > 0 and taken <= BUDGETS[-1] and taken % tp == 0
+    found = sglang_capacity(plan, taken // tp, tp, 1000, 3)
+    assert found.num_blocks == 3 * 8 and found.window_tokens == 128 * int(24 * found.window_ratio) > 0
 
 
 def test_a_plan_for_an_engine_has_room_for_drafts() -> None:

@@ -16,6 +16,7 @@ from engine_replay import Replay, assert_replayed
 from sglang_environment import answer_of_sglang, recorded
 from test_sglang import arguments
 from test_sglang_hierarchy import HOST
+from test_sglang_windows import with_copies
 from test_vllm import LENGTHS, Served, prompts
 
 from kvcal import Plan
@@ -41,7 +42,7 @@ def serve(
     served: Served, folder: Path, rounds: list[list[list[int]]], together: bool = False, plan: Plan | None = None,
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What SGLang did."""
+    """A run of SGLang."""
     folder.mkdir(exist_ok=True)
     on_gpu = {"device": "cuda", "sampling_backend": "pytorch", "mem_fraction_static": 0.5}
     engine = arguments(served, **on_gpu | more)
@@ -112,6 +113,33 @@ def test_sinks_and_windows_with_the_radix_tree(more: dict[str, Any], tmp_path: P
     found = serve(served, tmp_path, rounds, plan=plan, **more)
     assert [one["cached"] for one in found["rounds"][2]] == [0, 128, 256, 640, 0, 128]
     replayed(served, found, rounds, plan)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("gemma"), head_dim=64, cache_dtype="bfloat16", window=96)
+
+
+@pytest.mark.parametrize("more", [EAGER, GRAPHS | {"cuda_graph_bs_decode": [4]}], ids=["eager", "graphs"])
+def test_layers_with_a_sliding_window(more: dict[str, Any], tmp_path: Path, gemma: Served) -> None:
+    """Gemma-3, whose windows are SGLang's own, in its pool and its Triton backend: prompts and answers shorter and
+    longer than the window, in chunks, together, cold and after prefixes. A graph is of more requests than there
+    are."""
+    plan, given = with_copies(gemma.plan), prompts(5, 80, 250, 380)
+    rounds = [given, prompts(90, 120, 700, seed=1), given]
+    found = serve(gemma, tmp_path, rounds, together=True, plan=plan, chunked_prefill_size=256, **more)
+    assert sorted(one["cached"] for one in found["rounds"][2]) == [0, 0, 128, 256]
+    replayed(gemma, found, rounds, plan)
+
+
+def test_sliding_windows_in_few_pages(tmp_path: Path, gemma: Served) -> None:
+    """Prefixes in windows are lost before those in pages."""
+    bases, ends = prompts(*[600] * 3), prompts(*[60] * 8)
+    rounds = [[bases[n % 3][: 200 + 50 * n] + end for n, end in enumerate(ends)]] * 3
+    few = {"max_total_tokens": 128 * 24, "swa_full_tokens_ratio": 0.5, "chunked_prefill_size": 256}
+    found = serve(gemma, tmp_path, rounds, together=True, **few, **GRAPHS)
+    assert sum(one["cached"] for round_ in found["rounds"] for one in round_) > 0
+    replayed(gemma, found, rounds)
 
 
 @pytest.mark.parametrize(("layout", "io"), [("layer_first", "kernel"), ("page_first_direct", "direct")])

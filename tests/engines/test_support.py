@@ -104,7 +104,7 @@ def test_more_drafts_than_a_ring_has_room_for_are_refused() -> None:
 
 
 def test_layers_without_pages_are_refused() -> None:
-    """Sliding windows are vLLM's own, states the engine's, and blocks are for layers with pages."""
+    """Sliding windows and states are the engine's own, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
@@ -112,10 +112,9 @@ def test_layers_without_pages_are_refused() -> None:
     require_served(replace(plan, layers=(plan.layers[0], layers[2])), False, "sglang")
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
-    with pytest.raises(
-        UnsupportedModel, match="layers 1: a sliding window: SGLang keeps all tokens of most such layers"
-    ):
-        require_served(mixed, False, "sglang")
+    require_served(mixed, False, "sglang")
+    with pytest.raises(UnsupportedModel, match="of the type gpt_oss with attention backends of a list of its own"):
+        require_served(replace(mixed, model=replace(mixed.model, model_type="gpt_oss")), False, "sglang")
     with pytest.raises(UnsupportedModel, match="layers 2: a state: drafts beside states were not tried"):
         require_served(replace(plan, layers=layers), is_cuda=False, lookahead=2)
     with pytest.raises(UnsupportedModel, match="no layer has full attention"):
@@ -136,13 +135,12 @@ def beside_a_paged_layer(other: AttentionGeometry | StateGeometry, cache_dtype: 
 SHRINKING, BY_QUERIES = REFUSED["shrinking"][:2], (boosted("query_range"), V)
 NO_LAYER = replace(llama_plan(K, V), layers=(LayerPlan(AttentionGeometry(0, 8, 2, 8, 8, 64)),))
 STATE, WITH_STATE = StateGeometry(1, 64), AttentionGeometry(1, 8, 2, 8, 8, state_bytes=64)
-LATENT, WINDOW = AttentionGeometry(1, 8, 1, 32, 8, None, ExpandedHeads(24, 16)), AttentionGeometry(1, 8, 2, 8, 8, 64)
+LATENT = AttentionGeometry(1, 8, 1, 32, 8, None, ExpandedHeads(24, 16))
 MENDS = [
     (llama_plan(*SHRINKING, cache_dtype="bfloat16"), "vllm", 0, FORMATS),
     (llama_plan(K, V), "vllm", 0, DTYPE),
     (llama_plan(*SHRINKING), "sglang", 0, f"{DTYPE}; {FORMATS}"),
     (llama_plan(*BY_QUERIES, cache_dtype="bfloat16"), "vllm", 5, DRAFTS),
-    (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
     (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
     *((beside_a_paged_layer(LATENT, dtype), "vllm", 0, NO_PLAN.format("vllm")) for dtype in ("bfloat16", "float32")),
     (beside_a_paged_layer(WITH_STATE), "sglang", 0, NO_PLAN.format("sglang")),

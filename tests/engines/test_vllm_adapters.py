@@ -42,7 +42,7 @@ def adapter(folder: Path, model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def of_requests(found: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """What the engine did for these requests."""
+    """The work of the engine for these requests."""
     steps = [[entry for entry in step if entry[0] in names] for step in found["steps"]]
     parts = {key: {name: found[key][name] for name in names} for key in ("requests", "outputs")}
     return {"steps": [step for step in steps if step], **parts}

@@ -47,7 +47,7 @@ ON_GPU: dict[str, Any] = {
 def serve(
     folder: Path, served: Served, requests: list[dict], runner: int = 2, seed: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What vLLM did; ``seed``: of its names of blocks."""
+    """A run of vLLM; ``seed``: of its names of blocks."""
     given = {"llm": served.arguments(**ON_GPU | more), "requests": requests}
     found = run(folder, "vllm_host.py", given, runner, {} if seed is None else {"PYTHONHASHSEED": str(seed)})
     assert "error" not in found, found["trace"]
@@ -57,7 +57,7 @@ def serve(
 def run(
     folder: Path, program: str, given: dict[str, Any], runner: int = 2, more: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """What a program answers; ``runner``: vLLM has two model runners on a GPU, of which the second is the
+    """The answer of a program; ``runner``: vLLM has two model runners on a GPU, of which the second is the
     usual one; ``more``: variables."""
     paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
     variables = {

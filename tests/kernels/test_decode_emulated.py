@@ -33,8 +33,8 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("Kitty", 128, 4), ("Kitty", 64, 8), ("odd slots", 96, 4), ("MixKVQ", 64, 4), ("K per token", 128, 8),
         ("rotated 2 bits", 128, 4), ("rotated 2 bits", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
         ("stripes", 128, 4), ("stripes", 64, 8), ("stripes, 3 and 4 bits", 128, 8),
-        ("stripes, sinks beyond a page", 64, 2), ("stripes", 256, 8), ("rotated 2 bits", 256, 1), ("rotated V", 256, 4),
-        ("rotated 2 bits", 192, 2), ("stripes of 3 bits", 256, 2),
+        ("stripes, sinks beyond a page", 64, 2), ("stripes of 32", 64, 4), ("stripes", 256, 8),
+        ("rotated 2 bits", 256, 1), ("rotated V", 256, 4), ("rotated 2 bits", 192, 2), ("stripes of 3 bits", 256, 2),
     ),
 )  # fmt: skip
 def test_formats_and_shapes(name: str, dim: int, group: int) -> None:

@@ -138,6 +138,7 @@ def test_a_range_beyond_the_params_is_noted(device: str) -> None:
 
 ROTATED = Format(2, "token", 64, 4, quantizer="rotated")
 STRIPES = replace(ROTATED, recent_window=9, stripe_tokens=16)
+LONG_STRIPES = replace(ROTATED, group_size=32, recent_window=7, stripe_tokens=32)
 APPENDED = [
     (Case("k", Format(2, "channel", 32, 4, 30)), Case("v", Format(3, "token", 64, 4, 150))),
     (Case("k", Format(4, "token", 64), 80, "float16"), Case("v", Format(16), 80, "float16")),
@@ -159,6 +160,11 @@ APPENDED = [
     (Case("k", ROTATED, feedback=True), Case("v", ROTATED, feedback=True, gain=True)),
     (Case("k", STRIPES, feedback=True), Case("v", replace(STRIPES, num_bits=3), feedback=True, gain=True)),
     (Case("k", replace(STRIPES, num_sink_tokens=21), 64), Case("v", replace(STRIPES, num_sink_tokens=37), 64)),
+    (Case("k", LONG_STRIPES, 96, feedback=True), Case("v", replace(LONG_STRIPES, num_bits=1), 96, feedback=True)),
+    (
+        Case("k", replace(LONG_STRIPES, num_bits=4), 72, "float16", feedback=True),
+        Case("v", LONG_STRIPES, 72, "float16"),
+    ),
     (
         Case("k", replace(STRIPES, group_size=128), 256, feedback=True),
         Case("v", replace(STRIPES, num_bits=3, group_size=128), 256, feedback=True, gain=True),

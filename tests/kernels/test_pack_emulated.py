@@ -134,6 +134,7 @@ def test_chunks_of_stripes_are_packed_as_the_reference_does(case: Case) -> None:
 
 TOKENS = Format(2, "token", 64, 4, quantizer="rotated")
 STRIPES = replace(TOKENS, recent_window=9, stripe_tokens=16)
+LONG_STRIPES = replace(TOKENS, group_size=32, recent_window=7, stripe_tokens=32)
 KITTY = boosted("query_magnitude", Tier(4, 0.125))
 
 
@@ -148,6 +149,11 @@ KITTY = boosted("query_magnitude", Tier(4, 0.125))
         ),
         (Case("k", KITTY, 256), Case("v", replace(TOKENS, num_bits=3, group_size=128), 256, feedback=True)),
         (Case("k", STRIPES, 64), Case("v", replace(STRIPES, num_sink_tokens=21), 64)),
+        (Case("k", LONG_STRIPES, 96, feedback=True), Case("v", replace(LONG_STRIPES, num_bits=1), 96, feedback=True)),
+        (
+            Case("k", replace(LONG_STRIPES, num_bits=4), 72, "float16", feedback=True),
+            Case("v", LONG_STRIPES, 72, "float16"),
+        ),
         (Case("k", KITTY, 64), Case("v", replace(TOKENS, num_bits=3), 64, feedback=True)),
         (Case("k", Format(2, "channel", 32, 4, 30), 64), Case("v", Format(3, "token", 64, 4), 64)),
     ],

@@ -21,7 +21,7 @@ ALL = slice(None)
 
 
 class History:
-    """What a batch was fed, and what has to become of it. ``ahead``: steps that row 1 has more than row 0."""
+    """The tokens of a batch, and what has to become of them. ``ahead``: steps that row 1 has more than row 0."""
 
     def __init__(self, name: str, num_tokens: int, ahead: int = 38, group: int = GROUP, **more: object) -> None:
         flags = {key: more.pop(key) for key in ("rescale", "offset") if key in more}

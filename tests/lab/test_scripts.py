@@ -215,7 +215,7 @@ def smollm2() -> str:
 
 
 def test_a_pretrained_model_at_three_bits_keeps_its_text_and_answers(smollm2: str, tmp_path: Path) -> None:
-    """What ``kvcal plan --bits 3`` does, with few and short texts; its KL is .013."""
+    """The plan of ``kvcal plan --bits 3``, with few and short texts; its KL is .013."""
     loaded = load_model(smollm2, device="cpu")
     short: dict[str, Any] = {"data.num_samples": 2, "data.seq_len": 256, "data.min_len": 256, "allocate.bits": 3.0}
     short |= {"basis.num_samples": 2, "basis.seq_len": 256, "profile.kl_samples": 1, "profile.kl_tokens": 176}

@@ -30,7 +30,7 @@ def plan() -> Plan:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What calls returned; every call takes 10 µs on a device that is the CPU."""
+    """The results of calls; every call takes 10 µs on a device that is the CPU."""
     found: list[torch.Tensor] = []
 
     def replay_us(step: step_times.Call, prepared: Sequence[step_times.Call]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What docs/families.json says of a family is what `kvcal plan` makes of it: by its default recipe, by the
+"""Each family of docs/families.json is what `kvcal plan` makes of it: by its default recipe, by the
 one that it takes for latent attention, and by the one that its error names."""
 
 import json

@@ -182,7 +182,7 @@ def test_weights_of_another_shape_or_depth(folder: Path):
 
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
-    """What transformers logs meanwhile, at its own verbosity."""
+    """The log of transformers meanwhile, at its own verbosity."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

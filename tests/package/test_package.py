@@ -1,4 +1,4 @@
-"""What is installed: the wheel carries the model, the recipes and the command; the lock fits the ranges."""
+"""The installed package: the wheel carries the model, the recipes and the command; the lock fits the ranges."""
 
 import itertools
 import json

@@ -83,7 +83,7 @@ def test_loads_hold_the_fragments_of_an_mma(rows, columns, width):
 
 
 def _words_by_row(code_at: dict[tuple[int, int], Code], segment: int, width: int, lane: int) -> list[list[Word]]:
-    """What a lane's loads of 16 bytes bring in, as the words of its first row, of its second, and so on."""
+    """The words that a lane's loads of 16 bytes bring in, as the words of its first row, of its second, and so on."""
     half_bytes = min(segment // 2, 2)
     by_row = []
     for load in range(len(code_at) * width // 8 // 512):

@@ -61,7 +61,7 @@ def plan_of_way(name: str) -> tuple[Plan, object]:
 
 
 def refusal(name: str, place: str) -> str | None:
-    """What a cache, or an engine, says of a plan of this way; None where it takes it."""
+    """The refusal of a plan of this way by a cache, or an engine; None where it takes it."""
     plan, config = plan_of_way(name)
     try:
         if place in ("vllm", "sglang"):

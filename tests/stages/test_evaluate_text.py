@@ -11,6 +11,7 @@ import torch
 from cache_cases import KIVI_2, tiny_llama
 from evaluation_cases import COARSE, RAW_PAIR, SMALL, as_loaded, make_plan, spec, text, tiny
 from listener import Listener
+from static_cases import with_transforms
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +20,7 @@ from kvcal.data.sequences import TokenDataset, encode_problem
 from kvcal.data.tasks import extract_answer, problems
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import Plan
+from kvcal.plan.plan import RAW, Format, Plan
 from kvcal.progress import Silent
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.stage import task_cell, task_header
@@ -63,12 +64,19 @@ def test_16_bit_plan_equals_the_model_without_it() -> None:
     assert (quality.num_sequences, quality.num_tokens, quality.num_loss_tokens) == (3, 750, 747)
 
 
-def test_equals_decoding_token_by_token() -> None:
+STRIPES = Format(2, "token", 64, 3, 20, quantizer="rotated", stripe_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["pages", "stripes", "stripes of values", "stripes in a basis"])
+def test_equals_decoding_token_by_token(kind: str) -> None:
     """In fp64: in fp32, products of a batch round otherwise than those of a token, and codes follow."""
     loaded = tiny()
     loaded = replace(loaded, model=deepcopy(loaded.model).double())
     data = text(300, 300, 200, first_loss=30)
-    plan = make_plan(loaded, COARSE)
+    pairs = {"pages": COARSE, "stripes of values": (RAW, STRIPES)}
+    plan = make_plan(loaded, pairs.get(kind, (STRIPES, STRIPES)))
+    if kind.endswith("basis"):
+        plan = with_transforms(plan, "basis", 0.2)
     quality = measure(loaded, plan, data)
     kls, losses, agreements = [], [], []
     for tokens, mask in zip(data.sequences, data.loss_masks, strict=True):

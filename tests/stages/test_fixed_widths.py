@@ -18,22 +18,22 @@ from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.folder import Job, sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import Plan
+from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import SILENT
 from kvcal.recipe import Recipe
 from kvcal.stages.allocate import fixed_widths
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.allocate.fixed_widths import (
-    BY_LAW,
-    PROGRAM,
     Contest,
     compared,
+    contest_data,
     fixed_allocations,
     other_allocations,
     report_of,
     width_pairs,
 )
-from kvcal.stages.allocate.record import Allocation, layer_bytes
+from kvcal.stages.allocate.record import BY_LAW, COMPETED, PROGRAM, Allocation, layer_bytes
+from kvcal.stages.allocate.stage import choices_of, read_choices, reasons_of
 from kvcal.stages.divergence import Text
 from kvcal.stages.profile import record as profile_record
 from kvcal.systems.basis.rotated import DISTORTION
@@ -116,17 +116,40 @@ def test_the_texts_are_those_of_the_recipe_and_as_many_that_look_up(
     model: LoadedModel, made: tuple[Folder, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        fixed_widths, "job_sequences", lambda job, spec, purpose: (*spec.sources, spec.min_len, purpose)
-    )
+        fixed_widths, "job_sequences",
+        lambda job, spec, purpose: (*spec.sources, spec.num_samples, spec.seq_len, spec.min_len, purpose),
+    )  # fmt: skip
 
-    def read(loaded: LoadedModel, *sources: str) -> list[tuple[object, ...]]:
-        job = Job(short(3.5, **{"data.source": list(sources)}), loaded, made[0], SILENT)
+    def read(loaded: LoadedModel, *sources: str, **knobs: object) -> list[tuple[object, ...]]:
+        job = Job(short(3.5, **{"data.source": list(sources)} | knobs), loaded, made[0], SILENT)
         return [tuple(getattr(one, "name", one) for one in data) for data in Contest.of(job).data]
 
-    look_ups = ("lookups", 400, "select")
-    assert read(model, "python:docs", "lookups") == [("python:docs", 0, "select"), look_ups]
-    assert read(model, "lookups") == [look_ups]
-    assert read(replace(model, source="reasoner-10m"), "tasks") == [("tasks", 0, "select")]
+    many: dict[str, object] = {"data.num_samples": 16, "data.seq_len": 1024, "data.min_len": 512}
+    on_a_cpu = ("lookups", 6, 1024, 1024, "select")
+    assert read(model, "python:docs", "lookups", **many) == [("python:docs", 3, 1024, 512, "select"), on_a_cpu]
+    assert read(model, "lookups", **many) == [on_a_cpu]
+    thorough = many | {"profile.kl_measured": "all"}
+    long = ("lookups", 16, 4096, 4096, "select")
+    monkeypatch.setattr(LoadedModel, "max_context", None)
+    assert read(model, "python:docs", "lookups", **thorough) == [("python:docs", 8, 4096, 512, "select"), long]
+    monkeypatch.setattr(LoadedModel, "max_context", 2048)
+    assert read(model, "lookups", **thorough) == [("lookups", 16, 2048, 2048, "select")]
+    assert read(replace(model, source="reasoner-10m"), "tasks") == [("tasks", 2, 400, 0, "select")]
+
+
+def test_the_texts_hold_no_more_of_the_recipes_sources_than_a_basis_takes() -> None:
+    recipe = load_recipe("default")
+    assert recipe.basis is not None
+    tokens = recipe.data.num_samples // 2 * fixed_widths.LONGER * recipe.data.seq_len
+    assert tokens <= recipe.basis.num_samples * recipe.basis.seq_len
+
+
+def test_widths_are_compared_in_whole_pages_with_as_many_tokens_at_16_bits(made: tuple[Folder, Plan]) -> None:
+    _, plan = made
+    for before, after in zip(plan.layers, fixed_widths.in_pages(plan).layers, strict=True):
+        for one, other in ((before.k, after.k), (before.v, after.v)):
+            assert (one.num_bits, other.stripe_tokens) == (other.num_bits, 128) and one.stripe_tokens == 16
+            assert 2 * one.recent_window + one.stripe_tokens == 2 * other.recent_window + other.stripe_tokens
 
 
 def test_without_fixed_widths_of_as_many_bytes_the_program_ships_unmeasured(
@@ -148,17 +171,18 @@ def texts(count: int, num_tokens: int) -> list[Text]:
     ("of_fixed", "ships"),
     [
         ([[2.0, 2.2, 1.8], [2.0, 2.1, 1.9]], PROGRAM),  # half the KL, far beyond the error
-        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], "fixed"),  # no difference
+        ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], PROGRAM),  # no difference
         ([[0.5, 0.6, 0.4], [2.0, 2.1, 1.8]], "fixed"),  # what text gains, look-ups lose
-        ([[1.2, 0.5, 2.5], [1.3, 0.4, 2.6]], "fixed"),  # less, but within the error
+        ([[1.2, 0.5, 2.5], [1.3, 0.4, 2.6]], PROGRAM),  # less, within the error
+        ([[0.9, 0.5, 2.0], [0.8, 0.4, 2.6]], "fixed"),  # more, within the error
     ],
 )
-def test_the_choice_by_layer_ships_where_it_loses_less_by_more_than_the_error(
+def test_the_plan_that_is_estimated_to_lose_least_ships_without_a_margin(
     made: tuple[Folder, Plan], of_fixed: list[list[float]], ships: str
 ) -> None:
     plans = {PROGRAM: made[1], "fixed": made[1]}
     kls = [{PROGRAM: torch.ones(3).double(), "fixed": torch.tensor(kl, dtype=torch.float64)} for kl in of_fixed]
-    report = compared(kls, plans, [texts(3, 400), texts(3, 300)])
+    report = compared(kls, [texts(3, 400), texts(3, 300)], plans)
     assert (report.shipped, report.num_texts, report.num_tokens) == (ships, 6, 400)
     program, fixed = report.plans
     logs = [[-math.log(kl) for kl in part] for part in of_fixed]
@@ -171,14 +195,14 @@ def test_the_choice_by_layer_ships_where_it_loses_less_by_more_than_the_error(
 
 def test_a_plan_without_a_loss_has_a_ratio(made: tuple[Folder, Plan]) -> None:
     kls = [{PROGRAM: torch.ones(2).double(), "fixed": torch.zeros(2).double()}]
-    report = compared(kls, dict.fromkeys((PROGRAM, "fixed"), made[1]), [texts(2, 300)])
+    report = compared(kls, [texts(2, 300)], dict.fromkeys((PROGRAM, "fixed"), made[1]))
     assert report.shipped == "fixed" and report.plans[1].ratio == pytest.approx(1 / fixed_widths.LEAST_KL)
 
 
 def test_of_two_that_the_choice_by_layer_does_not_beat_the_better_one_ships(made: tuple[Folder, Plan]) -> None:
     plans = dict.fromkeys((PROGRAM, "a", "b"), made[1])
     kls = [{PROGRAM: torch.ones(2).double(), "a": torch.full((2,), 0.9).double(), "b": torch.full((2,), 0.8).double()}]
-    assert compared(kls, plans, [texts(2, 300)]).shipped == "b"
+    assert compared(kls, [texts(2, 300)], plans).shipped == "b"
 
 
 @pytest.mark.parametrize(("by_law", "fixed", "first", "ships"), [
@@ -189,7 +213,7 @@ def test_the_better_choice_by_layer_meets_fixed_widths(
 ) -> None:
     kl_of = {PROGRAM: 1.0, BY_LAW: by_law, "fixed": fixed}
     kls = [{name: torch.full((2,), kl).double() for name, kl in kl_of.items()}]
-    report = compared(kls, dict.fromkeys(kl_of, made[1]), [texts(2, 300)])
+    report = compared(kls, [texts(2, 300)], dict.fromkeys(kl_of, made[1]))
     assert (report.plans[0].name, report.plans[0].ratio, report.shipped) == (first, None, ships)
     assert {one.name for one in report.plans} == set(kl_of)
     assert all(one.ratio == pytest.approx(kl_of[first] / kl_of[one.name]) for one in report.plans[1:])
@@ -224,7 +248,7 @@ def test_the_plan_says_what_was_measured_on_texts_that_nothing_was_fitted_on(
     assert stages["allocate.select_1"]["source"] == "lookups" and stages["allocate.select_0"]["purpose"] == "select"
     require_unseen(plan.provenance, sequences(DataSpec("lookups", 2, 400), model, "report"))
     with pytest.raises(UsageError, match="are among those that allocate.select_1 used"):
-        selected = sequences(DataSpec("lookups", 4, 400, min_len=400), model, "select")
+        selected = sequences(contest_data(short(3.5), model)[1], model, "select")
         require_unseen(plan.provenance, type(selected)(**{**vars(selected), "purpose": "report"}))
 
 
@@ -246,11 +270,42 @@ def test_fixed_widths_that_win_are_the_plan(
     assert again.sha256 == plan.sha256 and "allocate: allocation.safetensors is current, skipped" in listener.said
 
 
+@pytest.mark.parametrize("ships", [PROGRAM, BY_LAW, "fixed"])
+def test_the_reasons_are_the_costs_that_led_to_the_plan_that_ships(
+    ships: str, model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_favour(loaded, plans, texts, reporter, label):
+        names = {name if name in (PROGRAM, BY_LAW) else "fixed": name for name in plans}
+        return {name: torch.full((len(texts),), 1.0 + (name != names[ships])).double() for name in plans}
+
+    def as_by_law(*given):  # of three layers the law chooses alike
+        return {BY_LAW: next(iter(fixed_allocations(*given).values()))}
+
+    monkeypatch.setattr(fixed_widths, "measured", in_favour)
+    if ships == BY_LAW:
+        monkeypatch.setattr(fixed_widths, "other_allocations", as_by_law)
+    folder = Folder.create(tmp_path)
+    plan = build_plan(model, folder, short(3.2))
+    found, profile = choices_of(plan, folder), profile_record.load(folder.profile)
+    costs = profile.by_law if ships == BY_LAW else profile
+    for index, side in ((0, "K"), (2, "V")):
+        told = [one.loss for one in found.options if one.place == f"layer {index} {side}" and one.option != "16"]
+        expected = costs.kl(index, "k" if side == "K" else "v").tolist()
+        assert [one for one in told if one] == pytest.approx(expected)
+    assert found.ships == report_of(plan).shipped and found.of_layer(0).ships == found.ships  # type: ignore[union-attr]
+    assert ("as squared errors do" in found.led_to) == (ships == BY_LAW)
+    assert ("these widths alone" in found.led_to) == (ships == "fixed")
+    file = tmp_path / "kept.safetensors"
+    save_plan(plan, file, reasons_of(plan, folder))
+    kept = read_choices(file)
+    assert kept is not None and (kept.ships, kept.led_to) == (found.ships, found.led_to)
+
+
 def test_without_the_knob_nothing_is_measured(model: LoadedModel, tmp_path: Path) -> None:
     plan = build_plan(model, Folder.create(tmp_path), short(3.5, **{"allocate.fixed_widths": False}))
     assert report_of(plan) is None
     with pytest.raises(UsageError, match="expected .basis., and no .search."):
         with_knobs(load_recipe("sensitivity"), {"allocate.fixed_widths": True})
-    broken = Plan(plan.model, plan.cache_dtype, plan.layers, plan.workload, {fixed_widths.KEY: {}}, plan.tensors)
+    broken = Plan(plan.model, plan.cache_dtype, plan.layers, plan.workload, {COMPETED: {}}, plan.tensors)
     with pytest.raises(ArtifactError, match="fixed_widths"):
         report_of(broken)

@@ -34,7 +34,7 @@ from kvcal.stages.divergence import (
     one_side_plan,
     unquantized_plan,
 )
-from kvcal.stages.measuring.cache import DenseCache
+from kvcal.stages.measuring.cache import DecodedCache, DenseCache
 from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
 
 
@@ -225,6 +225,11 @@ def test_chunks_longer_than_stripes_read_what_tokens_read_one_by_one(
     for expected, logits_BTV in zip(*found, strict=True):
         torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=2e-5)
     assert (found[0][0] - found[0][2]).abs().max() > 1e-2
+    decoded = DecodedCache(plan, model.config)
+    chunks = list(feed(model, decoded, drifting_ids(1, 260)))
+    assert len(chunks) == counts[1] and decoded.nbytes == plan.nbytes([260])
+    torch.testing.assert_close(torch.cat([logits for _, logits in chunks], 1), found[1][0], rtol=0, atol=2e-5)
+    decoded.verify_decoded()
 
 
 def test_layers_that_read_another_ones_keys_run_from_the_first_on() -> None:
@@ -336,7 +341,7 @@ def test_a_gpu_takes_as_many_texts_as_leave_room_for_a_reference_and_a_plan(monk
         parameters, buffers = loaded.model.parameters, loaded.model.buffers
 
     moved = replace(loaded, model=OnGpu())
-    for caches, expected in ((4, 1), (11.9, 2), (12.1, 3), (1000, 16), (0.5, 1)):
+    for caches, expected in ((4, 1), (11.9, 2), (12.1, 3), (1000, 32), (0.5, 1)):
         total = SimpleNamespace(total_memory=(caches * cache + weights) / divergence.MEMORY_SHARE + 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, total=total: total)
         assert divergence.texts_at_once(moved, 1000) == expected, caches

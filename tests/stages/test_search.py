@@ -73,7 +73,7 @@ def built(recipe: Recipe, loaded: LoadedModel, folder: Path, reporter: Silent | 
 
 
 def content(plan: Plan) -> tuple[object, dict[str, Any]]:
-    """What a plan does, without where it came from."""
+    """The content of a plan, without its provenance."""
     return plan_record(replace(plan, provenance={})), {name: t.tolist() for name, t in plan.tensors.items()}
 
 

@@ -23,7 +23,7 @@ SCORES = [4.0 / (1 + channel) + 0.02 * channel for channel in range(40)]
 
 
 class Tiers:
-    """What three tiers cost and keep: the mean over channels of 1 - score x the step of the channel's bits.
+    """The cost and gain of three tiers: the mean over channels of 1 - score x the step of the channel's bits.
     Counts its calls, and interrupts the ``stop_at``-th."""
 
     def __init__(self, stop_at: int | None = None) -> None:

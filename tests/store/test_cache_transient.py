@@ -1,4 +1,4 @@
-"""What a dynamic cache takes for a moment while it packs and shrinks: measured storages against the stated
+"""The memory that a dynamic cache takes for a moment while it packs and shrinks: measured storages against the stated
 bound."""
 
 from collections.abc import Callable

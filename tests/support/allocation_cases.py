@@ -1,4 +1,4 @@
-"""What the tests of allocations share: profiles made by hand, of models that are not there."""
+"""Shared by the tests of allocations: profiles made by hand, of models that are not there."""
 
 import torch
 

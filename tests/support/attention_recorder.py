@@ -65,7 +65,7 @@ def register() -> None:
 
 
 def attended_in(path: Path, offset: int = 0) -> Iterator[tuple[Attended, int]]:
-    """What the file has from byte ``offset`` on, each with the byte after it."""
+    """The content of the file from byte ``offset`` on, each with the byte after it."""
     with open(path, "rb") as file:
         file.seek(offset)
         while file.peek(1):

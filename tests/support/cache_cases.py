@@ -1,4 +1,4 @@
-"""What the cache tests share: tiny models, plans for them, and ways to feed a cache."""
+"""Shared by the cache tests: tiny models, plans for them, and ways to feed a cache."""
 
 import functools
 from collections.abc import Sequence
@@ -169,7 +169,7 @@ def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[i
 
 
 def after_crop(plan: Plan, side: Side, read: Tensor, raw: Tensor, kept: int) -> Tensor:
-    """What ``kept`` tokens of layer 0 read back as once the others were removed: [B, N, kept, D], from
+    """``kept`` tokens of layer 0 as they are read back once the others were removed: [B, N, kept, D], from
     ``read`` and ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no
     more, tokens are raw, if the ring still has them."""
     expected, fmt = read[:, :, :kept].clone(), plan.layers[0].format(side)
@@ -185,7 +185,7 @@ def assert_exact_bytes(cache: PlanCache, lengths: Sequence[int], columns: int | 
 
 
 def checked_crops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What ``PlanCache.crop`` is called with from here on; bytes are exact after each call."""
+    """The arguments of ``PlanCache.crop`` from here on; bytes are exact after each call."""
     crops, crop = list[int](), PlanCache.crop
 
     def checked_crop(cache: PlanCache, tokens_to_remove: int) -> None:

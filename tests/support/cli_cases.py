@@ -1,4 +1,4 @@
-"""What the command-line tests share: a tiny model in a folder, a small recipe, and the command in this
+"""Shared by the command-line tests: a tiny model in a folder, a small recipe, and the command in this
 process."""
 
 import contextlib
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def json(self) -> Any:
-        """What ``--json`` printed."""
+        """The output of ``--json``."""
         return json.loads(self.out)
 
 

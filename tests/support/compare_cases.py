@@ -1,4 +1,4 @@
-"""What the comparison's tests share: a recipe that allocates a budget, and one that does not."""
+"""Shared by the comparison's tests: a recipe that allocates a budget, and one that does not."""
 
 from pathlib import Path
 

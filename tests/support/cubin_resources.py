@@ -1,4 +1,4 @@
-"""What compiled kernels ask of a GPU, read from their cubins alone: a machine without a GPU holds them to
+"""The needs of compiled kernels on a GPU, read from their cubins alone: a machine without a GPU holds them to
 budgets.
 
 A cubin is an ELF file: ``.nv.info`` holds attributes as (format, kind, size, content), of which the per-entry

@@ -111,6 +111,10 @@ CASES = {
         k_format(4, "token", **STRIPES, num_sink_tokens=130),
         v_format(3, **STRIPES, num_sink_tokens=130),
     ),
+    "stripes of 32": (
+        k_format(2, "token", **STRIPES | {"stripe_tokens": 32}, num_sink_tokens=8, recent_window=96),
+        v_format(3, 64, **STRIPES | {"stripe_tokens": 32}, num_sink_tokens=8, recent_window=96),
+    ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }
 

@@ -1,4 +1,4 @@
-"""What an engine did, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a
+"""The work of an engine, computed again with ``PlanCache``: the same tokens in the same chunks, one request at a
 time.
 
 An engine cuts prompts into chunks, begins after blocks that others filled, and drops a request's blocks to
@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer
+from kvcal.geometry import AttentionGeometry
 from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.stages.measuring.decoded_layer import DecodedLayer
 
@@ -185,8 +186,18 @@ class AttentionReplay(Replay):
                 if name not in names:
                     continue
                 cache = self._cache_at(name, first, blocks, any(begins))
-                self.errors.append(max(_error(cache, call) for call in own))
+                self.errors.append(max(self._errors(cache, own, count)))
                 self._written(cache, blocks, first, count)
+
+    def _errors(self, cache: PlanCache, calls: list[Attended], count: int) -> Iterator[float]:
+        """Of all layers in order. Those with a window, which are the engine's own, only count tokens."""
+        by_index = {call.index: call for call in calls}
+        for layer in self.plan.layers:
+            if layer.geometry.index in by_index:
+                yield _error(cache, by_index[layer.geometry.index])
+            elif isinstance(layer.geometry, AttentionGeometry):
+                none = torch.zeros(1, layer.geometry.num_kv_heads, count, layer.geometry.k_head_dim)
+                cache.update(none, none, layer.geometry.index)
 
     def _taken(self, index: int, first: int, count: int, blocks: list[int]) -> Attended:
         """The earliest call of these tokens that was not taken."""

@@ -1,4 +1,4 @@
-"""What the evaluation tests share: a tiny model as loaded, plans for it, random text, and a noting
+"""Shared by the evaluation tests: a tiny model as loaded, plans for it, random text, and a noting
 reporter."""
 
 from functools import cache
@@ -12,6 +12,7 @@ from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
+from kvcal.plan.tensors import layout_tensors
 
 RAW_PAIR = (RAW, RAW)
 WORDY_CONTEXT = 640  # tokens at most, of ``wordy_llama``
@@ -25,7 +26,8 @@ def tiny() -> LoadedModel:
 
 def make_plan(loaded: LoadedModel, pair: tuple[Format, Format] = KIVI_2, context: int = 512) -> Plan:
     layers = tuple(LayerPlan(geometry, pair[0], pair[1]) for geometry in loaded.geometry.layers)
-    return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(2, context), {})
+    tensors = layout_tensors(layers)
+    return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(2, context), {}, tensors=tensors)
 
 
 def text(*lengths: int, first_loss: int = 1) -> TokenDataset:

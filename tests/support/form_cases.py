@@ -1,4 +1,4 @@
-"""What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to
+"""Shared by the tests of stored forms: plans with lattices, predictors and keys before RoPE, and a way to
 feed queries, keys and values to a dynamic cache, layer by layer, without a model."""
 
 import itertools

@@ -1,4 +1,4 @@
-"""What the tests of the static cache on a GPU share: models, plans for them, and ways to feed a cache."""
+"""Shared by the tests of the static cache on a GPU: models, plans for them, and ways to feed a cache."""
 
 import functools
 import random

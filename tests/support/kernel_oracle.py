@@ -1,4 +1,4 @@
-"""What ``append``, ``pack`` and ``unpack`` must store: the torch reference, on the CPU, for formats over the
+"""The bytes that ``append``, ``pack`` and ``unpack`` must store: the torch reference, on the CPU, for formats over the
 whole range that a plan can hold; and tokens that try the quantizer."""
 
 import itertools

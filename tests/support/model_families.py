@@ -145,7 +145,7 @@ def tiny_model(model_type: str, is_decoder: bool = True) -> hf.PreTrainedModel:
 
 
 def planned(folder: Path) -> tuple[str, str, str]:
-    """What `kvcal plan` makes of the model: the kinds of layers, the plan's recipe, and why that is another
+    """The plan that `kvcal plan` makes of the model: the kinds of layers, the plan's recipe, and why that is another
     than the default one, "" if it is not. Refused where the recipe that the error's hint names does not serve
     it, either."""
     out, given = folder / "out", ("--data", "tasks", "--samples", 2, "--seq-len", 256, "--json", "--quiet")

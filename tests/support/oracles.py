@@ -171,7 +171,7 @@ def pages_read(num_tokens: int, recent_window: int) -> int:
 
 
 class StoredHead:
-    """What one head must read back as: ``original`` [T, D] in the cache's dtype, ``fmt`` a Format."""
+    """The tokens that one head must read back: ``original`` [T, D] in the cache's dtype, ``fmt`` a Format."""
 
     def __init__(self, original: Tensor, fmt) -> None:
         self.original, self.fmt = original, fmt

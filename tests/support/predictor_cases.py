@@ -1,4 +1,4 @@
-"""What the tests of predictors share: data to fit on, fits, and int4 weights read code by code."""
+"""Shared by the tests of predictors: data to fit on, fits, and int4 weights read code by code."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the tests of the predictor stage and of prefixes share: a tiny loaded model, data, formats, and one
+"""Shared by the tests of the predictor stage and of prefixes: a tiny loaded model, data, formats, and one
 run."""
 
 import functools

@@ -1,4 +1,4 @@
-"""What the tests of profiles share: models whose layers differ, samples, and references in scalar
+"""Shared by the tests of profiles: models whose layers differ, samples, and references in scalar
 arithmetic."""
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the tests of λ share: models with a loud rotary pair, data, and a run of the stage."""
+"""Shared by the tests of λ: models with a loud rotary pair, data, and a run of the stage."""
 
 from dataclasses import replace
 from pathlib import Path

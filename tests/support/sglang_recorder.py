@@ -1,4 +1,4 @@
-"""What SGLang computes, step by step: a plug-in of the tests, which writes a line of JSON for every step to
+"""A record of SGLang, step by step: a plug-in of the tests, which writes a line of JSON for every step to
 the file that the environment names."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import attention_recorder
 
 VARIABLE, PAGE = "KVCAL_TEST_STEPS", 128
 _generations: dict[str, int] = {}  # of each request's row when it was last seen
+_available = 0
 
 
 def register() -> None:
@@ -20,8 +21,11 @@ def register() -> None:
     attention_recorder.register()
     worker = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
     HookRegistry.register(worker, _recorded, HookType.AROUND)
-    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
-    HookRegistry.register(sizes, _sized, HookType.AROUND)
+    sizes, of = "sglang.srt.model_executor.pool_configurator", "calculate_pool_sizes"
+    for kind in ("DefaultPoolConfigurator", "HybridSWAPoolConfigurator", "SWARequestCapPoolConfigurator"):
+        HookRegistry.register(f"{sizes}.{kind}.{of}", _sized, HookType.AROUND)
+    profile = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+    HookRegistry.register(profile, _profiled, HookType.AROUND)
     if "KVCAL_TEST_CONVOLUTIONS" in os.environ:
         import sglang_convolutions
 
@@ -30,7 +34,7 @@ def register() -> None:
                 f"sglang.srt.models.lfm2.{name}", getattr(sglang_convolutions, name), HookType.REPLACE
             )
     if "KVCAL_TEST_IMAGES" in os.environ:
-        HookRegistry.register(f"{sizes.rpartition('.')[0]}.__init__", _with_images, HookType.AROUND)
+        HookRegistry.register(f"{sizes}.DefaultPoolConfigurator.__init__", _with_images, HookType.AROUND)
 
 
 def _with_images(original: Any, sizes: Any, kvc: Any) -> None:
@@ -39,9 +43,18 @@ def _with_images(original: Any, sizes: Any, kvc: Any) -> None:
     original(sizes, kvc)
 
 
+def _profiled(original: Any, configurator: Any, before: int) -> int:
+    global _available
+    _available = original(configurator, before)
+    return _available
+
+
 def _sized(original: Any, sizes: Any, nbytes: int, page_size: int) -> Any:
+    """Of the memory that SGLang measured, before anything is taken off."""
     found = original(sizes, nbytes, page_size)
-    print(f"{nbytes} bytes hold {found.max_total_num_tokens} tokens", file=sys.stderr, flush=True)
+    in_windows = found.swa_max_total_num_tokens
+    windows = "" if in_windows is None else f" and {in_windows} of windows"
+    print(f"{_available} bytes hold {found.max_total_num_tokens} tokens{windows}", file=sys.stderr, flush=True)
     return found
 
 

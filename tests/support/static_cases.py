@@ -1,4 +1,4 @@
-"""What the tests of static caches share: formats, caches and ways to compare them with the dynamic cache."""
+"""Shared by the tests of static caches: formats, caches and ways to compare them with the dynamic cache."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -101,7 +101,7 @@ def random_bases(prefix: str, heads: int, dim: int, generator: torch.Generator) 
 
 
 def listened(num_kv_heads: int, num_layers: int, plan: Plan) -> AbstractContextManager[None]:
-    """What the dynamic cache must be called within."""
+    """The context to call the dynamic cache in."""
     return attached_for(tiny_llama(num_kv_heads, num_layers), plan)
 
 

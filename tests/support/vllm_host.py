@@ -26,7 +26,7 @@ from vllm_recorder import record
 
 
 class Lines(logging.Handler):
-    """What kvcal logs."""
+    """The log of kvcal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS
 
 
 def config_of(shape: Shape, ranks: int, drafts: int, has_prefixes: bool, context: int) -> Any:
-    """What the planner and the models' class methods read of vLLM's configuration."""
+    """The settings that the planner and the models' class methods read of vLLM's configuration."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     model = SimpleNamespace(**shape.config)

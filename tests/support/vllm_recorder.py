@@ -1,4 +1,4 @@
-"""What vLLM schedules, step by step: a plug-in of the tests, which writes a line of JSON for every step to
+"""A record of vLLM, step by step: a plug-in of the tests, which writes a line of JSON for every step to
 the file that the environment names (sglang_recorder.py does so in SGLang)."""
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from kvcal.engines.prefill import Logits
@@ -37,7 +38,7 @@ class PlanAttentionBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         # Of SGLang's wrapper, which gives layers with a state to a backend of theirs.
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
-        pool = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
+        pool = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool | SWAKVPool) else pool
         if not isinstance(pool, PlanPool):
             require_version("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")

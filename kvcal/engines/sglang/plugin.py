@@ -1,8 +1,9 @@
 """The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in each of its processes.
 
-SGLang lets a plug-in wrap any of its functions. Three are: which class of pool it makes, what a token of it
-costs, and what is taken off the memory before (the rings). ``Beginnings`` wraps more where a plan has sinks
-or windows. Without KVCAL_PLAN, or with an empty one, a process is left as it is.
+SGLang lets a plug-in wrap any of its functions. Some are: which class of pool it makes, what a token of it
+costs, what is taken off the memory before (the rings), and which layers have a pool for sliding windows.
+``Beginnings`` wraps more where a plan has sinks or windows of its own. Without KVCAL_PLAN, or with an empty
+one, a process is left as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 
 def register() -> None:
@@ -26,15 +26,14 @@ def register() -> None:
 
     register_attention_backend(BACKEND)(_backend)
     add_attention_backend_choices([BACKEND])
-    HookRegistry.register(f"{CONFIGURATOR}._resolve_kv_pool_class", _pool_class, HookType.AROUND)
-    HookRegistry.register(f"{SIZES}._compute_cell_size", _token_bytes, HookType.AROUND)
-    HookRegistry.register(f"{SIZES}.__init__", _with_rings, HookType.AROUND)
+    for target, wrapper in WRAPPED.items():
+        HookRegistry.register(target, wrapper, HookType.AROUND)
 
 
 def _backend(runner: Any) -> Any:
-    from kvcal.engines.sglang.backend import PlanAttentionBackend
+    from kvcal.engines.sglang.window_backend import backend_of
 
-    return PlanAttentionBackend(runner)
+    return backend_of(runner)
 
 
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
@@ -44,7 +43,8 @@ def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -
         from kvcal.engines.sglang import hierarchy
 
         hierarchy.register()
-    return PlanPool if kind == "mha" else original(configurator, kind=kind, default=default)
+    is_plans = kind == "mha" and not configurator.is_hybrid_swa  # else one of two pools (``_two_pools``)
+    return PlanPool if is_plans else original(configurator, kind=kind, default=default)
 
 
 def _token_bytes(original: Any, sizes: Any, kvc: Any, num_layers: int) -> int:
@@ -54,8 +54,38 @@ def _token_bytes(original: Any, sizes: Any, kvc: Any, num_layers: int) -> int:
     return serving_of(kvc).token_bytes
 
 
-def _with_rings(original: Any, sizes: Any, kvc: Any) -> None:
+def _without_rings(original: Any, kvc: Any, budget_bytes: int, **more: Any) -> Any:
     from kvcal.engines.sglang.serving import serving_of
 
-    original(sizes, kvc)
-    sizes._fixed_overhead_bytes += serving_of(kvc).rings_bytes
+    return original(kvc, budget_bytes - serving_of(kvc).rings_bytes, **more)
+
+
+def _hybrid_model(original: Any, config: Any) -> None:
+    from kvcal.engines.sglang.windows import hybrid_model
+
+    hybrid_model(original, config)
+
+
+def _two_pools(original: Any, pool: Any, *args: Any, **more: Any) -> None:
+    """SGLang's pools beside sliding windows: of full attention it is the plan's."""
+    from kvcal.engines.sglang.serving import PlanPool
+
+    original(pool, *args, **more | {"full_kv_pool_class": PlanPool})
+
+
+def _full_bytes(original: Any, kvc: Any, sub_pool_name: str) -> int | None:
+    """Of two pools: bytes of a token in the one of full attention."""
+    from kvcal.engines.sglang.serving import serving_of
+
+    is_plans = kvc.is_hybrid_swa and sub_pool_name == "full"
+    return serving_of(kvc).token_bytes if is_plans else original(kvc, sub_pool_name)
+
+
+WRAPPED = {
+    f"{CONFIGURATOR}._resolve_kv_pool_class": _pool_class,
+    f"{CONFIGURATOR}.config_from_budget": _without_rings,
+    f"{CONFIGURATOR}.fused_entry_bytes": _full_bytes,
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": _token_bytes,
+    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.__init__": _two_pools,
+    "sglang.srt.configs.model_config.ModelConfig._derive_hybrid_model": _hybrid_model,
+}

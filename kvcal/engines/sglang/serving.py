@@ -24,8 +24,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from kvcal.engines.capacity import BEGINNINGS, sglang_rings
+from kvcal.engines.capacity import BEGINNINGS, SglangPool
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
+from kvcal.engines.sglang.windows import require_windows
 from kvcal.engines.shard import BlockLayout, HeadShard, require_equal_plans
 from kvcal.engines.support import (
     BOTH_WAYS,
@@ -96,6 +97,7 @@ class Serving:
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
+        require_windows(kvc, self.shard)
         if self.shard.num_states and not args.disable_radix_cache:
             raise UsageError(
                 "SGLang's radix tree has states in pages of 128 tokens on some models alone, which were not tried with "
@@ -107,8 +109,8 @@ class Serving:
         has_windows = not args.disable_radix_cache and any(fmt.max_window for fmt in formats)
         places = BEGINNINGS * (args.max_running_requests + 1)
         self.beginnings = Beginnings(num_sinks, places) if num_sinks or has_windows else None
-        self.token_bytes = -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
-        self.rings_bytes = sglang_rings(self.shard, args.max_running_requests, self.beginnings is not None)
+        pool = SglangPool.of(self.shard, args.max_running_requests, self.beginnings is not None)
+        self.token_bytes, self.rings_bytes = pool.token_bytes, pool.fixed
         logger.info("serving the plan %s (%s)", self.path, plan.sha256[:16])
         if (told := concern(load_damage(Path(self.path), plan))) is not None:
             logger.warning("%s: %s", self.path, told)

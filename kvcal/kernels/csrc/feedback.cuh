@@ -13,9 +13,9 @@
 // Where a block of 12 warps packs 32 tokens alone, the warps that would have none make up teams: four share
 // the outer products of 32 chains, of which one rounds.
 
-#include "side.cuh"
+#include "rotated_token.cuh"
 
-enum { BLOCK = 16, BLOCKS_KEPT = 4, TEAM = 4, LANES_OF_COST = 8 };
+enum { BLOCKS_KEPT = 4, TEAM = 4, LANES_OF_COST = 8 };
 
 // Sizes of a part: up to PART_TOKENS tokens of a page, and a thread for each of their chains. Three warps
 // share 32 tokens, or three teams those of a large head.
@@ -24,7 +24,7 @@ struct Part {
     static constexpr bool is_large = PART_TEAM > 1;
     static constexpr int tokens = PART_TOKENS, stride = Page<S>::stride, groups = Page<S>::groups;
     static constexpr int blocks = Page<S>::padded / BLOCK;
-    static constexpr int words = S::bits / 2 + S::bits % 2;  // that hold a block's codes: of every plane one
+    static constexpr int words = WORDS<S>;
     static constexpr int chains = S::has_feedback ? CANDIDATES * tokens : tokens;
     static constexpr int kept = kv_min(blocks, BLOCKS_KEPT) * BLOCK;
 };
@@ -97,49 +97,6 @@ KV_INLINE void order_factor(PartScratch<S>& scratch) {
             float* to = scratch.factor + kv_factor_row(block, row) + channel % BLOCK;
             *(float4*)to = make_float4(u[0], u[1], u[2], u[3]);
         }
-    }
-}
-
-constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to a whole number, half to even
-
-// 1 / step, rounded to nearest, of a number of 8 bits; 0 of 0.
-KV_INLINE float kv_reciprocal_of_e5m2(float step) {
-    const unsigned bits = __float_as_uint(step), quarters = bits >> 21 & 3;
-    const unsigned one = quarters == 0   ? 0x3f800000
-                         : quarters == 1 ? 0x3f4ccccd
-                         : quarters == 2 ? 0x3f2aaaab
-                                         : 0x3f124925;
-    return step == 0.0f ? 0.0f : __uint_as_float(one + 0x3f800000 - (bits & 0x7f800000));
-}
-
-// A grid of whole numbers 0 ... LEVELS, times a step of 3 bits, around 0.
-struct Grid {
-    float step, inverse, zero;
-
-    KV_INLINE Grid(float step_, float mean_code)
-        : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
-
-    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein), as
-    // tests/kernels/test_pack_emulated.py tries for every step.
-    template <unsigned LEVELS>
-    KV_INLINE float code(float x) const {
-        const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);
-        const float quotient = __fmaf_rn(__fmaf_rn(-about, step, y), inverse, about);
-        return __fadd_rn(fminf(fmaxf(quotient, 0.0f), (float)LEVELS), MAGIC);
-    }
-
-    // What the code stands for, exactly.
-    KV_INLINE float decoded(float code) const { return __fmaf_rn(__fsub_rn(code, MAGIC), step, zero); }
-};
-
-// Appends a code to the words of a block, of which every one holds a plane.
-template <class S>
-KV_INLINE void append_code(unsigned (&words)[Part<S>::words], int k, float code) {
-    const unsigned bits = __float_as_uint(code) & (1u << S::bits) - 1;
-#pragma unroll
-    for (int word = 0; word < Part<S>::words; ++word) {
-        const bool is_pair = word < S::bits / 2;
-        words[word] |= (bits >> 2 * word & (is_pair ? 3 : 1)) << (is_pair ? 2 : 1) * k;
     }
 }
 

@@ -14,6 +14,7 @@
 #include "pack_page.cuh"
 #include "stored.cuh"
 #if PART_TOKENS
+#include "pack_eight.cuh"
 #include "pack_part.cuh"
 #endif
 
@@ -39,6 +40,8 @@
 
 constexpr int STRIPE = Keys::stripe;  // tokens that are packed together
 static_assert(STRIPE == Values::stripe && STRIPE % 16 == 0 && KV_PAGE_TOKENS % STRIPE == 0, "alike on both sides");
+// Stripes of up to 128 channels are packed in eights, of larger heads one by a block.
+constexpr bool HAS_STRIPES = STRIPE < KV_PAGE_TOKENS, IN_EIGHTS = PART_TOKENS == FEW;
 
 // One side of a head range: the new tokens of every sequence, its memory, and what its pages need.
 struct Store {
@@ -87,6 +90,22 @@ KV_INLINE void store_load(const Store& store, const Step& step, int sequence, in
     if (at < S::sinks) {
         const long long first = kv_row_start(kv_row_of(step.rows, sequence), store.sink_stride);
         ((uint4*)(store.sinks + first + ((long long)head * S::sinks + at) * S::dim))[part] = token;
+    }
+}
+
+// The step's tokens to rings and sinks, by the blocks from `first_block` on.
+KV_INLINE void store_tokens(const Store& k, const Store& v, const Step& step, int first_block) {
+    constexpr int LOADS = Keys::dim / 8;  // of a token
+    const int of_side = step.sequences * step.heads, number = (int)blockIdx.x - first_block;
+    for (int i = number * THREADS + threadIdx.x; number >= 0 && i < 2 * of_side * QUERY_TOKENS * LOADS;
+         i += (gridDim.x - first_block) * THREADS) {
+        const int part = i % LOADS, token = i / LOADS % QUERY_TOKENS, item = i / LOADS / QUERY_TOKENS;
+        const int head = item % step.heads, sequence = item / step.heads % step.sequences;
+        if (item < of_side) {
+            store_load<Keys>(k, step, sequence, head, token, part);
+        } else {
+            store_load<Values>(v, step, sequence, head, token, part);
+        }
     }
 }
 
@@ -193,18 +212,23 @@ struct Completed {
     }
 };
 
+// Packs these tokens of a sequence's page: whole stripes, or eight tokens of one.
 template <class S>
 KV_INLINE void append_part(
     const Store& store, const Step& step, void* memory, int sequence, int head, const Tokens& tokens) {
     if constexpr (S::is_rotated) {
         if (unsigned char* record = record_of<S>(store, step, sequence, head)) {
             const Source source = source_of<S>(store, step, sequence, head);
-            if (STRIPE < KV_PAGE_TOKENS && tokens.begin == 0) {  // nothing is read of what was there before
-                for (int i = threadIdx.x; i < S::record / 16; i += THREADS) {
-                    ((uint4*)record)[i] = make_uint4(0, 0, 0, 0);
+            if constexpr (IN_EIGHTS) {
+                pack_eight<S>(source, *(FewScratch<S>*)memory, record, tokens.first, step.error);
+            } else {
+                if (HAS_STRIPES && tokens.begin == 0) {  // nothing is read of what was there before
+                    for (int i = threadIdx.x; i < S::record / 16; i += THREADS) {
+                        ((uint4*)record)[i] = make_uint4(0, 0, 0, 0);
+                    }
                 }
+                pack_part<S>(source, *(PartScratch<S>*)memory, record, tokens, step.error);
             }
-            pack_part<S>(source, *(PartScratch<S>*)memory, record, tokens, step.error);
             __syncthreads();
         }
     }
@@ -250,16 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const Store v{
         v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
         v_page_stride, v_feedback, v_signs};
-    constexpr int LOADS = Keys::dim / 8;  // of a token
     const int of_side = step.sequences * step.heads;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < 2 * of_side * QUERY_TOKENS * LOADS; i += gridDim.x * THREADS) {
-        const int part = i % LOADS, number = i / LOADS % QUERY_TOKENS, item = i / LOADS / QUERY_TOKENS;
-        const int head = item % step.heads, sequence = item / step.heads % step.sequences;
-        if (item < of_side) {
-            store_load<Keys>(k, step, sequence, head, number, part);
-        } else {
-            store_load<Values>(v, step, sequence, head, number, part);
-        }
+    if (!IN_EIGHTS) {
+        store_tokens(k, v, step, 0);
     }
     const int page_head = blockIdx.x % step.heads, page_sequence = blockIdx.x / step.heads % step.sequences;
     if (blockIdx.x < of_side) {
@@ -280,17 +297,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const Completed completed{step};
     const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
     const int pages = completed.count() * of_sequence;
-    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does. Stripes have a
-    // block each.
-    int parts = STRIPE < KV_PAGE_TOKENS ? 1 : KV_PAGE_TOKENS / PART_TOKENS;
-    while (STRIPE == KV_PAGE_TOKENS && parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
+    // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does.
+    int parts = IN_EIGHTS ? STRIPE / FEW : HAS_STRIPES ? 1 : KV_PAGE_TOKENS / PART_TOKENS;
+    while (!HAS_STRIPES && parts < KV_PAGE_TOKENS / 32 && 2 * parts * pages <= gridDim.x) {
         parts *= 2;
     }
-    const int count = STRIPE < KV_PAGE_TOKENS ? 32 : KV_PAGE_TOKENS / parts;
+    const int count = IN_EIGHTS ? FEW : HAS_STRIPES ? 32 : KV_PAGE_TOKENS / parts;
+    if (IN_EIGHTS) {  // by blocks that pack nothing, if there are any
+        store_tokens(k, v, step, pages * parts < gridDim.x ? pages * parts : 0);
+    }
     for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
         const int page = unit / parts, sequence = completed.number(page / of_sequence);
         const int item = page % of_sequence, head = item % step.heads;
-        const int first = STRIPE < KV_PAGE_TOKENS ? step.stripe_start(sequence) : unit % parts * count;
+        const int first = (HAS_STRIPES ? step.stripe_start(sequence) : 0) + unit % parts * count;
         const Tokens tokens{first, count, first, first + kv_min(count, STRIPE)};
         if (Keys::is_rotated && item < step.heads) {
             append_part<Keys>(k, step, memory, sequence, head, tokens);

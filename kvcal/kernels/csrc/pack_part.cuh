@@ -3,67 +3,25 @@
 // have whole bytes of a record, and are packed as they come. A warp packs 32 tokens, half of which are then copies.
 
 #include "feedback_large.cuh"
-#include "hadamard.cuh"
-
-// What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is
-// rounded once.
-template <class S, int LANES>
-struct Turn {
-    float by[S::dim / LANES];
-
-    KV_INLINE Turn(const Source& source) {
-#pragma unroll
-        for (int i = 0; i < S::dim / LANES; ++i) {
-            const int channel = LANES * i + threadIdx.x % LANES;
-            by[i] = (float)source.signs[channel];
-            if constexpr (S::has_gain) {
-                by[i] = by[i] * kv_float_of<KV_FLOAT16>(source.feedback[FACTOR<S> - S::dim + channel]);
-            }
-        }
-    }
-};
 
 // The staged tokens, rotated and rounded to the cache's dtype, and the sums of squares of every group. Eight
 // lanes share a token.
 template <class S, int LANES>
 KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const Turn<S, LANES>& turn, int count) {
-    constexpr int OWN = S::dim / LANES, SIZE = kv_min(S::group, S::dim) / LANES;
-    static_assert(Page<S>::is_staged != Part<S>::is_large && S::dim % LANES == 0 && S::tiers == 0, "channels 8 at a time");
+    constexpr int OWN = S::dim / LANES;
+    static_assert(Page<S>::is_staged != Part<S>::is_large, "of more channels than are staged");
     const int lane = threadIdx.x % LANES;
 #pragma unroll 1
     for (int token = threadIdx.x / LANES; token < count; token += THREADS / LANES) {
-        unsigned short* row = scratch.tile + token * Part<S>::stride + lane;
+        unsigned short* row = scratch.tile + token * Part<S>::stride;
         float x[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const float y = transformed<S>(kv_float_of<DTYPE>(row[LANES * i]), source, LANES * i + lane);
-            x[i] = __fmul_rn(y, turn.by[i]);
-        }
-        hadamard<LANES>(x, lane);
-#pragma unroll
-        for (int i = 0; i < OWN; i += 2) {
-            const unsigned bits = kv_bits_of<DTYPE>(x[i], i + 1 < OWN ? x[i + 1] : 0.0f);
-#pragma unroll
-            for (int k = 0; k < kv_min(2, OWN - i); ++k) {
-                const unsigned short half = (unsigned short)(bits >> 16 * k);
-                row[LANES * (i + k)] = half;
-                x[i + k] = kv_float_of<DTYPE>(half);
-            }
-        }
+        rotate_token<S, LANES>(x, row, source, turn);
         if constexpr (S::dim % BLOCK) {
-            row[LANES * OWN] = 0;  // channels beyond the last, of the last block
+            row[LANES * OWN + lane] = 0;  // channels beyond the last, of the last block
         }
 #pragma unroll
         for (int group = 0; group < Part<S>::groups; ++group) {
-            double sum = halving_sum<1, kv_power_of_two(SIZE)>(0, [&](int i) {
-                const int own = group * SIZE + i;
-                const double y = i < SIZE && own < OWN ? (double)x[kv_min(own, OWN - 1)] : 0.0;
-                return __dmul_rn(y, y);
-            });
-#pragma unroll
-            for (int apart = LANES / 2; apart > 0; apart /= 2) {
-                sum = __dadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, apart));
-            }
+            const double sum = square_of_group<S, LANES>(x, group);
             if (lane == 0) {
                 scratch.squares[group * Part<S>::tokens + token] = sum;
             }
@@ -75,21 +33,10 @@ KV_INLINE void rotate_part(const Source& source, PartScratch<S>& scratch, const 
 // the candidates.
 template <class S>
 KV_INLINE void scale_part(PartScratch<S>& scratch, int count, int* error) {
-    constexpr int SIZE = kv_min(S::group, S::dim);
 #pragma unroll 1
     for (int i = threadIdx.x; i < Part<S>::groups * count; i += THREADS) {
         const int group = i % Part<S>::groups, at = group * Part<S>::tokens + i / Part<S>::groups;
-        const int size = S::dim % SIZE == 0 ? SIZE : kv_min(SIZE, S::dim - group * SIZE);
-        const double mean = S::dim % SIZE == 0 && (SIZE & SIZE - 1) == 0
-                                ? __dmul_rn(scratch.squares[at], 1.0 / SIZE)
-                                : __ddiv_rn(scratch.squares[at], (double)size);
-        const double rms = __dsqrt_rn(mean);
-        const float scale = __double2float_rn(__dmul_rn(rms, __longlong_as_double(S::gaussian_step)));
-        const unsigned bits = kv_bits_of<KV_FLOAT16>(scale) + (S::has_feedback ? 0 : 0x80) >> 8;
-        if (!kv_finite(kv_float_of_e5m2(bits))) {
-            atomicOr(error, NON_FINITE);
-        }
-        scratch.lowest[at] = (unsigned char)bits;
+        scratch.lowest[at] = scale_bits<S>(scratch.squares[at], group, error);
     }
 }
 

@@ -6,15 +6,16 @@
 #error "pages are packed from float16 or bfloat16"
 #endif
 
-// Tokens that a block packs of a rotated page at most, a multiple of 32, and its threads: of such pages one for each candidate
-// of a token's scales, or of large heads PART_TEAM.
+// Tokens that a block packs of a rotated page at most, its threads, and the warps that share the chains of one.
 #ifndef PART_TOKENS
 #define PART_TOKENS 0
+#define PART_THREADS 256
 #endif
 #ifndef PART_TEAM
 #define PART_TEAM 1
 #endif
-enum { CANDIDATES = 3, THREADS = PART_TOKENS ? CANDIDATES * PART_TOKENS * PART_TEAM : 256, NO_SLOT = 255, RAW_BITS = 16 };
+enum { CANDIDATES = 3, THREADS = PART_THREADS, NO_SLOT = 255, RAW_BITS = 16 };
+enum { FEW = 8 };  // PART_TOKENS where stripes are packed by pack_eight.cuh
 enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE };
 
 

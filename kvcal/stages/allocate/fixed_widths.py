@@ -7,22 +7,27 @@ to the one that the law leads to, and next to plans of fixed widths: one side ha
 other this width and the next one, keys never fewer bits than values (K3V2, K4V2, K3V3, K4V3 and what lies
 between). Which layers get the wider one, so that the bytes are the same, the program says of these widths alone.
 
-Whole plans are fed through the packed cache on texts of the pool *select*: half of the recipe's own sources, and
-half documents that look up (kvcal.data.lookups), of which the answers count. A text's figure is the logarithm of
-the ratio of the plans' KL to 16 bits, so that texts of large KL do not decide alone. The mean is taken over both
-halves alike, and its standard error over texts. The better one of the program's plans is kept. It ships where it
-has less KL than every plan of fixed widths by more than the error; else the best of these does. Figures are in
-the plan's provenance (``kvcal inspect --why``). Left out: widths that skip one, and other orders of layers.
+Whole plans are fed through the packed cache on texts of the pool *select*: some of the recipe's own sources, and
+documents that look up (kvcal.data.lookups), of which the answers count. They are ``LONGER`` than what costs are
+measured on: errors of keys grow with the tokens that compete for a query, and a table takes thousands of tokens
+to lose a row. A text's figure is the logarithm of the ratio of the plans' KL to 16 bits, so that texts of large
+KL do not decide alone. The mean is taken over both kinds of text alike, and its standard error over texts.
+
+The plan of the least mean ships. There is no margin: plans of one size differ by .2 to .5 in the logarithm, the
+mean is known to .05 to .1, so that what is known beforehand of either kind of plan would move the bound by .02.
+A margin of one error did harm: few and short texts have a large error, and fixed widths shipped that lose rows.
+Figures are in the plan's provenance (``kvcal inspect --why``). Left out: widths that skip one, and other orders
+of layers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
@@ -30,13 +35,15 @@ from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.data.sources import LOOKUPS
 from kvcal.errors import ArtifactError
-from kvcal.folder import Job, compute_dtype, job_sequences, profile_data, profile_spec, tokenizer_of
+from kvcal.folder import CPU_PLANS, Job, compute_dtype, is_cut, job_sequences, profile_data, tokenizer_of
 from kvcal.models.files import embedded_models
-from kvcal.plan.page_format import RAW, SIDES, Side
+from kvcal.models.load import LoadedModel
+from kvcal.pages.layout_protocol import PAGE_TOKENS
+from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.recipe import AllocateSpec
-from kvcal.stages.allocate.record import Allocation
+from kvcal.recipe import AllocateSpec, Recipe
+from kvcal.stages.allocate.record import BY_LAW, COMPETED, PROGRAM, Allocation
 from kvcal.stages.allocate.stage import Problem, allocate, solved
 from kvcal.stages.divergence import Text, kl_texts
 from kvcal.stages.profile.record import Profile
@@ -45,10 +52,9 @@ from kvcal.strict import STRICT, Amount, Positive, dump, parse
 from kvcal.systems.basis import fit as basis_stage
 from kvcal.systems.basis.fit import BasisRecord
 
-PROGRAM, BY_LAW = "by layer", "by layer, costs as squared errors"
-KEY = "fixed_widths"  # of a plan's provenance
 LEAST_KL = 1e-12  # of a text: below, the ratio of two is rounding
 MOST_AHEAD = 2  # bits of keys above those of values
+LONGER = 4  # times as long as the recipe's texts, 4,096 tokens of the default
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -93,15 +99,8 @@ class Contest:
 
     @classmethod
     def of(cls, job: Job) -> Contest:
-        """As many texts of *select* as the profile measures KL on, and as many that look up."""
-        spec = profile_data(job.recipe, job.loaded)
-        is_embedded = job.loaded.source in embedded_models()
-        spec = spec.for_model(is_embedded, bool(tokenizer_of(job.loaded).chat_template))
-        ordinary = tuple(source for source in _names(spec) if source != LOOKUPS)
-        specs = [replace(spec, source=ordinary)] if ordinary else []
-        if not is_embedded:
-            specs.append(replace(spec, source=LOOKUPS, min_len=spec.seq_len))
-        data = tuple(job_sequences(job, one, "select") for one in specs)
+        """On texts of *select*."""
+        data = tuple(job_sequences(job, spec, "select") for spec in contest_data(job.recipe, job.loaded))
         return cls(job, basis_stage.load(job.folder.basis), data)
 
     @property
@@ -121,24 +120,58 @@ class Contest:
         if len(found) == 1:
             return program
         plans = {name: self.basis.planned(allocation) for name, allocation in found.items()}
-        limits = profile_spec(self.job.recipe.profile, self.job.loaded)
-        cache = self.job.recipe.cache
-        texts = [kl_texts(data, limits.kl_samples, limits.kl_tokens, cache) for data in self.data]
-        report = compared(self._measured(plans, texts, reporter), plans, texts)
+        report = compared(*self._measured(plans, reporter), plans)
         reporter.say(f"allocate: {report.sentence}")
-        provenance = program.provenance | {KEY: dump(report)}
+        provenance = program.provenance | {COMPETED: dump(report)}
         return replace(
             found[report.shipped], provenance=with_calibration(provenance, calibration("allocate", self.inputs))
         )
 
     def _measured(
-        self, plans: Mapping[str, Plan], texts: Sequence[Sequence[Text]], reporter: Reporter
-    ) -> list[dict[str, Tensor]]:
-        return [measured(self.job.loaded, plans, part, reporter, "allocate: fixed widths") for part in texts]
+        self, plans: Mapping[str, Plan], reporter: Reporter
+    ) -> tuple[list[dict[str, Tensor]], list[list[Text]]]:
+        """KL of every plan on every text, and the texts, by kind. Both kinds are fed at once."""
+        cache = replace(self.job.recipe.cache, stripe_tokens=PAGE_TOKENS)
+        texts = [kl_texts(data, len(data.sequences), max(map(len, data.sequences)), cache) for data in self.data]
+        every = [text for part in texts for text in part]
+        paged = {name: in_pages(plan) for name, plan in plans.items()}
+        kls = measured(self.job.loaded, paged, every, reporter, "allocate: fixed widths")
+        parts = {name: kl_N.split([len(part) for part in texts]) for name, kl_N in kls.items()}
+        return [{name: of[number] for name, of in parts.items()} for number in range(len(texts))], texts
 
 
-def _names(spec: DataSpec) -> tuple[str, ...]:
-    return (spec.source,) if isinstance(spec.source, str) else spec.source
+def in_pages(plan: Plan) -> Plan:
+    """The plan with whole pages in place of stripes, behind windows that hold as many tokens on average: the widths
+    are compared in an eighth of the forwards."""
+
+    def paged(fmt: Format) -> Format:
+        window = max(0, fmt.recent_window - (PAGE_TOKENS - fmt.stripe_tokens) // 2)
+        return replace(fmt, stripe_tokens=PAGE_TOKENS, recent_window=window)
+
+    layers = (
+        replace(one, k=paged(one.format("k")), v=paged(one.format("v"))) if one.is_paged else one for one in plan.layers
+    )
+    return replace(plan, layers=tuple(layers))
+
+
+def contest_data(recipe: Recipe, loaded: LoadedModel) -> list[DataSpec]:
+    """Half as many ordinary texts as the recipe reads, ``LONGER`` times as long: as much text as a basis takes. What
+    looks up is drawn: as many texts as the recipe reads. On a CPU both are fewer and shorter. Of an embedded model:
+    texts as KL is measured on, and none that look up."""
+    if loaded.source in embedded_models():
+        spec = profile_data(recipe, loaded).for_model(is_embedded=True, has_chats=False)
+        return [replace(spec, num_samples=min(spec.num_samples, recipe.profile.kl_samples))]
+    spec = recipe.data.for_model(is_embedded=False, has_chats=bool(tokenizer_of(loaded).chat_template))
+    samples, tokens = spec.num_samples, LONGER * spec.seq_len
+    if is_cut(recipe, loaded):
+        samples, tokens = min(samples, CPU_PLANS[0]), min(tokens, CPU_PLANS[1])
+    tokens = min(tokens, loaded.max_context or tokens)
+    sources = (spec.source,) if isinstance(spec.source, str) else spec.source
+    ordinary = tuple(source for source in sources if source != LOOKUPS)
+    half, least = max(samples // 2, len(ordinary)), min(spec.min_len, tokens)
+    of_text = replace(spec, source=ordinary, num_samples=half, seq_len=tokens, min_len=least) if ordinary else None
+    look_ups = replace(spec, source=LOOKUPS, num_samples=samples, seq_len=tokens, min_len=tokens)
+    return [one for one in (of_text, look_ups) if one is not None]
 
 
 def other_allocations(
@@ -188,31 +221,28 @@ def _name(widths: Widths) -> str:
 
 
 def compared(
-    kls: Sequence[Mapping[str, Tensor]], plans: Mapping[str, Plan], texts: Sequence[Sequence[Text]]
+    kls: Sequence[Mapping[str, Tensor]], texts: Sequence[Sequence[Text]], plans: Mapping[str, Plan]
 ) -> WidthsReport:
     """``kls``: of ordinary texts, then of those that look up, the KL [N] of every plan by name."""
     logs = [{name: kl_N.clamp(min=LEAST_KL).log() for name, kl_N in of.items()} for of in kls]
+    means = {name: sum(float(of[name].mean()) for of in logs) / len(logs) for name in plans}
     by_layer = [name for name in (PROGRAM, BY_LAW) if name in plans]
-    first = min(by_layer, key=lambda name: sum(float(of[name].mean()) for of in logs))
-    rows, losing = [], {}
+    first, shipped = (min(names, key=lambda name: means[name]) for names in (by_layer, plans))
+    rows = []
     for name in (first, *(name for name in plans if name != first)):
-        means = [float(of[name].mean()) for of in kls]
-        row = MeasuredWidths(name, plans[name].bits_per_value(), means[0], means[1] if len(means) > 1 else None)
+        kl = [float(of[name].mean()) for of in kls]
+        row = MeasuredWidths(name, plans[name].bits_per_value(), kl[0], kl[1] if len(kl) > 1 else None)
         if name != first:
-            pairs = [mean_and_error(of[first] - of[name]) for of in logs]
-            mean = sum(log for log, _ in pairs) / len(pairs)
-            error = sum(error**2 for _, error in pairs) ** 0.5 / len(pairs)
-            row = replace(row, ratio=float(torch.tensor(mean, dtype=torch.float64).exp()), log_error=error)
-            if mean + error >= 0 and name not in by_layer:
-                losing[name] = mean
+            errors = [mean_and_error(of[first] - of[name])[1] for of in logs]
+            error = sum(error**2 for error in errors) ** 0.5 / len(errors)
+            row = replace(row, ratio=math.exp(means[first] - means[name]), log_error=error)
         rows.append(row)
-    shipped = max(losing, key=lambda name: losing[name]) if losing else first
     longest = max(len(text.tokens_T) for part in texts for text in part)
     return WidthsReport(shipped, sum(map(len, texts)), longest, tuple(rows))
 
 
 def report_of(plan: Plan) -> WidthsReport | None:
     """Figures of a plan's choice, from its provenance. ArtifactError where that is no such report."""
-    if KEY not in plan.provenance:
+    if COMPETED not in plan.provenance:
         return None
-    return parse(WidthsReport, plan.provenance[KEY], f"the plan's provenance.{KEY}", ArtifactError)
+    return parse(WidthsReport, plan.provenance[COMPETED], f"the plan's provenance.{COMPETED}", ArtifactError)

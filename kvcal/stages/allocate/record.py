@@ -23,6 +23,9 @@ from kvcal.strict import STRICT, Number, NumBytes, dump
 
 KIND = "allocation"
 SCHEMA = 3
+# Of the provenance: the plans that competed (fixed_widths.WidthsReport), and the names of the integer program's.
+COMPETED = "fixed_widths"
+PROGRAM, BY_LAW = "by layer", "by layer, costs as squared errors"
 
 BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
 

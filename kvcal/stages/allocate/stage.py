@@ -33,7 +33,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.recipe import AllocateSpec, Objective
 from kvcal.stages.allocate.budget import infeasible, resolve_budget, workload_of
-from kvcal.stages.allocate.record import Allocation, BudgetSplit, layer_bytes, load
+from kvcal.stages.allocate.record import BY_LAW, COMPETED, PROGRAM, Allocation, BudgetSplit, layer_bytes, load
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.profile.record import load as load_profile
@@ -217,10 +217,20 @@ class OptionCost:
 
 @dataclass(frozen=True)
 class Choices:
-    """``measure``: what ``loss`` is."""
+    """``measure``: what ``loss`` is; ``ships``: where plans competed, the one that these costs led to."""
 
     measure: str
     options: tuple[OptionCost, ...]
+    ships: str | None = None
+
+    @property
+    def led_to(self) -> str:
+        """For people, what ships by these costs; "" where nothing competed."""
+        if self.ships is None:
+            return ""
+        costs = "costs that fall with bits as squared errors do" if self.ships == BY_LAW else "the profile's costs"
+        among = "" if self.ships in (PROGRAM, BY_LAW) else ", of these widths alone"
+        return f"What ships, {self.ships}, was chosen by {costs}{among}."
 
     def of_layer(self, layer: int | None) -> Choices:
         """Those of the layer with this cache index; of all of them, if None. UsageError for one without
@@ -231,7 +241,7 @@ class Choices:
             raise UsageError(
                 f"layer {layer}: nothing was chosen there", hint=f"layers with options: {', '.join(places)}"
             )
-        return Choices(self.measure, tuple(shown))
+        return replace(self, options=tuple(shown))
 
 
 def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
@@ -251,12 +261,13 @@ def choices_of(plan: Plan, folder: Folder, layer: int | None = None) -> Choices:
     names = AllocateSpec.__dataclass_fields__
     asked = {name: inputs[f"allocate.{name}"] for name in names if inputs.get(f"allocate.{name}") is not None}
     spec = parse(AllocateSpec, asked, "the allocation's inputs", ArtifactError)
-    options = tuple(_profiled(allocation, spec, load_profile(folder.profile)))
-    return Choices(f"{spec.objective} loss", options).of_layer(layer)
+    profile, ships = load_profile(folder.profile), allocation.provenance.get(COMPETED, {}).get("shipped")
+    options = tuple(_profiled(allocation, spec, profile.by_law if ships == BY_LAW else profile))
+    return Choices(f"{spec.objective} loss", options, ships).of_layer(layer)
 
 
 # In the inputs of a plan's file that is written outside of its folder.
-MEASURE, OPTIONS = "choices.measure", "choices.options"
+MEASURE, OPTIONS, SHIPS = "choices.measure", "choices.options", "choices.ships"
 
 
 def reasons_of(plan: Plan, folder: Folder) -> dict[str, Any]:
@@ -267,7 +278,7 @@ def reasons_of(plan: Plan, folder: Folder) -> dict[str, Any]:
     except ArtifactError:
         return {}
     rows = [[float(f"{x:.6g}") if isinstance(x, float) else x for x in astuple(one)] for one in found.options]
-    return {MEASURE: found.measure, OPTIONS: rows}
+    return {MEASURE: found.measure, OPTIONS: rows} | ({} if found.ships is None else {SHIPS: found.ships})
 
 
 def read_choices(path: Path, layer: int | None = None) -> Choices | None:
@@ -276,7 +287,8 @@ def read_choices(path: Path, layer: int | None = None) -> Choices | None:
     inputs = read_inputs(path)
     if OPTIONS not in inputs:
         return None
-    return Choices(inputs[MEASURE], tuple(OptionCost(*row) for row in inputs[OPTIONS])).of_layer(layer)
+    options = tuple(OptionCost(*row) for row in inputs[OPTIONS])
+    return Choices(inputs[MEASURE], options, inputs.get(SHIPS)).of_layer(layer)
 
 
 def allocation_of(plan: Plan, folder: Folder) -> tuple[Allocation, dict[str, Any]]:

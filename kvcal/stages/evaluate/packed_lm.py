@@ -5,7 +5,7 @@ The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; on
 are replaced. Likelihoods are decode-faithful: context and continuation are fed in chunks that end where pages
 are written (``divergence.feed``), so that every token reads what it would read in decoding. Generation is
 ``model.generate``, whose prompt attends to itself at full precision, as in use. After each call the cache's
-bytes are compared with the plan's prediction, and after generation what was read with the packed pages.
+bytes are compared with the plan's prediction, and what was read with the packed pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
@@ -49,9 +48,10 @@ class PackedCacheLM(HFLM):
     @torch.inference_mode()
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of sequences that are padded on the right."""
-        cache = PlanCache(self.plan, self.model.config)
+        cache = DecodedCache(self.plan, self.model.config)
         logits_BTV = torch.cat([chunk_BTV for _, chunk_BTV in feed(self.model, cache, inps)], dim=1)
         require_predicted_bytes(cache)
+        cache.verify_decoded()
         if torch.isnan(logits_BTV).any():
             raise NonFiniteActivations("the logits hold NaN")
         return logits_BTV

@@ -1,7 +1,8 @@
 """Text quality of a plan: KL to the 16-bit model, top-1 agreement and perplexity, decode-faithfully.
 
-The text is fed through the packed cache in chunks that end where pages are written (``divergence.feed``), so
-every token reads back what it would read when generated one by one. The reference is the same model with
+The text is fed through the packed cache in chunks within which no page is written that they read
+(``divergence.feed``), so every token reads back what it would read when generated one by one. What was read is
+compared with the packed pages afterwards. The reference is the same model with
 transformers' own cache and nothing quantized. Only tokens of the loss mask count:
 
     KL = mean over loss tokens of sum_v p_v (log p_v - log q_v),  p: 16 bits, q: quantized, in nats
@@ -27,7 +28,6 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import with_cache
@@ -35,6 +35,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import SILENT, Reporter
 from kvcal.stages.divergence import feed, kl_divergence
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
@@ -114,7 +115,7 @@ def measure_text(
     kls: list[Tensor] = []
     done = 0
     for number, text in enumerate(text_batches(data, batch, loaded.model.device)):
-        cache, reference = PlanCache(plan, loaded.model.config), DynamicCache(config=loaded.model.config)
+        cache, reference = DecodedCache(plan, loaded.model.config), DynamicCache(config=loaded.model.config)
         before = [0, *text.scored_TB.sum(1).cumsum(0).tolist()]
         for start, logits_BTV in feed(loaded.model, cache, text.input_ids_BT):
             stop = start + logits_BTV.shape[1]
@@ -127,6 +128,7 @@ def measure_text(
             sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
             reporter(done + stop * len(text.sequences), data.num_tokens, TEXT)
         require_predicted_bytes(cache)
+        cache.verify_decoded()
         done += text.input_ids_BT.numel()
     counts = torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
     (nll, nll_se), (kl, kl_se), (top1, top1_se) = (ratio_and_error(sums[:, i], counts) for i in range(3))

@@ -1,8 +1,8 @@
 """Two caches for measuring plans. Both give attention the keys and values of a dynamic ``PlanCache``.
 
 DenseCache     keeps no records where it can do without: for likelihoods and divergences of many plans at once
-DecodedCache   is the packed cache, with a dense copy of it: for generation whose bytes are counted. With a small
-               model on a CPU, decoding all pages in every step is most of the time
+DecodedCache   is the packed cache, with a dense copy of it: for texts and generation whose bytes are counted. With a
+               small model on a CPU, decoding all pages in every step is most of the time
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.errors import UnsupportedModel
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Plan
-from kvcal.stages.measuring.decoded_layer import DecodedLayer
+from kvcal.stages.measuring.decoded_layer import DecodedLayer, Unwritten
 from kvcal.stages.measuring.dense_layer import DenseLayer, UnreadPages
 
 
@@ -37,6 +37,10 @@ class DenseCache(PlanCache):
     @property
     def unread(self) -> UnreadPages:
         return self._unread
+
+    def look_ahead(self, is_obeyed: bool) -> None:
+        """Whether attention obeys the masks of layers."""
+        self._unread.looks_ahead = is_obeyed
 
     def empty_layers(self) -> list[Any]:
         return [
@@ -63,19 +67,20 @@ def looking_ahead(model: PreTrainedModel, caches: Sequence[PlanCache]) -> Iterat
     packs in stripes, of which attention then reads several in a chunk. A model whose attention cannot be replaced
     is fed stripe by stripe."""
     plans = [cache.plan for cache in caches]
-    dense = [cache for cache in caches if isinstance(cache, DenseCache)]
+    copies = [cache for cache in caches if isinstance(cache, DenseCache | DecodedCache)]
     has_stripes = any(
         fmt.stripe_tokens < PAGE_TOKENS for plan in plans for layer in plan.layers for fmt in layer.formats
     )
     with ExitStack() as context:
         try:
-            context.enter_context(attached(model) if has_stripes and dense else attached_for(model, *plans))
+            context.enter_context(attached(model) if has_stripes and copies else attached_for(model, *plans))
         except UnsupportedModel:
             if any(plan.needs_queries for plan in plans):
                 raise
-            dense = []
-        for cache in dense:
-            cache.unread.looks_ahead = has_stripes
+            copies = []
+        for cache in copies:
+            cache.look_ahead(has_stripes)
+            context.callback(cache.look_ahead, False)
         yield
 
 
@@ -83,12 +88,18 @@ class DecodedCache(PlanCache):
     """A dynamic cache whose pages are decoded once. ``attention_mask``, errors: as PlanCache."""
 
     def __init__(self, plan: Plan, config: PretrainedConfig, attention_mask: Tensor | None = None) -> None:
+        self._unwritten = Unwritten()
         super().__init__(plan, config, attention_mask)
 
     def empty_layers(self) -> list[Any]:
         """Layers that also keep a state of linear attention keep no copy."""
-        layers = super().empty_layers()
-        return [DecodedLayer(one.plan, one.state) if type(one) is PagedLayer else one for one in layers]
+        layers, unwritten = super().empty_layers(), self._unwritten
+        unwritten.clear()
+        return [DecodedLayer(one.plan, one.state, unwritten) if type(one) is PagedLayer else one for one in layers]
+
+    def look_ahead(self, is_obeyed: bool) -> None:
+        """Whether attention obeys the masks of layers."""
+        self._unwritten.looks_ahead = is_obeyed
 
     def verify_decoded(self) -> None:
         """Compare the copy with a fresh read of the packed pages, every value of every layer.

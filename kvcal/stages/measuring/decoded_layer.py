@@ -1,12 +1,21 @@
 """A layer of a dynamic cache with a dense copy of what it would read back, in the model's dtype.
 
 A dynamic cache reads all of its pages at every step. A token never changes once it is packed, so the copy
-takes it from its page once, when it comes to be read there. What the model attends to is the same bit for bit
-(``verify`` compares); products of what leaves a basis round by the number of tokens at once: there, it is the
-same to the last bits of fp32. It saves time and not memory.
+takes it from its page once. What the model attends to is the same bit for bit (``verify`` compares); products
+of what leaves a basis round by the number of tokens at once: there, it is the same to the last bits of fp32.
+It saves time and not memory.
+
+As attention reads the copy, nobody needs the store until a token comes to be read from a page that it has not
+packed yet. Until then new tokens wait (``Unwritten``); then those of all layers are stored, and their stripes
+packed, at once. All that asks for the store, such as a count of its bytes, has them stored first.
+
+Within ``kvcal.attached`` chunks may be longer than a stripe, too (kvcal.stages.measuring.ahead).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,77 +23,198 @@ from torch import Tensor
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.errors import ArtifactError
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import Side
-from kvcal.store.layer_store import NewTokens, Wanted
+from kvcal.plan.page_format import RAW, Side
+from kvcal.stages.measuring.ahead import Ahead, ahead_of, stripes_of, tokens_ahead
+from kvcal.store.layer_store import LayerStore, NewTokens, Wanted
 from kvcal.store.padding import Rows
+from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.state import PlanState
+from kvcal.store.unpacked import Unpacked, pack_together
 
 # Columns that a copy grows by: each growth copies it.
 GROWTH = 256
 
 
-class DecodedLayer(PagedLayer):
-    """``dense`` [B, N, >= columns, D] of a side; ``paged``: how many tokens of every sequence it has from pages,
-    of a side, and of how many bits these are."""
+class Unwritten:
+    """New tokens that layers of a cache have not stored yet. ``looks_ahead``: whether attention obeys the masks of
+    layers."""
 
-    def __init__(self, plan: LayerPlan, state: PlanState) -> None:
+    def __init__(self) -> None:
+        self._waiting: dict[LayerStore, list[NewTokens]] = {}
+        self.looks_ahead = False
+
+    def add(self, store: LayerStore, new: NewTokens) -> None:
+        self._waiting.setdefault(store, []).append(new)
+
+    def drop(self, store: LayerStore) -> None:
+        self._waiting.pop(store, None)
+
+    def clear(self) -> None:
+        self._waiting = {}
+
+    def write(self, store: LayerStore) -> None:
+        """Store those of a layer, if there are any, and with them those of the others. NonFiniteActivations: NaN or
+        infinity in a stripe."""
+        if store not in self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        unpacked: list[Unpacked] = []
+        for store, new in waiting.items():
+            keys, values = (torch.cat(x, 2) for x in zip(*((one.keys, one.values) for one in new), strict=True))
+            store.write(NewTokens(keys, values, new[0].rows, new[0].columns), None, unpacked)
+        pack_together(unpacked)
+
+
+@dataclass
+class Copy:
+    """One side's ``dense`` [B, N, >= columns, D], of pages of ``num_bits``. Of every row it has the first ``read``
+    tokens from pages. ``ahead`` [B, N, T, D]: in its first columns the tokens from number ``first`` on, decoded, of the
+    ``packed`` ones."""
+
+    dense: Tensor
+    num_bits: int
+    read: list[int]
+    packed: list[int]
+    first: list[int] = field(default_factory=list)
+    ahead: Tensor | None = None
+
+
+class DecodedLayer(PagedLayer):
+    """See the module's docstring. ``unwritten``: of the cache."""
+
+    def __init__(self, plan: LayerPlan, state: PlanState, unwritten: Unwritten) -> None:
         super().__init__(plan, state)
-        self.dense: dict[Side, Tensor] = {}
-        self.paged: dict[Side, tuple[list[int], int]] = {}
+        self.copies: dict[Side, Copy] = {}
+        self._unwritten, self._stripes = unwritten, stripes_of(plan)
+        self._ahead: Ahead | None = None
+        self._waits = not (plan.needs_queries or state.is_scheduled or state.sources)
 
     def forget(self) -> None:
         """Decode all pages anew with the next update."""
-        self.dense, self.paged = {}, {}
+        self.copies, self._ahead = {}, None
+
+    @property
+    def store(self) -> LayerStore:
+        """With all tokens."""
+        found = super().store
+        self._unwritten.write(found)
+        return found
+
+    @property
+    def sides(self) -> dict[Side, PagedTensor]:
+        return {} if self._store is None else self.store.sides
 
     def is_served(self, device: torch.device) -> bool:
         """Every token is read from the copy."""
         return False
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As the parent's: views of the copies, valid until the next call; within ``looks_ahead``, stripes that come to
+        be read within the chunk after them."""
+        rows, ahead = self.padding.resolve(key_states.shape[0]), None
+        if self._looks_ahead and not rows.width and key_states.shape[2]:
+            assert self._stripes is not None
+            ahead = ahead_of(self._stripes, self.columns, key_states.shape[2])
+        self._ahead = ahead if ahead is not None and ahead.read else None
+        return super().update(key_states, value_states)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return self._unwritten.looks_ahead and self._stripes is not None
+
     def whole(self, side: Side, states: Tensor, dtype: torch.dtype, new: NewTokens) -> Tensor:
-        """As the parent's: a view of the copy, valid until the next call."""
-        return self._copy(side, self.sides[side].kept(states, dtype), new.rows, new.columns)
+        assert self._store is not None
+        kept = self._store.sides[side].kept(states, dtype)
+        return self._copied(side, kept, new.rows, new.columns)
 
-    def _copy(self, side: Side, new: Tensor, rows: Rows, columns: int) -> Tensor:
-        """The past, and new [B, N, T, D] after it."""
-        stop = columns + new.shape[2]
-        is_new = self._grow(side, new, stop, columns)
-        dense = self.dense[side]
-        self._refresh(side, rows, columns, is_new)
+    def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
+        assert self._store is not None
+        if self._waits:
+            self._unwritten.add(self._store, new)
+        else:
+            self._store.write(new, query_sum)
+
+    def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
+        return attention_mask if self._ahead is None else self._ahead.mask(query_BHTD, base)
+
+    def tokens_to_next_page(self) -> int:
+        found = super().tokens_to_next_page()
+        return max(found, tokens_ahead(self._stripes, self.columns)) if self._looks_ahead and self._stripes else found
+
+    def _copied(self, side: Side, new: Tensor, rows: Rows, columns: int) -> Tensor:
+        """The past, new [B, N, T, D] after it, and what comes to be read ahead."""
+        stop, ahead = columns + new.shape[2], range(0) if self._ahead is None else self._ahead.read
+        copy = self._refreshed(side, new, rows, columns, stop + len(ahead))
         if columns >= rows.width:
-            dense[:, :, columns:stop] = new
-            return dense[:, :, :stop]
-        for block in rows.blocks:
-            for a, b in rows.intervals(block, columns, stop):
-                dense[block.rows, :, a:b] = new[block.rows, :, a - columns : b - columns]
-        return dense[:, :, :stop]
+            copy.dense[:, :, columns:stop] = new
+        else:
+            for block in rows.blocks:
+                for a, b in rows.intervals(block, columns, stop):
+                    copy.dense[block.rows, :, a:b] = new[block.rows, :, a - columns : b - columns]
+        if ahead:
+            copy.dense[:, :, stop : stop + len(ahead)] = self._decoded(side, copy, ahead, columns)
+        return copy.dense[:, :, : stop + len(ahead)]
 
-    def _grow(self, side: Side, states: Tensor, columns: int, held: int) -> bool:
-        """Room for ``columns``, of which ``held`` are kept; new ones are zero, as padding must be. Whether
-        there was no copy before."""
-        old = self.dense.get(side)
-        if old is None or old.shape[2] < columns:
-            grown = states.new_zeros(*states.shape[:2], -(-columns // GROWTH) * GROWTH, states.shape[3])
-            if old is not None:
-                grown[:, :, :held] = old[:, :, :held]
-            self.dense[side] = grown
-        return old is None
+    def _decoded(self, side: Side, copy: Copy, ahead: range, columns: int) -> Tensor:
+        """[B, N, T, D]: tokens of a batch without padding as they come to be read."""
+        if self.plan.format(side) == RAW:
+            return copy.dense[:, :, ahead.start : ahead.stop]
+        if copy.packed[0] < ahead.stop:
+            self._take_ahead(side, copy, Rows.dense(len(copy.dense)), columns)
+        assert copy.ahead is not None
+        return copy.ahead[:, :, ahead.start - copy.first[0] : ahead.stop - copy.first[0]]
 
-    def _refresh(self, side: Side, rows: Rows, columns: int, is_new: bool) -> None:
-        """Take in the tokens that have come to be read from pages since; all, and what is not in pages, where the
-        copy is new or pages have other bits."""
-        part, lengths = self.sides[side], rows.lengths(columns)
+    def _refreshed(self, side: Side, new: Tensor, rows: Rows, columns: int, room: int) -> Copy:
+        """The copy, with room for so many columns, up to date with what ``columns`` read from pages: all tokens anew
+        where there was none, or pages have other bits."""
+        assert self._store is not None
+        part, lengths = self._store.sides[side], rows.lengths(columns)
         counts = [part.format.tokens_read(length) for length in lengths]
-        before, bits = self.paged.get(side, ([0] * rows.batch, part.num_bits))
-        self.paged[side] = counts, part.num_bits
-        is_stale = is_new or bits != part.num_bits
-        wanted = []
+        copy = self.copies.get(side)
+        if copy is None or copy.dense.shape[2] < room:
+            # New columns are zero, as padding must be.
+            dense = new.new_zeros(*new.shape[:2], -(-room // GROWTH) * GROWTH, new.shape[3])
+            if copy is not None:
+                dense[:, :, :columns] = copy.dense[:, :, :columns]
+                copy.dense = dense
+        if copy is None or copy.num_bits != part.num_bits:
+            copy = self.copies[side] = Copy(dense if copy is None else copy.dense, part.num_bits, counts, counts)
+            wanted = [
+                Wanted(block.rows, range(lengths[row]), counts[row], rows.intervals(block, 0, columns))
+                for block in rows.blocks
+                if lengths[row := block.rows.start]
+            ]
+            if wanted:
+                self.store.read_tokens(side, wanted, copy.dense)
+        elif counts != copy.read:
+            self._take_due(side, copy, rows, columns, counts)
+        return copy
+
+    def _take_due(self, side: Side, copy: Copy, rows: Rows, columns: int, counts: list[int]) -> None:
+        """Tokens that have come to be read from pages since, ``counts`` of every row."""
+        if any(count > packed for count, packed in zip(counts, copy.packed, strict=True)):
+            self._take_ahead(side, copy, rows, columns)
+        assert copy.ahead is not None
         for block in rows.blocks:
             row = block.rows.start
-            tokens = range(lengths[row]) if is_stale else range(before[row], counts[row])
-            if tokens:
-                wanted.append(Wanted(block, tokens, counts[row]))
-        if wanted:
-            self.store.read_tokens(side, rows, wanted, self.dense[side])
+            tokens, at = range(copy.read[row], counts[row]), copy.read[row] - copy.first[row]
+            for a, b in rows.places(block, tokens):
+                copy.dense[block.rows, :, a:b] = copy.ahead[block.rows, :, at : at + b - a]
+                at += b - a
+        copy.read = counts
+
+    def _take_ahead(self, side: Side, copy: Copy, rows: Rows, columns: int) -> None:
+        """Decode all tokens that are packed, after those that the copy has from pages."""
+        store, fmt = self.store, self.plan.format(side)
+        copy.first, copy.packed = copy.read, [fmt.tokens_packed(length) for length in rows.lengths(columns)]
+        spans = [range(copy.read[block.rows.start], copy.packed[block.rows.start]) for block in rows.blocks]
+        copy.ahead = copy.dense.new_empty(*copy.dense.shape[:2], max(map(len, spans)), copy.dense.shape[3])
+        wanted = [
+            Wanted(block.rows, tokens, tokens.stop, [(0, len(tokens))])
+            for block, tokens in zip(rows.blocks, spans, strict=True)
+            if tokens
+        ]
+        store.read_tokens(side, wanted, copy.ahead)
 
     def verify(self) -> None:
         """ArtifactError where the copy is not what the pages read as now; nothing is compared where nothing
@@ -92,9 +222,10 @@ class DecodedLayer(PagedLayer):
         rows = self.padding.rows
         if rows is None:
             return
-        for side, dense in list(self.dense.items()):
-            fresh = self.store.read(side, rows, self.columns, 0, dense.dtype)
-            copied = self._copy(side, fresh[:, :, :0], rows, self.columns)
+        self._ahead = None
+        for side, copy in list(self.copies.items()):
+            fresh = self.store.read(side, rows, self.columns, 0, copy.dense.dtype)
+            copied = self._copied(side, fresh[:, :, :0], rows, self.columns)
             difference = float((copied - fresh).abs().max()) if fresh.numel() else 0.0  # NaN where one has NaN
             # Products with a basis round by the number of tokens that are read at once.
             allowed = 1e-6 * float(fresh.abs().max()) if self.plan.basis(side) else 0.0
@@ -112,9 +243,13 @@ class DecodedLayer(PagedLayer):
             self.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self._store is not None:
+            self._unwritten.write(self._store)
         super().reorder_cache(beam_idx)
         self.forget()
 
     def reset(self) -> None:
+        if self._store is not None:
+            self._unwritten.drop(self._store)
         super().reset()
         self.forget()

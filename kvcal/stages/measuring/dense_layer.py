@@ -6,9 +6,8 @@ over them. By then pages of other layers are due, too, and of other caches that 
 are stored alike go through one call of the codec (``UnreadPages``). A page that is never read is never
 encoded, whatever it holds.
 
-Stripes come to be read after every few tokens. So that chunks may be longer, attention is given the stripes that
-come to be read within one twice, exact and decoded, and a mask that shows each query what it reads
-(``UnreadPages.looks_ahead``, within ``kvcal.attached``).
+Stripes come to be read after every few tokens. So that chunks may be longer, attention is given those that come to
+be read within one twice (kvcal.stages.measuring.ahead), where ``UnreadPages.looks_ahead``, within ``kvcal.attached``.
 
 In a basis tokens are kept twice until their page is due: as attention reads them, and in the basis, as they
 are encoded. Products of what leaves a basis round by the number of tokens at once: there, "bit for bit" is to
@@ -32,6 +31,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout_protocol import PAGE_TOKENS, require_finite
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
+from kvcal.stages.measuring.ahead import Ahead, ahead_of, stripes_of, tokens_ahead
 from kvcal.store.paged_tensor import BEYOND_FLOAT16
 from kvcal.systems.kitty.scores import query_sum
 
@@ -170,31 +170,6 @@ class _Part:
             self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
-class Ahead(NamedTuple):
-    """Of a chunk of T tokens: tokens ``read`` come to be read from pages within it, which attention is given decoded
-    after all exact ones; ``read_by`` [T]: how many tokens each of its queries reads from pages."""
-
-    read: range
-    read_by: Tensor
-
-    def mask(self, num_tokens: int, query_BHTD: Tensor, base: str) -> Tensor:
-        """[1, 1, T, num_tokens + read]: which of them each query of the last T of ``num_tokens`` attends to, as
-        ``base`` takes it: bool of sdpa, added numbers of eager attention."""
-        device, count = query_BHTD.device, query_BHTD.shape[2]
-        read_by = self.read_by.to(device).unsqueeze(1)
-        own, exact = (
-            torch.arange(num_tokens - count, num_tokens, device=device).unsqueeze(1),
-            torch.arange(num_tokens, device=device),
-        )
-        decoded = torch.arange(self.read.start, self.read.stop, device=device)
-        is_seen = (exact <= own) & ((exact < self.read.start) | (exact >= read_by))
-        is_seen = torch.cat([is_seen, decoded < read_by], 1)[None, None]
-        if base == "sdpa":
-            return is_seen
-        lowest = torch.finfo(query_BHTD.dtype).min
-        return torch.zeros(is_seen.shape, dtype=query_BHTD.dtype, device=device).masked_fill(~is_seen, lowest)
-
-
 class DenseLayer(DynamicLayer, PlanLayer):
     """Keys and values as attention reads them, in the dtype of the new ones. ``unread``: of the cache;
     ``columns``: fed."""
@@ -205,7 +180,7 @@ class DenseLayer(DynamicLayer, PlanLayer):
         self._unread, self.columns, self._is_observed = unread, 0, True
         self._parts: list[_Part] = []
         self._ahead: Ahead | None = None
-        self._needs_queries = layer.plan.needs_queries
+        self._stripes, self._needs_queries = stripes_of(layer.plan), layer.plan.needs_queries
 
     @staticmethod
     def can_stand_for(layer: PagedLayer) -> bool:
@@ -233,8 +208,7 @@ class DenseLayer(DynamicLayer, PlanLayer):
     @property
     def _looks_ahead(self) -> bool:
         """Whether attention is given tokens twice: its sides come to read the same ones."""
-        alike = {(fmt.stripe_tokens, fmt.recent_window) for fmt in self.plan.formats if fmt != RAW}
-        return self._unread.looks_ahead and len(alike) == 1 and min(alike)[0] < PAGE_TOKENS
+        return self._unread.looks_ahead and self._stripes is not None
 
     def take_due(self, num_tokens: int, last: int) -> Iterator[_Page]:
         last = last if self._looks_ahead else num_tokens
@@ -264,17 +238,17 @@ class DenseLayer(DynamicLayer, PlanLayer):
         self._ahead = None
         if not ahead:
             return keys, values
-        fmt, some = self._parts[0].codec.format, next(iter(ahead.values()))
-        read = range(fmt.tokens_read(num_tokens), fmt.tokens_read(last))
-        assert len(read) == some.shape[2]
-        self._ahead = Ahead(read, torch.tensor([fmt.tokens_read(n) for n in range(num_tokens, last + 1)]))
+        assert self._stripes is not None
+        self._ahead = ahead_of(self._stripes, num_tokens, key_states.shape[2])
+        read = self._ahead.read
+        assert all(len(read) == x.shape[2] for x in ahead.values())
         exact = (keys[:, :, read.start : read.stop], values[:, :, read.start : read.stop])
         beside = (ahead.get(side, x) for side, x in zip(SIDES, exact, strict=True))
         twice = [torch.cat([whole, more], 2) for whole, more in zip((keys, values), beside, strict=True)]
         return twice[0], twice[1]
 
     def mask_of(self, attention_mask: Tensor | None, query_BHTD: Tensor, base: str) -> Tensor | None:
-        return attention_mask if self._ahead is None else self._ahead.mask(self.columns, query_BHTD, base)
+        return attention_mask if self._ahead is None else self._ahead.mask(query_BHTD, base)
 
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Take the queries of the last update, where pages are packed by them."""
@@ -288,12 +262,8 @@ class DenseLayer(DynamicLayer, PlanLayer):
                 part.observe(self.get_seq_length(), q_post_BHTD.shape[2], per_head)
 
     def tokens_to_next_page(self) -> int:
-        found = tokens_to_next_event(self.plan, self.padding.rows, self.get_seq_length())
-        if not self._looks_ahead:
-            return found
-        # What the last of them reads from pages is there before the first.
-        fmt, held = next(fmt for fmt in self.plan.formats if fmt != RAW), self.get_seq_length()
-        return max(found, fmt.recent_window + fmt.tokens_packed(held) + fmt.stripe_tokens - held)
+        found, held = tokens_to_next_event(self.plan, self.padding.rows, self.columns), self.columns
+        return max(found, tokens_ahead(self._stripes, held)) if self._looks_ahead and self._stripes else found
 
     def get_seq_length(self) -> int:
         return self.columns
