@@ -28,6 +28,7 @@ NARROW_HEAD_DIMS = (64, 128)
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
 TILE_HEADS, WIDE_HEADS = 4, 8  # query heads of a tile of the tensor core: otherwise, and if wide
+MANY_HEADS = 16  # KV heads of all rows, from which on two tiles of columns pay: 8 take up to 5 us longer with them
 MAX_LARGE_BITS = 4  # of more than 128 channels: shared memory of 99 KiB has room for one page of a head
 MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
@@ -77,9 +78,10 @@ def pass_heads(variant: Variant) -> int:
 
 def _has_two_tiles(variant: Variant) -> bool:
     """Whether a wide pass has two tiles of columns, for which codes are expanded once. Larger heads, and
-    scales of keys that change the query with every page, leave no registers for a second one."""
+    scales of keys that change the query with every page, leave no registers for a second one. A step with few
+    KV heads waits for each of them, and not for the expansion of codes."""
     is_long = variant.k.axis == "token" and variant.head_dim <= MAX_STAGED_DIM
-    return is_long and variant.group_queries > WIDE_HEADS
+    return is_long and variant.group_queries > WIDE_HEADS and not variant.few_heads
 
 
 def plain_reasons(variant: Variant) -> Iterator[str]:

@@ -9,13 +9,14 @@ captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
 from kvcal.kernels.choice import (
+    MANY_HEADS,
     MAX_STAGED_DIM,
     NARROW_HEAD_DIMS,
     TILE_HEADS,
@@ -176,6 +177,16 @@ class Launch:
 
 
 @functools.cache
+def _launches(
+    variant: Variant, q_dtype: torch.dtype, softcap: bool, has_rows: bool, device_index: int
+) -> tuple[Launch, Launch]:
+    """For many KV heads and for few, which may be one: neither is first asked for inside a graph's capture,
+    whichever batch came before."""
+    many = _launch(variant, q_dtype, softcap, has_rows, device_index)
+    few = replace(variant, few_heads=True)
+    return many, _launch(few, q_dtype, softcap, has_rows, device_index)
+
+
 def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, has_rows: bool, device_index: int) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
@@ -233,7 +244,8 @@ def launch_decode(
     every = (q, out, place.lengths, place.table, place.rows)
     memory = (k.sinks, k.ring, v.sinks, v.ring)
     counted = workspace.data_ptr() + workspace.numel() - counters
-    launch = _launch(variant, q.dtype, softcap != 0.0, place.rows.numel() > 0, q.get_device())
+    launches = _launches(variant, q.dtype, softcap != 0.0, place.rows.numel() > 0, q.get_device())
+    launch = launches[batch * num_heads < MANY_HEADS]
     needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
     if workspace.numel() < needed:
         raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
