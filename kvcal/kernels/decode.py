@@ -214,8 +214,8 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
     floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
     if head_dim in WIDE_HEAD_DIMS:
         is_narrow = group_heads <= TILE_HEADS and head_dim in NARROW_HEAD_DIMS
-        for per_pass in (TILE_HEADS,) if is_narrow else (WIDE_HEADS, 2 * WIDE_HEADS):
-            floats = max(floats, (heads * -(-group_heads // per_pass) + num_sms) * per_pass * (head_dim + 2))
+        most = TILE_HEADS if is_narrow else WIDE_HEADS if group_heads <= WIDE_HEADS else 2 * WIDE_HEADS
+        floats = max(floats, (heads * -(-group_heads // most) + num_sms) * most * (head_dim + 2))
     return _counter_bytes(heads, group_heads) + 4 * floats
 
 
