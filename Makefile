@@ -58,7 +58,7 @@ $(READY): requirements.lock pyproject.toml
 
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvcal run recipes/default.toml --set allocate.same_bytes_as=kivi-2 --set allocate.context=4096 \
-	  --set evaluate.num_problems=4 --set evaluate.data.num_samples=4 --out $(DEMO)
+	  --set evaluate.num_problems=4 --out $(DEMO)
 
 check: lint types once
 

@@ -176,7 +176,7 @@ class AllocateSpec:
         None, "Count bytes as this serving engine does: whole blocks of 128 tokens, a ring for each sequence, padding."
     )
     drafts: Annotated[int, Field(ge=0, le=7, exclude_if=lambda drafts: drafts == 0)] = knob(
-        0, "Draft tokens with each token, with engine = vllm: rings have room for them."
+        0, "Draft tokens with each token, with engine: rings have room for them."
     )
     state_bytes: Annotated[int, Field(ge=0, le=10**12, exclude_if=lambda nbytes: nbytes == 0)] = knob(
         0, "Bytes of a layer's state on a rank, with engine = vllm; `kvcal plan` reads config.json."
@@ -188,8 +188,8 @@ class AllocateSpec:
         return 1 + self.drafts
 
     def __post_init__(self) -> None:
-        if self.drafts and self.engine != "vllm":
-            raise ValueError(f"drafts = {self.drafts} and engine = {self.engine!r}: expected engine = 'vllm'")
+        if self.drafts and self.engine is None:
+            raise ValueError(f"drafts = {self.drafts} without engine: expected engine = 'vllm' or 'sglang'")
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             kinds = ", ".join(f"{name} ({of})" for name, of in BUDGET_KINDS.items())

@@ -43,11 +43,13 @@ SHAPE = {
 EVERY = 4  # layers of a hybrid, of which the last one has full attention
 HYBRID = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
-    "intermediate_size": 5120, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 5120, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
     "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
     "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "hidden_act": "silu", "full_attention_interval": EVERY,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "norm_topk_prob": True, "bos_token_id": 1,
+    "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -116,7 +118,8 @@ def write_model(folder: Path, given: argparse.Namespace) -> dict[str, str]:
 def shape_of(given: argparse.Namespace) -> dict[str, Any]:
     """The model's configuration."""
     if given.shape == "hybrid":
-        return HYBRID | {"num_hidden_layers": given.layers, "mlp_only_layers": list(range(given.layers))}
+        dense = list(range(given.layers - 1))  # the last one has experts: vLLM refuses the family without any
+        return HYBRID | {"num_hidden_layers": given.layers, "mlp_only_layers": dense}
     return SHAPE | {"num_hidden_layers": given.layers} | (TINY if given.shape == "tiny" else {})
 
 

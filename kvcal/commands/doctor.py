@@ -62,6 +62,7 @@ def doctor(
     findings += [*_packages(), *_gpu(), *map(_optional, OPTIONAL)]
     if engine is not None:
         findings.append(_served(engine))
+        findings += _peers() if engine == "vllm" and findings[-1].status == "ok" else ()
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
     unusable = [one.name for one in findings if one.status == "unusable"]
     value = {"is_usable": not unusable, "findings": [asdict(one) for one in findings]}
@@ -147,3 +148,14 @@ def _served(engine: str) -> Finding:
         return Finding(f"plans in {engine}", found, "refused", reason)
     note = "" if found.split("+")[0] in tested else f"not tested; tested versions: {', '.join(tested)}"
     return Finding(f"plans in {engine}", found, note=note)
+
+
+def _peers() -> Iterator[Finding]:
+    """Whether prompts and answers can have an engine each: NIXL, and what the connector uses of vLLM's."""
+    name, found = "blocks of another vllm", _optional("nixl")
+    if found.status == "absent":
+        yield Finding(name, "no NIXL", "absent", "needed by kvcal serve-args --role: pip install nixl")
+    elif (reason := support.peers_refusal()) is not None:
+        yield Finding(name, f"NIXL {found.found}", "refused", reason)
+    else:
+        yield Finding(name, f"NIXL {found.found}")

@@ -330,7 +330,7 @@ class BudgetOptions(WorkloadOptions):
         ),
     ] = None
     drafts: Annotated[
-        int | None, typer.Option(help="Draft tokens with each token, with --for-engine vllm.", min=0, max=7)
+        int | None, typer.Option(help="Draft tokens with each token, with --for-engine.", min=0, max=7)
     ] = None
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcal.engines.shard import HeadShard, rank_geometry
+from kvcal.engines.shard import BlockLayout, HeadShard, rank_geometry
 from kvcal.engines.support import loses_sinks
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
@@ -83,23 +83,27 @@ def capacity(
     state_bytes: int = 0,
     draft_bytes: int = 0,
     window_ratio: float | None = None,
+    stages: tuple[range, ...] = (),
 ) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that vLLM verifies with a
+    """``memory``: bytes of the cache on one of ``num_ranks``. ``lookahead``: drafts that are verified with a
     token; ``max_requests``: as many rings, and one for padding, are in SGLang's memory from the start.
     ``state_bytes``: of a layer's state on a rank in vLLM, of a model that has some; ``draft_bytes``: of a token
     in the layers of a model that drafts, on a rank. ``window_ratio``: SGLang's --swa-full-tokens-ratio; default:
-    what its requests of the context need."""
-    shard = HeadShard(plan, 0, num_ranks, 1 + lookahead)
-    pages = sum(map(shard.block_bytes, shard.blocks))
+    what its requests of the context need. ``stages``: the layers of each stage of a pipeline in vLLM, which all
+    have so much memory; bytes are those of the one with the largest blocks."""
+    shard = HeadShard(plan, 0, num_ranks, 1 + lookahead, stages)
+    pages = _page_bytes(shard.blocks)
     fixed, tokens, needed, beside, windows = 0, PAGE_TOKENS, 0, (0, 0, 0), (0, 0.0)
     if engine == "vllm":
-        pool = vllm_pool(shard, state_bytes, draft_bytes=draft_bytes)
+        pools = (vllm_pool(one, state_bytes, draft_bytes=draft_bytes) for one in shard.of_stages)
+        pool = max(pools, key=lambda pool: pool.block_bytes)
+        shard, pages = pool.shard, _page_bytes(pool.shard.blocks)
         block_bytes, tokens = pool.block_bytes, pool.block_tokens
         beside = pool.ring_blocks, pool.window_blocks(context), pool.state_blocks
         needed, pages = pool.blocks(context), pages * pool.pages_per_block
         num_blocks, least, smallest = memory // block_bytes, needed, needed * block_bytes
     else:
-        own = SglangPool.of(shard, max_requests)
+        own = SglangPool.of(shard, max_requests, draft_bytes=draft_bytes)
         fixed, needed = own.fixed, -(-context // PAGE_TOKENS)
         ratio = window_ratio or own.ratio(own.fitting(memory, max_requests, context), context)
         num_blocks, block_bytes, windows = own.blocks(memory, ratio), own.block_bytes(ratio), own.windows(memory, ratio)
@@ -142,20 +146,21 @@ class SglangPool:
     window: int
     window_bytes: int
     fixed: int
+    draft_bytes: int = 0
 
     @classmethod
-    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True) -> SglangPool:
-        """Of a plan. SGLang has one ring more than requests, for padding. UnsupportedModel where windows have
-        several sizes."""
+    def of(cls, shard: HeadShard, max_requests: int, shares_sinks: bool = True, draft_bytes: int = 0) -> SglangPool:
+        """Of a plan, beside so many bytes of a token in the layers of a model that drafts. SGLang has one ring more
+        than requests, for padding. UnsupportedModel where windows have several sizes."""
         if len(shard.windows) > 1:
             sizes = " and ".join(map(str, sorted(shard.windows)))
             raise UnsupportedModel(f"the model has sliding windows of {sizes} tokens, and SGLang a pool for one size")
         window, (count, nbytes) = next(iter(shard.windows.items()), (0, (0, 0)))
-        token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
+        token_bytes = -(-_page_bytes(shard.blocks) // PAGE_TOKENS)
         ring = sum(map(shard.ring_bytes, shard.blocks))
         sinks = sum(block.sink_bytes for block in shard.blocks.values())
         fixed = (max_requests + 1) * (ring + BEGINNINGS * sinks * shares_sinks)
-        return cls(token_bytes, window, count * nbytes, fixed)
+        return cls(token_bytes, window, count * nbytes, fixed, draft_bytes)
 
     def ratio(self, requests: int, context: int) -> float:
         """Tokens in windows, by those in pages, that so many requests of the context need at once, by SGLang's own
@@ -201,7 +206,12 @@ class SglangPool:
         return max(1, bisect.bisect_right(numbers, memory, key=lambda requests: self.memory_of(requests, context)))
 
     def _cell(self, ratio: float) -> int | float:
-        return self.token_bytes + (ratio * self.window_bytes if self.window else 0)
+        return self.token_bytes + self.draft_bytes + (ratio * self.window_bytes if self.window else 0)
+
+
+def _page_bytes(blocks: Mapping[int, BlockLayout]) -> int:
+    """Of 128 tokens in all of these layers."""
+    return sum(block.block_bytes for block in blocks.values())
 
 
 class Placed(NamedTuple):
@@ -224,6 +234,13 @@ class Placed(NamedTuple):
             used += size
             fullest = max(fullest, used)
         return cls(at, block + 1, fullest)
+
+    @classmethod
+    def alike(cls, stages: Sequence[Mapping[int, int]], room: int) -> list[Placed]:
+        """Of the layers of every stage of a pipeline, in as many blocks of as many bytes."""
+        found = [cls.of(sizes, room) for sizes in stages]
+        num_blocks, fullest = (max(sizes) for sizes in zip(*((one[1], one[2]) for one in found), strict=True))
+        return [one._replace(num_blocks=num_blocks, block_bytes=fullest) for one in found]
 
 
 class Window(NamedTuple):
@@ -249,6 +266,9 @@ class VllmPool:
                  a block, another one where prefixes are cached, and one a draft
         drafts   of a model's layers, vLLM's own at 16 bits: next to the page of a block
 
+    Stages of a pipeline have as many blocks, with the same numbers, each in memory of its own: shares of equal
+    bytes, and rings and sinks in as many blocks. A stage with more layers has larger blocks.
+
     All blocks have the bytes of the largest. A state is much larger than a page of 128 tokens: blocks of several
     pages waste less of those that hold states, and a request's last block more."""
 
@@ -264,22 +284,29 @@ class VllmPool:
         """``has_prefixes``: whether they are cached, and sinks are shared, unless requests would lack
         some. ``state_bytes``: of a layer's state; a block has room for ``states_per_block``. ``draft_bytes``: of
         a token in the layers of a model that drafts."""
-        self.shard, blocks = shard, shard.blocks
+        self.shard, stages = shard, [one.blocks for one in shard.of_stages]
         self.pages_per_block, self.block_tokens = pages_per_block, pages_per_block * PAGE_TOKENS
-        pages = {index: block.block_bytes for index, block in blocks.items()}
-        rings = {index: block.ring_bytes for index, block in blocks.items()}
-        is_cached = has_prefixes and not loses_sinks(shard.plan)
-        sinks = {index: block.sink_bytes if is_cached else 0 for index, block in blocks.items()}
+        pages = {index: block.block_bytes for index, block in shard.blocks.items()}
         self.pages = Placed.of(pages, sum(pages.values()))
         # vLLM pads a state by whole bytes of each token of a block.
         self.state_bytes = -(-state_bytes // self.block_tokens) * self.block_tokens
-        wanted = max(self.pages.block_bytes * pages_per_block, self.state_bytes * states_per_block)
+        largest_ring = max(block.ring_bytes for blocks in stages for block in blocks.values())
+        beside = self.state_bytes * states_per_block
         if pages_per_block > 1:  # pages lie at equal distances
-            wanted = max(wanted, *rings.values(), *self._smallest_windows)
-        num_shares = pages_per_block * len(blocks)
-        self.share_bytes = aligned_size(-(-wanted // num_shares))
-        self.room = max(self.share_bytes * num_shares, *rings.values())
-        self.rings, self.sinks = (Placed.of(sizes, self.room) for sizes in (rings, sinks))
+            beside = max(beside, largest_ring, *self._smallest_windows)
+        self.share_bytes = max(
+            aligned_size(-(-max(_page_bytes(blocks) * pages_per_block, beside) // (pages_per_block * len(blocks))))
+            for blocks in stages
+        )
+        fewest = min(map(len, stages))
+        self.room = max(self.share_bytes * pages_per_block * fewest, largest_ring)
+        is_cached = has_prefixes and not loses_sinks(shard.plan)
+        self.rings, self.sinks = (
+            Placed.alike([{index: nbytes(block) for index, block in blocks.items()} for blocks in stages], self.room)[
+                shard.stage
+            ]
+            for nbytes in (lambda block: block.ring_bytes, lambda block: block.sink_bytes if is_cached else 0)
+        )
         self.draft_bytes = draft_bytes * self.block_tokens
         self._states_of_a_group = (is_cached + shard.step_tokens) if shard.num_states else 0
 
@@ -305,7 +332,7 @@ class VllmPool:
         """Of each block of the pool."""
         windows = (self.window(tokens).tokens * nbytes for tokens, (_, nbytes) in self.shard.windows.items())
         pages = self.share_bytes * len(self.shard.blocks) * self.pages_per_block
-        return max(self.room, pages + self.draft_bytes, *windows)
+        return max(self.rings.block_bytes, self.sinks.block_bytes, pages + self.draft_bytes, *windows)
 
     @property
     def ring_blocks(self) -> int:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Past tokens that are decoded at once.
-TILE_TOKENS = 8192
+# Past tokens that are decoded at once, with room for them: 134 MB for 8 heads of 128 channels in 16 bits. A tile
+# more is a merge more, which at 8,192 new tokens of 32 heads moves as many bytes as decoding 100,000 tokens.
+TILE_TOKENS = 32768
 # Scores in fp32 that products in torch have at once: 64 MB.
 SCORES_AT_ONCE = 2**24
 FLASH_DTYPES, FLASH_MAX_DIM = (torch.float16, torch.bfloat16), 256
@@ -45,17 +46,18 @@ class Logits(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Attention to a part of the keys: ``out`` [H, T, D] fp32, and the log-sum-exp of its scores, ``lse`` [H,
-    T] fp32."""
+    """Attention to a part of the keys: ``out`` [H, T, D] in 16 bits or fp32, and the log-sum-exp of its scores,
+    ``lse`` [H, T] fp32."""
 
     out: Tensor
     lse: Tensor
 
     def merged(self, other: Part) -> Part:
-        """Attention to both parts, where this one was."""
+        """Attention to both parts in fp32, where this one was if it was in fp32."""
         lse = torch.logaddexp(self.lse, other.lse)
         own, others = ((part.lse - lse).exp().unsqueeze(-1) for part in (self, other))
-        return Part(self.out.mul_(own).addcmul_(other.out.float(), others), lse)
+        out = self.out.mul_(own) if self.out.dtype == torch.float32 else self.out * own
+        return Part(out.addcmul_(other.out, others), lse)
 
 
 def attend_chunk(
@@ -78,8 +80,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, logits: Logits
     Without the logits of sinks."""
     scale, softcap, _ = logits
     if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM:
-        out, lse = flash(q, k, v, is_causal, scale)
-        return Part(out.float(), lse)
+        return Part(*flash(q, k, v, is_causal, scale))
     (num_heads, tokens, dim), past = q.shape, k.shape[1]
     keys, values = k.float().transpose(-1, -2), v.float()
     by_group = q.unflatten(0, (k.shape[0], -1))  # [N, G, T, D]

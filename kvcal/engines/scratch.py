@@ -14,7 +14,7 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.plan.page_format import Side
 from kvcal.store.step import StepScratch
 
-# Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
+# Of a chunk's output, at most: turned queries and as they attend, the sum, a part, and its product.
 FLOATS_OF_A_VALUE = 4
 
 
@@ -94,6 +94,16 @@ class Tail(NamedTuple):
     values: Tensor
 
 
+class Stored(NamedTuple):
+    """A chunk's new tokens as they attend, in the queries' dtype: ``queries`` [T, H, D], ``keys`` and ``values``
+    [T, N, D], in the layer's bases; and the ``tail`` of its past."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    tail: Tail
+
+
 class Scratch(StepScratch):
     """Scratch that all layers of a rank share. ``flash``: what attends to parts of a prompt on CUDA, in 16
     bits."""
@@ -122,8 +132,9 @@ class Scratch(StepScratch):
         torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.device)
 
     def past(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """[N, TILE_TOKENS, D]: room for a tile of decoded pages."""
+        """[N, TILE_TOKENS, D], or fewer where no sequence has so many: room for a tile of decoded pages."""
         key = (side, num_kv_heads, head_dim, dtype)
         if key not in self._past:
-            self._past[key] = torch.empty(num_kv_heads, TILE_TOKENS, head_dim, dtype=dtype, device=self.device)
+            tokens = min(TILE_TOKENS, self.max_tokens)
+            self._past[key] = torch.empty(num_kv_heads, tokens, head_dim, dtype=dtype, device=self.device)
         return self._past[key]

@@ -3,6 +3,7 @@ of tensor parallelism.
 
 Ranks take neighbouring KV heads, as Megatron's column-parallel projections do; where there are more ranks
 than heads, ranks / heads of them hold the same one. All ranks have as many heads, and blocks of equal size.
+Stages of a pipeline take neighbouring layers.
 
     block   the records of keys, then of values: a page of each KV head
     ring    of keys, then of values, in the cache's dtype: the first tokens [N, sinks, D], and the newest ones
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,32 +156,54 @@ def require_equal_plans(digest: str, group: Any) -> None:
             )
 
 
+def stages_of(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """The layers of every stage of a pipeline, as vLLM divides them unless it is told: of those left over, one
+    each to the stages before the last one, from the back."""
+    least, left = divmod(num_layers, num_stages)
+    counts = [least + (num_stages - 1 - left <= stage < num_stages - 1) for stage in range(num_stages)]
+    ends = list(itertools.accumulate(counts))
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
 @dataclass(frozen=True)
 class HeadShard:
     """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``step_tokens``:
-    the most tokens of a sequence in a step."""
+    the most tokens of a sequence in a step. ``stages``: the layers of every stage of a pipeline, of which this
+    rank is in ``stage``; none: all layers are its own."""
 
     plan: Plan
     rank: int = 0
     size: int = 1
     step_tokens: int = 1
+    stages: tuple[range, ...] = ()
+    stage: int = 0
+
+    @functools.cached_property
+    def of_stages(self) -> tuple[HeadShard, ...]:
+        """The rank of every stage."""
+        return tuple(dataclasses.replace(self, stage=stage) for stage in range(len(self.stages))) or (self,)
+
+    @functools.cached_property
+    def _layers(self) -> list[LayerPlan]:
+        own = self.stages[self.stage] if self.stages else None
+        return [layer for layer in self.plan.layers if own is None or layer.geometry.index in own]
 
     @functools.cached_property
     def blocks(self) -> dict[int, BlockLayout]:
         """The rank's layout of every layer with pages, by the layer's index."""
-        layers = [_layer_of(layer, self.rank, self.size) for layer in self.plan.layers if layer.is_paged]
+        layers = [_layer_of(layer, self.rank, self.size) for layer in self._layers if layer.is_paged]
         return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype, self.step_tokens) for layer in layers}
 
     @functools.cached_property
     def attention(self) -> dict[int, AttentionGeometry]:
         """The rank's heads of every layer with attention, by the layer's index."""
-        layers = [one.attention for one in self.plan.layers if not isinstance(one.geometry, StateGeometry)]
+        layers = [one.attention for one in self._layers if not isinstance(one.geometry, StateGeometry)]
         return {layer.index: rank_geometry(layer, self.rank, self.size) for layer in layers}
 
     @functools.cached_property
     def num_states(self) -> int:
         """Layers that keep a state, beside their pages or without."""
-        return sum(layer.geometry.state_bytes > 0 for layer in self.plan.layers)
+        return sum(layer.geometry.state_bytes > 0 for layer in self._layers)
 
     @functools.cached_property
     def windows(self) -> dict[int, tuple[int, int]]:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk
-from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
+from kvcal.engines.scratch import Chunk, Decodes, Scratch, Stored, Tail
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import long_step_reasons
@@ -132,13 +132,15 @@ class PagedStep:
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k
         and v: [T, H, D]."""
-        return self.attend_chunk(q, k, v, chunk, self.store(q, k, v, chunk), logits)
+        return self.attend_chunk(self.store(q, k, v, chunk), chunk, logits, q.dtype)
 
     def begin(self, chunk: Chunk, total: int) -> None:
         """Of a sequence after shared blocks, which will have ``total`` tokens: what its ring holds of them,
-        decoded."""
+        decoded. A token of the step reads what is read before it, and the last one may be computed again, by
+        another engine that goes on."""
+        fewest = max(chunk.num_past, total - self.layout.step_tokens)
         for side in SIDES:
-            first = self.layout.layer.format(side).tokens_read(total)
+            first = self.layout.layer.format(side).tokens_read(fewest)
             if first < chunk.num_past:
                 tokens = self._tail(side, first, chunk, self.dtype, is_begun=True)
                 numbers = torch.arange(first, chunk.num_past, device=tokens.device)
@@ -151,15 +153,18 @@ class PagedStep:
         pairs = zip(decoded, (tail.keys, tail.values), strict=True)
         return Tail(tail.first, *(torch.where(is_begun, own, held) for own, held in pairs))
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
-        """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
+    def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Stored:
+        """The first half of :meth:`extend`. Returns the new tokens as they attend, and what it may overwrite of
+        the past. Turned queries are rounded to the dtype of q, which FlashAttention takes; a decode step has
+        them in fp32."""
         first = min(self.layout.layer.format(side).tokens_read(chunk.num_past) for side in SIDES)
         tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
-        _, k, v = self._held.enter(None, k, v)
+        queries, k, v = self._held.enter(q, k, v)
         self._store("k", k, chunk, query_mean)
         self._store("v", v, chunk)
-        return tail
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
+        return Stored(queries.to(q.dtype), keys, values, tail)
 
     def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
         """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D].
@@ -178,14 +183,12 @@ class PagedStep:
             part[ring] = own
         return mean
 
-    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
-        """The second half of :meth:`extend`, of what :meth:`store` returned. Turned queries are rounded to
-        the dtype of q, which FlashAttention takes; a decode step has them in fp32."""
-        queries, *entered = self._held.enter(q, k, v)
-        keys, values = (new.to(self.dtype).to(q.dtype) for new in entered)
-        past = self._past(chunk, tail, q.dtype)
-        attended = attend_chunk(queries.to(q.dtype), keys, values, past, logits, self.scratch.flash)
-        return self._held.leave(attended, q.dtype)
+    def attend_chunk(self, stored: Stored, chunk: Chunk, logits: Logits, dtype: torch.dtype) -> Tensor:
+        """The second half of :meth:`extend`, of what :meth:`store` returned: attention in ``dtype``."""
+        queries, keys, values, tail = stored
+        past = self._past(chunk, tail, queries.dtype)
+        attended = attend_chunk(queries, keys, values, past, logits, self.scratch.flash)
+        return self._held.leave(attended, dtype)
 
     def warm_up(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes besides its result,
@@ -198,17 +201,22 @@ class PagedStep:
         self.scratch.warm_up(geometry, num_tokens)
 
     def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the
-        tail."""
-        layer = self.layout.layer
+        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, and the tail, with
+        the last tile where there is room."""
+        layer, left = self.layout.layer, chunk.num_past > tail.first
         for first in range(0, tail.first, TILE_TOKENS):
-            tile = {}
-            for side in SIDES:
+            tile, stop = [], min(first + TILE_TOKENS, tail.first)
+            has_tail = left and stop == tail.first and chunk.num_past - first <= TILE_TOKENS
+            end = chunk.num_past if has_tail else stop
+            for side, newest in zip(SIDES, (tail.keys, tail.values), strict=True):
                 room = self.scratch.past(side, layer.attention.num_kv_heads, layer.head_dim(side), dtype)
-                tile[side] = room[:, : min(TILE_TOKENS, tail.first - first)]
-                self._unpack(side, chunk, first, tile[side])
-            yield tile["k"], tile["v"]
-        if chunk.num_past > tail.first:
+                self._unpack(side, chunk, first, room[:, : stop - first])
+                if has_tail:
+                    room[:, stop - first : end - first] = newest
+                tile.append(room[:, : end - first])
+            yield tile[0], tile[1]
+            left = left and not has_tail
+        if left:
             yield tail.keys, tail.values
 
     def _tail(self, side: Side, first: int, chunk: Chunk, dtype: torch.dtype, is_begun: bool = False) -> Tensor:
@@ -223,7 +231,8 @@ class PagedStep:
             out[:, paged:] = out[:, paged:].to(self.dtype)  # as the ring has them afterwards
             return out
         out[:, paged:] = self._parts[side].newest(chunk.rows, first + paged, chunk.num_past)[0]
-        self._unpack(side, chunk, first, out[:, :paged])
+        if paged:
+            self._unpack(side, chunk, first, out[:, :paged])
         return out
 
     def _unpack(self, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:

@@ -22,11 +22,11 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.geometry import CacheDtype
+from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.kernels import choice
 from kvcal.models.files import config_sha256
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.pages.ways import Engine
+from kvcal.pages.ways import SLIDING_WINDOW, Engine
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 
@@ -53,6 +53,8 @@ def refusals(
     yield from choice.not_served(layer, engine)
     if lookahead and layer.geometry.state_bytes:
         yield "a state: drafts beside states were not tried"
+    if lookahead and engine == "sglang" and SLIDING_WINDOW in layer.geometry_ways():
+        yield f"{SLIDING_WINDOW.name}: drafts beside sliding windows were not tried in SGLang"
     if layer.is_paged and not layer.attention.is_latent:
         yield from choice.not_served(layer, "drafts") if lookahead else ()
         yield from choice.limits(layer, cache_dtype, is_cuda)
@@ -87,6 +89,43 @@ def require_tiered(plan: Plan) -> None:
             "neither",
             hint="SimpleCPUOffloadConnector, or a plan without sinks: kvcal plan … --set cache.num_sink_tokens=0",
         )
+
+
+def require_peers(plan: Plan) -> None:
+    """UnsupportedModel where vLLM reads a request's blocks from another engine, and these are not pages, a ring and
+    sinks alone, or would count a token's query twice: that of a prompt's last one, which both engines compute."""
+    found = {
+        "channels that queries choose": any(layer.needs_queries for layer in plan.layers),
+        "layers with a sliding window": any(
+            isinstance(layer.geometry, AttentionGeometry) and layer.geometry.window is not None for layer in plan.layers
+        ),
+        "layers with a state": any(layer.geometry.state_bytes for layer in plan.layers),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise UnsupportedModel(
+                f"prompts and answers in engines of their own, and {what}: blocks of these are not read from another "
+                "engine",
+                hint="one engine for both",
+            )
+
+
+def require_staged(plan: Plan, stages: Sequence[range]) -> None:
+    """UnsupportedModel where the plan's layers cannot be divided among these stages of a pipeline in vLLM."""
+    others = [layer.geometry.index for layer in plan.layers if not layer.is_paged or layer.geometry.state_bytes]
+    if others:
+        raise UnsupportedModel(
+            f"layers {', '.join(map(str, others))} have a sliding window or a state, which was not tried in "
+            f"{len(stages)} stages of a pipeline",
+            hint="tensor parallelism alone",
+        )
+    indices = {layer.geometry.index for layer in plan.layers}
+    for number, own in enumerate(stages):
+        if not indices & set(own):
+            raise UnsupportedModel(
+                f"stage {number} of a pipeline of {len(stages)} has no layer of the plan's {len(plan.layers)}",
+                hint="fewer stages",
+            )
 
 
 def block_seed(plan: Plan) -> int:
@@ -169,12 +208,21 @@ def refusal(engine: str) -> str | None:
         raise UsageError(f"{engine} is not installed in this environment", hint=f"pip install {engine}") from None
     if Version(found) < Version(TESTED[engine][0]):
         return f"version {found}, expected {TESTED[engine][0]} or newer"
+    return _lacking(engine, found, PLUGIN)
+
+
+def _lacking(engine: str, found: str, names: Sequence[str]) -> str | None:
     try:
-        for name in PLUGIN:
+        for name in names:
             importlib.import_module(f"kvcal.engines.{engine}.{name}")
     except (ImportError, AttributeError) as missing:
         return f"version {found} lacks what the plug-in uses: {' '.join(str(missing).split())}"
     return None
+
+
+def peers_refusal() -> str | None:
+    """Why the installed vLLM, in which plans can be served, reads no blocks from another one; None if it does."""
+    return _lacking("vllm", version("vllm"), ("nixl",))
 
 
 def require_version(engine: str) -> None:

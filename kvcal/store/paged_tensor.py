@@ -299,6 +299,8 @@ def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values
     at_once = PAGE_TOKENS * max(1, ENCODE_PAGES // batch)
     if values_at_once is not None:
         at_once = max(1, values_at_once // (batch * heads * dim))
+    if x.shape[2] <= at_once:  # a step's tokens: a split takes a CPU as long as the change
+        return out.copy_(change(x.transpose(1, 2)).transpose(1, 2))
     for part, place in zip(x.split(at_once, dim=2), out.split(at_once, dim=2), strict=True):
         place.copy_(change(part.transpose(1, 2)).transpose(1, 2))
     return out

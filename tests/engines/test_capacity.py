@@ -14,15 +14,15 @@ from hybrid_shapes import SHAPES
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.engines.capacity import Capacity, SglangPool, VllmPool, capacity, engine_bytes, vllm_pool
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.shard import HeadShard, stages_of
 from kvcal.engines.states import state_bytes
-from kvcal.engines.support import NO_TREE
+from kvcal.engines.support import NO_TREE, require_peers, require_staged
 from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import read_sizes
 from kvcal.pages.ways import Engine
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Format
+from kvcal.plan.page_format import SIDES, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe, with_knobs
@@ -71,6 +71,59 @@ def test_ranks_share_the_heads() -> None:
     assert copied.block_bytes * 8 == whole.block_bytes
     with pytest.raises(UnsupportedModel, match="3 ranks cannot share equally"):
         vllm_capacity(eight_billion([2, 4]), 10**10, 3, 32768)
+
+
+# As vLLM 0.32 divides layers, computed by it.
+@pytest.mark.parametrize(
+    ("num_layers", "counts"),
+    [
+        (4, [2, 2]),
+        (5, [3, 2]),
+        (34, [8, 9, 9, 8]),
+        (7, [2, 3, 2]),
+        (35, [9, 9, 9, 8]),
+        (32, [4] * 8),
+        (2, [0, 1, 1, 0]),
+    ],
+)
+def test_stages_of_a_pipeline_take_neighbouring_layers(num_layers: int, counts: list[int]) -> None:
+    stages = stages_of(num_layers, len(counts))
+    assert [len(own) for own in stages] == counts
+    assert [index for own in stages for index in own] == list(range(num_layers))
+
+
+def test_layers_beside_pages_are_refused_in_stages_of_a_pipeline() -> None:
+    for plan in (gemma(2), SHAPES["qwen3-next"].plan(2)):
+        with pytest.raises(UnsupportedModel, match="have a sliding window or a state, which was not tried in 2 stages"):
+            require_staged(plan, stages_of(len(plan.layers), 2))
+    require_staged(eight_billion([2]), stages_of(32, 5))
+    with pytest.raises(UnsupportedModel, match="stage 32 of a pipeline of 33 has no layer of the plan's 32"):
+        require_staged(eight_billion([2]), stages_of(32, 33))
+
+
+def test_stages_of_a_pipeline_have_as_many_blocks() -> None:
+    """Of 32 layers, stages of 11, 11 and 10, of unequal bits; sinks in one. A layer has the same share in all
+    stages, and a request as many blocks of rings; the larger stages decide how many blocks there are."""
+    plan = eight_billion([2, 4, 2])
+    first, *others = plan.layers
+    sinks = replace(first, k=Format(4, "channel", num_sink_tokens=100))
+    plan, stages = replace(plan, layers=(sinks, *others)), stages_of(32, 3)
+    pools = [VllmPool(one) for one in HeadShard(plan, stages=stages).of_stages]
+    assert [len(pool.rings.at) for pool in pools] == [len(own) for own in stages] == [11, 11, 10]
+    for name in ("share_bytes", "room", "ring_blocks", "block_tokens"):
+        assert len({getattr(pool, name) for pool in pools}) == 1, name
+    assert len({(pool.rings[1:], pool.sinks[1:]) for pool in pools}) == 1
+    assert sorted(index for pool in pools for index in pool.pages.at) == list(range(32))
+    for pool in pools:
+        ends = {block: max(first + pool.shard.ring_bytes(index) for index, (at, first) in pool.rings.at.items()
+                           if at == block) for block, _ in pool.rings.at.values()}  # fmt: skip
+        assert max(ends.values()) <= pool.rings.block_bytes <= pool.room <= pool.block_bytes
+        assert pool.pages.block_bytes <= pool.share_bytes * len(pool.pages.at) <= pool.block_bytes
+    found, whole = (capacity("vllm", plan, 10**10, 1, 32768, stages=one) for one in (stages, ()))
+    assert found.block_bytes == max(pool.block_bytes for pool in pools)
+    assert found.num_blocks == 10**10 // found.block_bytes > 2.5 * whole.num_blocks
+    assert found.blocks_per_request == 256 + pools[0].ring_blocks
+    assert capacity("vllm", plan, 10**10, 2, 32768, stages=stages).block_bytes < 0.51 * found.block_bytes
 
 
 def test_a_memory_without_room_for_one_request_is_refused() -> None:
@@ -333,8 +386,12 @@ def test_a_plan_for_an_engine_has_room_for_drafts() -> None:
         assert found.num_blocks == 1 + 3 * found.blocks_per_request and found.memory <= nbytes
         more += split.engine - allocated("vllm", 1, nbytes)[1].engine
     assert more > 0
-    with pytest.raises(ValueError, match="drafts = 7 and engine = 'sglang': expected engine = 'vllm'"):
-        allocated("sglang", 1, BUDGETS[0], drafts=7)
+    plan, split = allocated("sglang", 1, BUDGETS[0], drafts=7)
+    taken, pool = split.cache + split.engine, SglangPool.of(HeadShard(plan, 0, 1, 8), 3)
+    found = capacity("sglang", plan, taken, 1, 1000, 7, max_requests=3)
+    assert found.num_blocks == 3 * 8 and pool.fixed > SglangPool.of(HeadShard(plan), 3).fixed
+    one = SglangPool.of(HeadShard(plan, 0, 1, 8), 3, draft_bytes=4 * 2 * 2 * 64 * 2)
+    assert one.memory(10, 0.0) == pool.memory(10, 0.0) + 1280 * 4 * 2 * 2 * 64 * 2
 
 
 def test_a_budget_for_an_engine_buys_more_bits_the_larger_it_is() -> None:
@@ -431,6 +488,17 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     ]  # fmt: skip
 
 
+def test_serve_args_of_stages_of_a_pipeline(plan_path: Path) -> None:
+    """Two layers and one, of two ranks each."""
+    line = ("serve-args", plan_path, "--pp", 2, "--tp", 2, "--context", 1000, "--kv-memory", "100MB", "--json")
+    value = ran_well(*line).json
+    words, counted = value["arguments"], value["capacity"]
+    assert words[words.index("--pipeline-parallel-size") + 1] == "2" == words[words.index("--tensor-parallel-size") + 1]
+    pool = VllmPool(HeadShard(load_plan(plan_path), 0, 2, stages=(range(2), range(2, 3))))
+    assert (counted["pp"], counted["block_bytes"]) == (2, pool.block_bytes)
+    assert counted["num_blocks"] == 10**8 // pool.block_bytes
+
+
 def test_serve_args_name_blocks_by_the_plan_where_they_outlive_an_engine(plan_path: Path, tmp_path: Path) -> None:
     plan = load_plan(plan_path)
     found = shlex.split(ran_well("serve-args", plan_path, "--host-memory", "8GB", "--store", tmp_path).out)
@@ -447,6 +515,31 @@ def test_serve_args_name_blocks_by_the_plan_where_they_outlive_an_engine(plan_pa
         "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 8 * 10**9},
     }  # fmt: skip
+
+
+def test_serve_args_join_an_engine_for_prompts_to_one_for_answers(plan_path: Path) -> None:
+    peer = {"kv_connector": "PlanNixlConnector", "kv_connector_module_path": "kvcal.engines.vllm.nixl"}
+    for role, own in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        found = shlex.split(ran_well("serve-args", plan_path, "--role", role).out)
+        assert json.loads(found[found.index("--kv-transfer-config") + 1]) == peer | {"kv_role": own}
+    found = shlex.split(ran_well("serve-args", plan_path, "--role", "decode", "--host-memory", "8GB").out)
+    given = json.loads(found[-1])
+    assert (given["kv_connector"], given["kv_role"]) == ("MultiConnector", "kv_consumer")
+    first, second = given["kv_connector_extra_config"]["connectors"]
+    assert first == peer | {"kv_role": "kv_consumer"} and second["kv_connector"] == "SimpleCPUOffloadConnector"
+
+
+def test_peers_take_no_blocks_of_windows_and_states(tmp_path: Path) -> None:
+    first = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), Format(2, "channel"), Format(4))
+    by_queries = Format(2, "channel", boost=Boost("query_magnitude", (Tier(4, 0.25),)))
+    for layer, says in (
+        (LayerPlan(AttentionGeometry(1, 4, 2, 64, 64, window=512)), "layers with a sliding window"),
+        (LayerPlan(StateGeometry(1, 1 << 16)), "layers with a state"),
+        (LayerPlan(AttentionGeometry(1, 4, 2, 64, 64), by_queries, Format(4)), "channels that queries choose"),
+    ):
+        plan = Plan(IDENTITY, "bfloat16", (first, layer), Workload(1, 256), {})
+        with pytest.raises(UnsupportedModel, match=says):
+            require_peers(plan)
 
 
 def test_serve_args_turn_prefix_caching_off_for_sinks_that_would_be_lost(plan_path: Path, tmp_path: Path) -> None:
@@ -482,6 +575,18 @@ def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None
         assert value["capacity"]["block_bytes"] == pool.block_bytes == max(pool.room, page + drafted)
 
 
+def test_serve_args_of_a_model_that_drafts_in_sglang(model: Path, plan_path: Path) -> None:
+    line = ("serve-args", plan_path, "--engine", "sglang", "--kv-memory", "1GB", "--context", 1000)
+    plan, value = load_plan(plan_path), ran_well(*line, "--drafts", 5, "--draft", model, "--json").json
+    words = value["arguments"]
+    assert words[words.index("--speculative-draft-model-path") + 1] == str(model)
+    assert words[words.index("--speculative-num-draft-tokens") + 1] == "6"
+    drafted = 3 * plan.layers[0].attention.values_per_token * 2
+    pool = SglangPool.of(HeadShard(plan, step_tokens=6), 64, draft_bytes=drafted)
+    assert value["capacity"]["block_bytes"] == pool.block_bytes(0.0) == 128 * (pool.token_bytes + drafted)
+    assert value["capacity"]["num_blocks"] == pool.blocks(10**9, 0.0)
+
+
 def test_serve_args_of_sglang(plan_path: Path) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(*shared).out)
@@ -504,10 +609,20 @@ def test_serve_args_of_sglang(plan_path: Path) -> None:
     [
         ("serve-args {plan} --store blocks", 2, "--store without --host-memory"),
         ("serve-args {plan} --engine sglang --host-memory 8GB", 2, "leave the device in vllm alone"),
+        ("serve-args {plan} --engine sglang --role decode", 2, "from others in vllm alone"),
+        ("serve-args {plan} --role decode --drafts 2", 2, "--drafts 2, which were not tried together"),
+        ("serve-args {plan} --role decode --tp 2", 2, "--tp 2 --pp 1, which were not tried together"),
         ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "'llama' is not one of"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
-        ("serve-args {plan} --engine sglang --drafts 2", 2, "plans are served with drafts in vllm alone"),
+        (
+            "serve-args {plan} --engine sglang --drafts 2",
+            2,
+            "--draft ngram with --engine sglang, where a small model alone",
+        ),
+        ("serve-args {plan} --pp 4", 4, "stage 3 of a pipeline of 4 has no layer of the plan's 3"),
+        ("serve-args {plan} --pp 2 --drafts 2", 2, "in stages of a pipeline in vllm alone, without these"),
+        ("serve-args {plan} --engine sglang --pp 2", 2, "in stages of a pipeline in vllm alone"),
     ],
 )
 def test_refusals(words: str, code: int, says: str, model: Path, plan_path: Path) -> None:

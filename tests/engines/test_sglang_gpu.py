@@ -15,9 +15,11 @@ import torch
 from engine_replay import Replay, assert_replayed
 from sglang_environment import answer_of_sglang, recorded
 from test_sglang import arguments
+from test_sglang_drafts import drafting
 from test_sglang_hierarchy import HOST
 from test_sglang_windows import with_copies
-from test_vllm import LENGTHS, Served, prompts
+from test_vllm import LENGTHS, Served, prompts, without_queries
+from test_vllm_sinks import with_sinks
 
 from kvcal import Plan
 
@@ -140,6 +142,22 @@ def test_sliding_windows_in_few_pages(tmp_path: Path, gemma: Served) -> None:
     found = serve(gemma, tmp_path, rounds, together=True, **few, **GRAPHS)
     assert sum(one["cached"] for round_ in found["rounds"] for one in round_) > 0
     replayed(gemma, found, rounds)
+
+
+@pytest.mark.parametrize("graphs", [EAGER, GRAPHS | {"cuda_graph_bs_decode": [4]}], ids=["eager", "graphs"])
+def test_drafts_change_no_token(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """The model drafts for itself, without the plan, in SGLang's Triton backend; cold, and after prefixes, with
+    sinks. Products of other shapes may decide a tie."""
+    plan, rounds = with_sinks(without_queries(served)), [prompts(5, 120, 250, 380)] * 2
+    drafts = drafting(served.folder, speculative_draft_attention_backend="triton")
+    plain, drafted = (
+        serve(served, tmp_path / name, rounds, together=True, plan=plan, **graphs, **more)["rounds"]
+        for name, more in (("plain", {}), ("drafts", drafts))
+    )
+    assert sorted(one["cached"] for one in drafted[1]) == [0, 0, 128, 256]
+    pairs = list(zip(sum(plain, []), sum(drafted, []), strict=True))
+    assert sum(one["output"] == other["output"] for one, other in pairs) >= len(pairs) - 1
+    assert all(0 < other["verified"] < TOKENS for _, other in pairs)
 
 
 @pytest.mark.parametrize(("layout", "io"), [("layer_first", "kernel"), ("page_first_direct", "direct")])

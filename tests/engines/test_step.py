@@ -210,11 +210,20 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
         memory.free_rings.append(both.sequence.ring)
 
 
-@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ", "windows, bf16"])
+def with_windows(plan: Plan, keys: int, values: int) -> Plan:
+    (layer,) = plan.layers
+    k, v = dataclasses.replace(layer.k, recent_window=keys), dataclasses.replace(layer.v, recent_window=values)
+    return dataclasses.replace(plan, layers=(dataclasses.replace(layer, k=k, v=v),))
+
+
+# With windows of 1 and 129 tokens the first step reads of the ring what the next one reads of a page.
+@pytest.mark.parametrize("name", ["three tiers, λ", "windows, λ", "windows, bf16", "1 and 129"])
 def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: str) -> None:
     """One of a chunk, one of a single token; both are stored before the one that fills the blocks. Then their
     windows are decoded from these."""
-    plan = (PLANS | BESIDE | {"windows, bf16": plan_for("windows", cache_dtype="bfloat16")})[name]
+    more = {"windows, bf16": plan_for("windows", cache_dtype="bfloat16")}
+    more["1 and 129"] = with_windows(plan_for("windows"), 1, 129)
+    plan = (PLANS | BESIDE | more)[name]
     memory = Memory(HeadShard(plan))
     first = Both(memory, plan, 0)
     first.extend(50)
@@ -229,14 +238,14 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: 
     place = scratch.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
     queries = step.append(*given[0], place)
     chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
-    tails = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
+    held = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
     step.begin(scratch.Chunk(256, others[0].sequence.table, rings), 257)
     step.begin(chunks[0], 300)
-    unlike = step.begun_tail(chunks[0], tails[0], torch.tensor([False]))
-    torch.testing.assert_close(unlike, tails[0], rtol=0, atol=0, equal_nan=True)
-    tails[0] = step.begun_tail(chunks[0], tails[0], torch.tensor([True]))
+    unlike = step.begun_tail(chunks[0], held[0].tail, torch.tensor([False]))
+    torch.testing.assert_close(unlike, held[0].tail, rtol=0, atol=0, equal_nan=True)
+    held[0] = held[0]._replace(tail=step.begun_tail(chunks[0], held[0].tail, torch.tensor([True])))
     found = [step.attend(queries, place, once, given[0][0].dtype)]
-    found += [step.attend_chunk(*x, chunk, tail, once) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
+    found += [step.attend_chunk(one, chunk, once, torch.float32) for one, chunk in zip(held, chunks, strict=True)]
     expected = [first.by_cache(new[2])]
     for both, rows in zip(others, new[:2], strict=True):
         both.cache = copy.deepcopy(first.cache)
@@ -248,15 +257,43 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step(name: 
 
 
 def test_past_pages_are_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 2 pages, and scores of a few queries at once."""
+    """Tiles of 2 pages, and scores of a few queries at once. The newest tokens are in the last tile where there is
+    room, and one part more where there is none."""
+    parts: list[int] = []
+    attend_part = prefill.attend_part
+
+    def counted(q: Tensor, k: Tensor, *args: object, **more: object) -> prefill.Part:
+        parts.append(k.shape[1])
+        return attend_part(q, k, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefill, "attend_part", counted)
     for module in (stepping, scratch):
         monkeypatch.setattr(module, "TILE_TOKENS", 256)
     monkeypatch.setattr(prefill, "SCORES_AT_ONCE", 8 * 256 * 7)
     plan = PLANS["three tiers, λ"]
     both = Both(Memory(HeadShard(plan)), plan, 1)
-    for count in (700, 130, 50):
+    for count, expected in ((700, []), (130, [256, 256, 188]), (50, [256, 256, 256, 62])):
         both.extend(count)
+        assert parts == [count, *expected]
+        parts.clear()
     assert both.sequence.memory.scratch.past("k", 4, 8, torch.float32).shape == (4, 256, 8)
+
+
+def test_parts_of_16_bits_are_merged_in_fp32() -> None:
+    """As parts that were fp32 from the start are, to the bit."""
+    generator = torch.Generator().manual_seed(1)
+    outs = [torch.randn(4, 7, 8, generator=generator).bfloat16() for _ in range(3)]
+    lses = [torch.randn(4, 7, generator=generator) * 3 for _ in range(3)]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        first, *others = (prefill.Part(out.to(dtype).clone(), lse) for out, lse in zip(outs, lses, strict=True))
+        for other in others:
+            first = first.merged(other)
+        results.append(first)
+    assert results[0].out.dtype == torch.float32
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    weights = torch.stack(lses).softmax(0).unsqueeze(-1)
+    torch.testing.assert_close(results[0].out, (weights * torch.stack(outs).float()).sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:

@@ -113,6 +113,8 @@ def test_layers_without_pages_are_refused() -> None:
     mixed = replace(plan, layers=layers[:2])
     require_served(mixed, is_cuda=False, lookahead=7)
     require_served(mixed, False, "sglang")
+    with pytest.raises(UnsupportedModel, match="layers 1: a sliding window: drafts beside sliding windows"):
+        require_served(mixed, False, "sglang", 2)
     with pytest.raises(UnsupportedModel, match="of the type gpt_oss with attention backends of a list of its own"):
         require_served(replace(mixed, model=replace(mixed.model, model_type="gpt_oss")), False, "sglang")
     with pytest.raises(UnsupportedModel, match="layers 2: a state: drafts beside states were not tried"):

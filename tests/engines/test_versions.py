@@ -56,6 +56,28 @@ def test_doctor_is_content_with_a_version_that_has_all_parts(
     assert (done.code, found["status"], found["note"]) == (0, "ok", note)
 
 
+def test_doctor_says_whether_prompts_and_answers_can_have_an_engine_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "0.33.0")
+
+    def found() -> tuple[str, str]:
+        findings = run_kvcal("doctor", "--engine", "vllm", "--json").json["findings"]
+        one = {one["name"]: one for one in findings}["blocks of another vllm"]
+        return one["status"], one["note"]
+
+    assert found() == ("refused", f"version 0.33.0 {LACKS}")
+    monkeypatch.setitem(sys.modules, "kvcal.engines.vllm.nixl", ModuleType("nixl"))
+    assert found() == ("ok", "")
+    version_of = doctor_command.metadata.version
+
+    def without_nixl(name: str) -> str:
+        if name == "nixl":
+            raise doctor_command.metadata.PackageNotFoundError
+        return version_of(name)
+
+    monkeypatch.setattr(doctor_command.metadata, "version", without_nixl)
+    assert found() == ("absent", "needed by kvcal serve-args --role: pip install nixl")
+
+
 def test_an_engine_without_a_plug_in_is_a_wrong_argument() -> None:
     text = f"no plug-in for the engine 'vlm'; allowed: {', '.join(TESTED)}"
     with pytest.raises(UsageError, match=text):

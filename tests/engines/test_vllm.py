@@ -21,7 +21,7 @@ from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
 from kvcal.engines.capacity import capacity as capacity_of
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.shard import HeadShard, stages_of
 from kvcal.engines.support import TESTED
 from kvcal.geometry import CacheDtype
 from kvcal.models.load import identity_of
@@ -368,6 +368,52 @@ def test_tensor_parallel(version: str, tmp_path: Path, served: Served) -> None:
     arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     _, replay = serve(version, tmp_path, served, requests, **arguments)
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
+
+
+@pytest.mark.parametrize("partition", [None, "1,3"], ids=["halves", "1 and 3 layers"])
+def test_stages_of_a_pipeline(
+    partition: str | None, version: str, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, whose layers have rings of unequal bytes: sinks in one, windows in both. Cold, behind cached
+    prefixes, and with blocks that run short. The same tokens as of one process."""
+    plan, stages = served.with_copies(), stages_of(4, 2) if partition is None else (range(1), range(1, 4))
+    given = prompts(*LENGTHS, 120)
+    requests = [{"prompt": ids, "tokens": TOKENS, "at": at} for at in (0, TOKENS + 25) for ids in given]
+    whole, _ = serve(version, tmp_path / "whole", served, requests, plan)
+    monkeypatch.setenv("KVCAL_TEST_STAGES", "1")
+    if partition is not None:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    found, replay = serve(version, tmp_path / "stages", served, requests, plan, **arguments)
+    assert sorted(replay.cached.values())[5:] == [0, 0, 128, 256, 640]
+    assert {name: ids for name, (ids, _) in found["outputs"].items()} == {
+        name: ids for name, (ids, _) in whole["outputs"].items()
+    }
+    assert found["blocks"] == capacity_of("vllm", plan, 64 << 20, 1, 2048, stages=stages).num_blocks
+    log = (tmp_path / "stages" / "log").read_text()
+    assert all(f"stage {n} of 2: layers {own[0]} to {own[-1]}" in log for n, own in enumerate(stages))
+    requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
+    short = {**SHORT, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    _, replay = serve(version, tmp_path / "short", served, requests, plan, **short, **arguments)
+    assert replay.restarts > 0
+
+
+def test_what_is_not_served_in_stages_of_a_pipeline(
+    version: str, tmp_path: Path, served: Served, gemma: Served
+) -> None:
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    plan = served.write("plain.safetensors", without_queries(served))
+    offload = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
+               "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}  # fmt: skip
+    refused = [
+        (served.arguments(plan, **stages, speculative_config=DRAFTS), "drafts in 2 stages of a pipeline"),
+        (served.arguments(plan, **stages, kv_transfer_config=offload), "a KV connector in 2 stages of a pipeline"),
+        (gemma.arguments(**stages), "have a sliding window or a state, which was not tried in 2 stages of a pipeline"),
+    ]
+    for number, (arguments, text) in enumerate(refused):
+        found = run_in(version, tmp_path / str(number), "vllm_host.py", {"starts": [arguments]})
+        assert "error" in found["starts"][0]
+        assert text in (tmp_path / str(number) / "log").read_text(), text
 
 
 def test_spawned_processes_have_the_backend(version: str, tmp_path: Path, served: Served) -> None:

@@ -6,24 +6,41 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, Served, prompts, random_requests, serve, without_queries
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from test_vllm import (
+    ALONE,
+    DRAFTS,
+    FORMATS,
+    LENGTHS,
+    SHORT,
+    VOCABULARY,
+    Served,
+    prompts,
+    random_requests,
+    serve,
+    without_queries,
+)
 from test_vllm import served as served
 from test_vllm import version as version
 from test_vllm_hybrids import Hybrid
 from test_vllm_hybrids import hybrid as hybrid
 from test_vllm_sinks import with_sinks
+from tiny_models import perturbed
 from vllm_environment import run_in
 
 from kvcal import Plan
 from kvcal.engines.capacity import capacity as capacity_of
 from kvcal.engines.capacity import draft_token_bytes
+from kvcal.models.load import identity_of
 from kvcal.models.supported_layers import attention_layers, geometry_of
+from kvcal.plan.plan import LayerPlan, Workload
 
 pytestmark = pytest.mark.engines
 
@@ -75,6 +92,46 @@ def test_an_eagle_head_drafts(version: str, tmp_path: Path, served: Served) -> N
     """In chunks, with windows and sinks, cold and after cached prefixes, whose last block older versions compute
     anew."""
     plan, drafts = without_queries(served, served.with_copies()), eagle(tmp_path / "eagle", served)
+    requests = [{"prompt": ids, "tokens": 60, "at": at} for at in (0, 70) for ids in prompts(*LENGTHS)]
+    more = {"max_num_batched_tokens": 256, "speculative_config": drafts}
+    found, replay = serve(version, tmp_path, served, requests, plan, **more)
+    assert replay.rejected > 100 and sum(replay.cached.values()) >= 128 + 512, vars(replay)
+    page = drafted_bytes(served) // len(served.plan.layers)
+    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=page)
+    assert any(line.startswith(f"{capacity.num_blocks} blocks of 128 tokens: the plan takes") for line in found["log"])
+
+
+class WithMtp(Served):
+    """A random MiMo, Qwen2 with a layer that drafts, which is in no plan: random, too."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        config = hf.Qwen2Config(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+            vocab_size=VOCABULARY, max_position_embeddings=32768, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        self.model, self.folder = hf.Qwen2ForCausalLM(config), folder
+        perturbed(self.model, 0.15)
+        self.model.save_pretrained(folder)
+        path = folder / "config.json"
+        more = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+        weights = load_file(folder / "model.safetensors")
+        first = {name: weights[name].clone() for name in weights if ".layers.0." in name}
+        weights |= {name.replace(".layers.0.", ".mtp_layers.0."): tensor for name, tensor in first.items()}
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            weights[f"model.mtp_layers.0.{name}.weight"] = torch.ones(64)
+        weights["model.mtp_layers.0.input_proj.weight"] = torch.randn(64, 128) * 0.1
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        layers = attention_layers(geometry_of(self.model, cache_dtype="float32"))
+        planned = tuple(LayerPlan(layer, *formats) for layer, formats in zip(layers, FORMATS, strict=True))
+        self.plan = Plan(identity_of(folder, "tiny"), "float32", planned, Workload(2, 300), {})
+
+
+def test_a_layer_of_the_model_drafts(version: str, tmp_path: Path) -> None:
+    """MTP, in chunks, with windows and sinks, cold and after cached prefixes, in the blocks that kvcal predicts."""
+    served = WithMtp(tmp_path / "mimo")
+    plan, drafts = without_queries(served, served.with_copies()), {"method": "mtp", "num_speculative_tokens": ONCE}
     requests = [{"prompt": ids, "tokens": 60, "at": at} for at in (0, 70) for ids in prompts(*LENGTHS)]
     more = {"max_num_batched_tokens": 256, "speculative_config": drafts}
     found, replay = serve(version, tmp_path, served, requests, plan, **more)

@@ -213,3 +213,14 @@ def test_two_ranks_hold_a_head_each(graphs: dict[str, Any], tmp_path: Path, serv
     given = {"additional_config": {"kvcal_plan": served.write("ranks.safetensors", plan)}, **ranks, **graphs}
     replay = assert_replayed(serve(tmp_path, served, twice(130, 300), **given), served.model, plan, is_greedy=False)
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
+def test_two_stages_of_a_pipeline(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """Likewise."""
+    plan = served.with_copies()
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    given = {"additional_config": {"kvcal_plan": served.write("stages.safetensors", plan)}, **stages, **graphs}
+    replay = assert_replayed(serve(tmp_path, served, twice(130, 300), **given), served.model, plan, is_greedy=False)
+    assert sorted(replay.cached.values()) == [0, 0, 128, 256]

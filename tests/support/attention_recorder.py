@@ -36,7 +36,8 @@ def register() -> None:
 
     if VARIABLE not in os.environ or hasattr(PagedStep, "kvcal_recorded"):
         return
-    append, attend, attend_chunk = PagedStep.append, PagedStep.attend, PagedStep.attend_chunk
+    append, attend, store, attend_chunk = PagedStep.append, PagedStep.attend, PagedStep.store, PagedStep.attend_chunk
+    by_chunk: dict[int, tuple[Tensor, ...]] = {}
 
     def appended(self: Any, q: Tensor, k: Tensor, v: Tensor, decodes: Any) -> Tensor:
         self.kvcal_recorded = q, k, v
@@ -50,9 +51,13 @@ def register() -> None:
             write(self, num_past, table, logits, *own)
         return out
 
-    def attended_chunk(self: Any, q: Tensor, k: Tensor, v: Tensor, chunk: Any, tail: Any, logits: Any) -> Tensor:
-        out = attend_chunk(self, q, k, v, chunk, tail, logits)
-        write(self, chunk.num_past, chunk.table.tolist(), logits, q, k, v, out)
+    def stored(self: Any, q: Tensor, k: Tensor, v: Tensor, chunk: Any) -> Any:
+        by_chunk[id(chunk)] = q, k, v
+        return store(self, q, k, v, chunk)
+
+    def attended_chunk(self: Any, held: Any, chunk: Any, logits: Any, dtype: torch.dtype) -> Tensor:
+        out = attend_chunk(self, held, chunk, logits, dtype)
+        write(self, chunk.num_past, chunk.table.tolist(), logits, *by_chunk.pop(id(chunk)), out)
         return out
 
     def write(self: Any, num_past: int, table: list[int], logits: Any, *tensors: Tensor) -> None:
@@ -61,7 +66,8 @@ def register() -> None:
             pickle.dump(tuple(Attended(self.layout.layer.geometry.index, num_past, table, logits.scale, *arrays)), file)
 
     PagedStep.kvcal_recorded = None  # type: ignore[attr-defined]
-    PagedStep.append, PagedStep.attend, PagedStep.attend_chunk = appended, attended, attended_chunk  # type: ignore[method-assign, assignment]
+    PagedStep.append, PagedStep.attend = appended, attended  # type: ignore[method-assign]
+    PagedStep.store, PagedStep.attend_chunk = stored, attended_chunk  # type: ignore[method-assign]
 
 
 def attended_in(path: Path, offset: int = 0) -> Iterator[tuple[Attended, int]]:

@@ -35,7 +35,10 @@ from kvcal.stages.measuring.decoded_layer import DecodedLayer
 # units away.
 MOST, MEDIAN = 0.1, 0.02
 PAGE = 128
-WITHIN = 2  # a copy from blocks of an engine to others of it
+# A copy from blocks of an engine to others of it; from blocks of another engine.
+WITHIN, FROM_PEER = 2, 3
+# Before the names of requests of an engine that computes prompts for another.
+PROMPTS = "prompt of "
 
 
 class Replay:
@@ -96,8 +99,9 @@ class Replay:
             self._ends[blocks[(first + count) // PAGE - 1]] = copy.deepcopy(cache)
 
     def _copy(self, blocks: list[int], is_store: int, hosted: list[int]) -> None:
-        """Between an engine's blocks and the host's, or within the engine's; some hold no pages."""
-        if is_store == WITHIN:
+        """Between an engine's blocks and the host's, within the engine's, or from another engine's; some hold no
+        pages."""
+        if is_store in (WITHIN, FROM_PEER):
             for own, source in zip(blocks, hosted, strict=True):
                 for found in (self._writers, self._ends):
                     found.pop(own, None)
@@ -131,7 +135,11 @@ class Replay:
             if isinstance(layer, BoundedLayer):  # all tokens, as an engine has them: another may begin at earlier ones
                 every = dataclasses.replace(layer.geometry, window=2**20)
                 found.layers[number] = BoundedLayer(every, str(self.model.dtype).split(".")[1], layer.padding)
-        if tokens:
+        if tokens % PAGE:  # within a page: it has the ring of the engine that computed its prompt
+            found = copy.deepcopy(self._caches[PROMPTS + name])
+            found.crop(tokens - found.get_seq_length())
+            self._take(found, range(tokens // PAGE), blocks)
+        elif tokens:
             last = blocks[tokens // PAGE - 1]
             found = copy.deepcopy(self._ends[last] if self._has_states else self._writers[last])
             assert found.get_seq_length() == tokens or not self._has_states

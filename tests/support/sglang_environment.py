@@ -22,6 +22,7 @@ NEEDED = (
     "uvloop", "watchfiles",
 )  # fmt: skip
 STAND_INS = str(CHECKOUT / "tests" / "support" / "sglang_stand_ins")
+DRAFTS = str(CHECKOUT / "tests" / "support" / "sglang_drafts")
 ALONE = ("compressed-tensors", "xgrammar", "apache-tvm-ffi", "triton")
 
 
@@ -42,7 +43,11 @@ def run_sglang(
     # SGLang wants cores for each rank, where there are more ranks than memories.
     cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": cores} | ({} if plan is None else {"KVCAL_PLAN": plan})
-    return answer_of_sglang(python_with_sglang(wanted), folder, given, [STAND_INS], variables, program=program)
+    paths, more = [STAND_INS], {}
+    if "speculative_algorithm" in given["engine"]:
+        paths, more = [STAND_INS, DRAFTS], {"KVCAL_TEST_DRAFTS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    python = python_with_sglang(wanted)
+    return answer_of_sglang(python, folder, given, paths, variables | more, program=program)
 
 
 def variables_in_sglang(folder: Path, paths: Sequence[str] = (STAND_INS,)) -> dict[str, str]:

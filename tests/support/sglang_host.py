@@ -4,8 +4,8 @@ prints what came out.
     {"engine": arguments of Engine, "rounds": [[[id, ...], ...] of each round], "tokens": 40, "together":
     false,
      "weights": null, or a folder: those from the second round on}
-    -> {"rounds": [[{"output": [id, ...], "chances": [log-probability, ...], "cached": tokens} of each prompt]
-    of each
+    -> {"rounds": [[{"output": [id, ...], "chances": [log-probability, ...], "cached": tokens, "verified": steps that
+    verified drafts} of each prompt] of each
         round], "steps": what SGLang computed (sglang_recorder); request p of round r has the name "r.p"}
 
 A round's prompts are served one after the other, or all ``together``.
@@ -43,6 +43,7 @@ def main() -> None:
         rounds.append([
             {
                 "output": one["output_ids"], "cached": one["meta_info"]["cached_tokens"],
+                "verified": one["meta_info"].get("spec_verify_ct", 0),
                 "chances": [chance for chance, *_ in one["meta_info"]["output_token_logprobs"]],
             }
             for one in found

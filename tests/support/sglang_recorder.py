@@ -33,6 +33,15 @@ def register() -> None:
             HookRegistry.register(
                 f"sglang.srt.models.lfm2.{name}", getattr(sglang_convolutions, name), HookType.REPLACE
             )
+    if "KVCAL_TEST_DRAFTS" in os.environ:
+        import sglang_draft_backends
+
+        factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+        for name in ("decode", "extend"):
+            target = f"{factory}.create_{'draft_extend' if name == 'extend' else name}_backend"
+            HookRegistry.register(target, getattr(sglang_draft_backends, f"{name}_backend"), HookType.REPLACE)
+        last = "sglang.srt.mem_cache.allocation.get_last_loc"  # by a kernel for GPUs, but for some backends
+        HookRegistry.register(last, sglang_draft_backends.last_places, HookType.REPLACE)
     if "KVCAL_TEST_IMAGES" in os.environ:
         HookRegistry.register(f"{sizes}.DefaultPoolConfigurator.__init__", _with_images, HookType.AROUND)
 

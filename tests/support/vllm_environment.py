@@ -38,6 +38,7 @@ NEEDED = (
 )  # fmt: skip
 # Without their own needs: torch and transformers are there, in whatever version.
 ALONE = ("compressed-tensors", "xgrammar", "apache-tvm-ffi")
+NIXL = "nixl>=1.5"
 MINUTES = 10
 
 
@@ -81,6 +82,19 @@ def environment(engine: str, wanted: str, fill: Fill, needed: Sequence[str]) -> 
 def python_with_vllm(wanted: str) -> Path:
     """The interpreter of an environment with this version of vLLM. Unavailable where it cannot be made."""
     return environment("vllm", wanted, _fill, NEEDED)
+
+
+@functools.cache
+def python_with_nixl(wanted: str) -> Path:
+    """The same, which also has NIXL with its UCX. Unavailable where it cannot be had."""
+    python = python_with_vllm(wanted)
+    made = python.parents[1]
+    with open(made.with_suffix(made.suffix + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "nixl").exists():
+            run([str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", NIXL])
+            (made / "nixl").touch()
+    return python
 
 
 def _fill(pip: list[str], folder: Path, wanted: str) -> None:

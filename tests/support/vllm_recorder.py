@@ -11,7 +11,7 @@ from typing import Any
 import attention_recorder
 
 VARIABLE = "KVCAL_TEST_STEPS"
-WITHIN = 2  # as engine_replay has it
+WITHIN, FROM_PEER = 2, 3  # as engine_replay has them
 
 
 def register() -> None:
@@ -31,8 +31,8 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
     """Hand over every step once its tokens are known: of each request its name, first token, count, the block
     of each page, drafts, tokens that the engine took for right, and whether it begins. Blocks that go to the
     host and come back are entries, too, without a name: ``[None, 0, 0, blocks, is store, the host's
-    blocks]``; and pages that another block gets before the step, ``[None, 0, 0, to, WITHIN, from]``. Returns
-    vLLM's requests by name, as they come."""
+    blocks]``; and pages that another block gets before the step, ``[None, 0, 0, to, WITHIN, from]``, or gets from
+    another engine, ``[None, 0, 0, to, FROM_PEER, the other's]``. Returns vLLM's requests by name, as they come."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: dict[str, Any] = {}
@@ -54,7 +54,8 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
             for name, count in found.num_scheduled_tokens.items()
         ]  # fmt: skip
         loads, stores = _copies_of(found.kv_connector_metadata)
-        by_output[id(found)] = found, step, (loads + _copies_within(self, found), stores)
+        loads = _reads_of(self, found.kv_connector_metadata) + loads + _copies_within(self, found)
+        by_output[id(found)] = found, step, (loads, stores)
         seen.update({_without_ending(name): self.requests[name] for name in found.num_scheduled_tokens})
         return found
 
@@ -73,7 +74,10 @@ def record(write: Callable[[list[list[Any]]], object]) -> dict[str, Any]:
 
 
 def _copies_of(metadata: Any) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Copies from and to the host of a step, of either connector."""
+    """Copies from and to the host of a step, of either connector, or of several."""
+    for own in getattr(metadata, "metadata", ()):
+        if any(found := _copies_of(own)):
+            return found
     if hasattr(metadata, "load_jobs"):
         loads = [(job.dst_spec.block_ids, job.src_spec.block_ids) for job in metadata.load_jobs.values()]
         stores = [(job.src_spec.block_ids, job.dst_spec.block_ids) for job in metadata.store_jobs.values()]
@@ -86,6 +90,17 @@ def _copies_of(metadata: Any) -> tuple[list[list[Any]], list[list[Any]]]:
         [[None, 0, 0, list(map(int, own)), is_store, list(map(int, hosted))] for own, hosted in copies if len(own)]
         for is_store, copies in ((0, loads), (1, stores))
     )
+
+
+def _reads_of(scheduler: Any, metadata: Any) -> list[list[Any]]:
+    """Pages that requests get from another engine, which reads them until a later step."""
+    number, _ = _pages_group(scheduler)
+    requests = [
+        request for own in getattr(metadata, "metadata", [metadata])
+        for request in getattr(own, "reqs_to_recv", {}).values() if request.local_block_ids
+    ]  # fmt: skip
+    pairs = [(request.local_block_ids[number], request.remote.block_ids[number]) for request in requests]
+    return [[None, 0, 0, list(own), FROM_PEER, list(theirs)[len(theirs) - len(own) :]] for own, theirs in pairs]
 
 
 def _copies_within(scheduler: Any, scheduled: Any) -> list[list[Any]]:

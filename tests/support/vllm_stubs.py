@@ -4,7 +4,8 @@ those with which it verifies drafts. It is a plug-in of vLLM's, so that every on
 KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told. KVCAL_TEST_DENSE:
 attention to sliding windows reads dense blocks alone, as vLLM's on a CPU does. KVCAL_TEST_OFFLOAD: blocks
 that vLLM's connectors copy between a GPU and the host are copied in the CPU's memory. KVCAL_TEST_POISON: all
-bytes of a block are 255, NaN, when it is handed out.
+bytes of a block are 255, NaN, when it is handed out. KVCAL_TEST_STAGES: a later stage of a pipeline has room for
+what comes from the one before, which vLLM's runner on a CPU has for compiled models alone.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def register() -> None:
         copy_on_a_cpu()
     if "KVCAL_TEST_POISON" in os.environ:
         _poison_new_blocks()
+    if "KVCAL_TEST_STAGES" in os.environ:
+        _take_from_earlier_stages()
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -63,6 +67,7 @@ def register() -> None:
     if "KVCAL_TEST_DENSE" not in os.environ:
         CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: None)
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
+    CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])  # or a KV connector takes one core of all
     cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel
     cpu_triton_utils._rejection_greedy_sample_kernel_impl = _verify_greedily
     cpu_triton_utils._rejection_random_sample_kernel_impl = _verify_by_chance
@@ -110,6 +115,22 @@ def _poison_new_blocks() -> None:
         return blocks
 
     gpu_model_runner.allocate_kv_cache, BlockPool.get_new_blocks = allocated, poisoned
+
+
+def _take_from_earlier_stages() -> None:
+    from vllm.distributed import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load_model = CPUModelRunner.load_model
+
+    def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    CPUModelRunner.load_model = loaded
 
 
 def _slot_mapping_of_kernel(*args: object) -> None:

@@ -73,7 +73,7 @@ class PlanAttentionBackend(AttentionBackend):
                     step.begin(begun, num_past)
             self._beginnings.begun.clear()
         self._chunks = []
-        if forward_batch.forward_mode.is_idle() or forward_batch.forward_mode.is_decode():
+        if forward_batch.forward_mode.is_idle() or _num_known(forward_batch.forward_mode) is not None:
             return
         table, rings = self._places(forward_batch)
         start = 0
@@ -87,8 +87,8 @@ class PlanAttentionBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Lengths, blocks and rings of a batch of decodes, once for all layers."""
-        if forward_batch.forward_mode.is_decode():
-            self._decodes = Decodes((forward_batch.seq_lens - 1).int(), *self._places(forward_batch))
+        if (new := _num_known(forward_batch.forward_mode)) is not None:
+            self._decodes = Decodes((forward_batch.seq_lens - new).int(), *self._places(forward_batch))
 
     def _places(self, forward_batch: Any) -> tuple[Tensor, Tensor]:
         """int32 [B, pages], [B]: blocks and rings of all requests."""
@@ -113,8 +113,13 @@ class PlanAttentionBackend(AttentionBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """q [T, H D], k, v [T, N D] of all requests in a row -> [T, H D]; rows of padding are 0."""
+        """q [T, H D], k, v [T, N D] of all requests in a row -> [T, H D]; rows of padding are 0. Of a step that
+        verifies drafts all requests have as many tokens."""
         step, (q, k, v) = self._step(layer), _by_head(layer, q, k, v)
+        if forward_batch.forward_mode.is_target_verify():
+            assert self._decodes is not None
+            q, k, v = (x.unflatten(0, (len(self._decodes.lengths), -1)) for x in (q, k, v))
+            return step.decode(q, k, v, self._decodes, _logits(layer, more)).flatten(0, 1).flatten(1)
         out = torch.zeros_like(q)
         for tokens, chunk in self._chunks:
             out[tokens] = step.extend(q[tokens], k[tokens], v[tokens], chunk, _logits(layer, more))
@@ -136,6 +141,12 @@ class PlanAttentionBackend(AttentionBackend):
             raise UsageError(f"layer {index} has a window or is no decoder's, which is not served with a plan")
         self._checked.add(index)
         return self._steps[index]
+
+
+def _num_known(mode: Any) -> int | None:
+    """Of the new tokens of a request, in a step of decodes: how many SGLang counts in its length. With drafts
+    these are none. None of other steps."""
+    return 1 if mode.is_decode() else 0 if mode.is_target_verify() else None
 
 
 def _by_head(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

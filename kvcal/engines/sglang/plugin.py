@@ -39,6 +39,8 @@ def _backend(runner: Any) -> Any:
 def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
     from kvcal.engines.sglang.serving import PlanPool
 
+    if configurator.is_draft_worker:
+        return original(configurator, kind=kind, default=default)
     if kind == "mha" and configurator.server_args.enable_hierarchical_cache:
         from kvcal.engines.sglang import hierarchy
 
@@ -51,13 +53,14 @@ def _token_bytes(original: Any, sizes: Any, kvc: Any, num_layers: int) -> int:
     """Bytes of a token: a share of the blocks of all layers, rounded up."""
     from kvcal.engines.sglang.serving import serving_of
 
-    return serving_of(kvc).token_bytes
+    return original(sizes, kvc, num_layers) if kvc.is_draft_worker else serving_of(kvc).token_bytes
 
 
 def _without_rings(original: Any, kvc: Any, budget_bytes: int, **more: Any) -> Any:
     from kvcal.engines.sglang.serving import serving_of
 
-    return original(kvc, budget_bytes - serving_of(kvc).rings_bytes, **more)
+    rings = 0 if kvc.is_draft_worker else serving_of(kvc).rings_bytes
+    return original(kvc, budget_bytes - rings, **more)
 
 
 def _hybrid_model(original: Any, config: Any) -> None:
@@ -74,11 +77,12 @@ def _two_pools(original: Any, pool: Any, *args: Any, **more: Any) -> None:
 
 
 def _full_bytes(original: Any, kvc: Any, sub_pool_name: str) -> int | None:
-    """Of two pools: bytes of a token in the one of full attention."""
+    """Of two pools: bytes of a token in the one of full attention. Where a model drafts, with its layers."""
     from kvcal.engines.sglang.serving import serving_of
 
-    is_plans = kvc.is_hybrid_swa and sub_pool_name == "full"
-    return serving_of(kvc).token_bytes if is_plans else original(kvc, sub_pool_name)
+    if kvc.is_draft_worker or sub_pool_name != "full":
+        return original(kvc, sub_pool_name)
+    return serving_of(kvc).token_bytes + serving_of(kvc).draft_bytes
 
 
 WRAPPED = {

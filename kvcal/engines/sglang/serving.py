@@ -48,7 +48,7 @@ logger = logging.getLogger("sglang.kvcal")
 OPTIONS = {"attention_backend": BACKEND, "page_size": PAGE_TOKENS, "kv_cache_dtype": "auto"}
 # Options that have not been tried with a plan, by the value that leaves them out.
 NEUTRAL: dict[str, Any] = {
-    "pp_size": 1, "dcp_size": 1, "attn_cp_size": 1, "speculative_algorithm": None, "disaggregation_mode": "null",
+    "pp_size": 1, "dcp_size": 1, "attn_cp_size": 1, "speculative_adaptive": False, "disaggregation_mode": "null",
     "enable_hisparse": False, "enable_lmcache": False, "enable_flexkv": False, "enable_unified_memory": False,
     "enable_page_major_kv_layout": False, "enable_kv_cache_sharding": False, "enable_memory_saver": False,
     "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none", "enable_torch_compile": False,
@@ -61,6 +61,12 @@ HIERARCHY = {
     "hicache_storage_backend": (None, "file"),
     "hicache_host_memory_mode": ("cache",),
 }
+
+# Of drafts, likewise: chains of a model, whose layers have SGLang's own pool and attention.
+DRAFTS: dict[str, tuple[Any, ...]] = {
+    "speculative_algorithm": ("STANDALONE",), "speculative_eagle_topk": (1,), "enable_hierarchical_cache": (False,),
+}  # fmt: skip
+NO_DRAFT_BACKEND = None, BACKEND
 
 # Functions that methods of ``Beginnings`` wrap: of the radix tree, and of the rows, which number the rings.
 TREE, ROWS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "sglang.srt.mem_cache.memory_pool"
@@ -82,7 +88,6 @@ class Serving:
         args = kvc.server_args
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)
-        require_served(plan, self.device.type == "cuda", "sglang")
         for name, value in OPTIONS.items():
             if getattr(args, name) != value:
                 option = f"--{name.replace('_', '-')}"
@@ -91,12 +96,15 @@ class Serving:
             raise UsageError("a plan needs --max-running-requests: a request has a ring from the start", "such as 64")
         for reason in _refused_options(kvc):
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
+        drafts = args.speculative_num_draft_tokens - 1 if args.speculative_algorithm else 0
+        require_served(plan, self.device.type == "cuda", "sglang", drafts)
         if kvc.model_config.is_multimodal and hasattr(kvc.model, "prepare_attn_masks"):  # for its Triton backend alone
             raise UnsupportedModel(BOTH_WAYS, hint=f"{WITHOUT_IMAGES} leave --enable-multimodal out")
         require_model(plan, _served_model(kvc.model_config), "SGLang")
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
-        self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
+        self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size, 1 + drafts)
+        self.draft_bytes = _draft_bytes(kvc, parallel.attn_tp_size) if drafts else 0
         require_windows(kvc, self.shard)
         if self.shard.num_states and not args.disable_radix_cache:
             raise UsageError(
@@ -223,6 +231,9 @@ class PlanPool(MHATokenToKVPool):
         self._kv_buffer_descs: list[Any] = []
         self._init_data_ptrs_and_strides()
 
+    def _init_kv_copy_and_warmup(self) -> None:
+        """For trees of drafts, whose tokens it would move."""
+
     def get_kv_size_bytes(self) -> tuple[int, int]:
         return self._slab.nbytes, 0
 
@@ -250,6 +261,11 @@ def _refused_options(kvc: Any) -> Iterator[str]:
     for name, allowed in HIERARCHY.items() if args.enable_hierarchical_cache else ():
         if (value := getattr(args, name)) not in allowed:
             yield f"--{name.replace('_', '-')} {value}, expected {' or '.join(map(str, allowed))}"
+    for name, allowed in DRAFTS.items() if args.speculative_algorithm else ():
+        if (value := getattr(args, name)) not in allowed:
+            yield f"drafts and --{name.replace('_', '-')} {value}, expected {' or '.join(map(str, allowed))}"
+    if args.speculative_algorithm and args.speculative_draft_attention_backend in NO_DRAFT_BACKEND:
+        yield "drafts without --speculative-draft-attention-backend, such as triton"
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name) not in (None, OPTIONS["attention_backend"]):
             yield f"--{name.replace('_', '-')} {getattr(args, name)}"
@@ -259,6 +275,13 @@ def _refused_options(kvc: Any) -> Iterator[str]:
         yield "CUDA graphs of decoding in parts (give --cuda-graph-backend-decode full)"
     if kvc.use_mla_backend:
         yield "multi-head latent attention"
+
+
+def _draft_bytes(kvc: Any, num_ranks: int) -> int:
+    """Of a token in the layers of the model that drafts, which SGLang keeps at 16 bits."""
+    config, count = kvc.spec_aux_config.draft_model_config, kvc.spec_aux_config.draft_kv_num_layers
+    values = config.get_num_kv_heads(num_ranks) * (config.head_dim + config.v_head_dim)
+    return int(count * values * kvc.kv_cache_dtype.itemsize)
 
 
 def _served_model(config: Any) -> ServedModel:

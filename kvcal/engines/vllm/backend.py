@@ -340,8 +340,8 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         if count:
             decoded.to_rows(step.attend(queries, decodes, self.logits, query.dtype), output)
         for tokens, chunk, held in stored:
-            tail = plan.tail(chunk, held)
-            output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, self.logits)
+            held = held._replace(tail=plan.tail(chunk, held.tail))
+            output[tokens] = step.attend_chunk(held, chunk, self.logits, query.dtype)
         return output
 
 

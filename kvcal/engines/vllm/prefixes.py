@@ -36,8 +36,8 @@ def begin_after_packed_pages() -> None:
 def share(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
     """Blocks of the first ``num_tokens`` of a request, those of the step included that is scheduled."""
     computed = request.num_computed_tokens
-    if num_tokens - computed <= MAX_STEP_TOKENS:
-        num_tokens = min(num_tokens, computed)
+    if computed < num_tokens <= computed + MAX_STEP_TOKENS:
+        num_tokens = computed
     SHARE(self, request, num_tokens, *args, **kwargs)
 
 

@@ -88,9 +88,11 @@ class RingManager(CircularBufferManager):
         return 0 if self.req_to_blocks.get(request_id) else self.kv_cache_spec.num_blocks
 
     def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[Any]:
-        new = self.block_pool.get_new_blocks(self.get_num_blocks_to_allocate(request_id))
-        self.req_to_blocks[request_id].extend(new)
-        return new
+        held = self.req_to_blocks[request_id]
+        if held:  # of every request in every step but its first one
+            return []
+        held.extend(self.block_pool.get_new_blocks(self.get_num_blocks_to_allocate(request_id)))
+        return held[:]
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         self.allocate_new_blocks(request_id)
@@ -127,7 +129,8 @@ class SinkManager(RingManager):
         self.num_cached_block[request_id] = len(new_computed_blocks)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        FullAttentionManager.cache_blocks(self, request, min(num_tokens, PAGE_TOKENS), *args, **kwargs)
+        if not self.num_cached_block.get(request.request_id):
+            FullAttentionManager.cache_blocks(self, request, min(num_tokens, PAGE_TOKENS), *args, **kwargs)
 
 
 class RingLayer(nn.Module, AttentionLayerBase):
@@ -255,36 +258,40 @@ class SinkMetadataBuilder(RingMetadataBuilder):
     the one. They do not change once as many tokens are accepted, and a page is shared after all of its tokens
     are: the last copy before that is right."""
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._none = torch.empty(0, dtype=torch.int64, device=device)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SinkMetadata:
-        given = common_attn_metadata
+        given, serving = common_attn_metadata, self._layer.serving
         blocks = rings_of(given, self._rings)
         assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives bounds of lengths"
-        starts = given.query_start_loc_cpu[: given.num_reqs + 1]
+        starts = given.query_start_loc_cpu[: given.num_reqs + 1].numpy()
         counts = starts[1:] - starts[:-1]
-        totals = given.seq_lens_cpu_upper_bound[: given.num_reqs]
-        most = self._layer.serving.shard.step_tokens
+        totals = given.seq_lens_cpu_upper_bound[: given.num_reqs].numpy()
+        most = serving.shard.step_tokens
         past = totals - counts - (2 * most if most > 1 else 0)
-        ending = ((counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS)).nonzero().flatten()
-        ending = ending.to(blocks.device, non_blocking=True)
+        (numbers,) = ((counts > 0) & (past < PAGE_TOKENS) & (totals >= PAGE_TOKENS)).nonzero()
         lengths, rings = self.latest[self._layer.ring.name]
         assert lengths is given.seq_lens, "vLLM builds metadata of rings before that of sinks"
+        if not len(numbers) and not serving.begun:  # most steps
+            return SinkMetadata(blocks, self._layer, self._none, self._none)
+        ending = torch.from_numpy(numbers).to(blocks.device, non_blocking=True)
         to = blocks[0].long()[ending]
-        for one in self._layer.serving.begun if most > 1 else ():  # which have no sinks yet: to nobody's block
+        for one in serving.begun if most > 1 else ():  # which have no sinks yet: to nobody's block
             to = to.masked_fill(rings[0][ending] == one.rings[0], 0)
         found = SinkMetadata(blocks, self._layer, ending, to)
-        if len(ending) or self._layer.serving.begun:
-            for index in self._layer.copies:
-                found.copy(index, rings[self._layer.ring.placed.at[index][0]])
-            if self._layer.begin is not None:
-                self._layer.begin()
+        for index in self._layer.copies:
+            found.copy(index, rings[self._layer.ring.placed.at[index][0]])
+        if self._layer.begin is not None:
+            self._layer.begin()
         return found
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SinkMetadata:
         """Of requests without a past: nothing is copied."""
-        none = torch.empty(0, dtype=torch.int64, device=self._rings.device)
-        return SinkMetadata(rings_of(common_attn_metadata, self._rings), self._layer, none, none)
+        return SinkMetadata(rings_of(common_attn_metadata, self._rings), self._layer, self._none, self._none)
 
 
 class RingBackend(AttentionBackend):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import (
+    get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     get_world_group,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -31,14 +32,14 @@ from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
 from kvcal.engines.support import (
     ServedModel,
-    block_seed,
     require_model,
     require_served,
     require_sinks,
-    require_tiered,
+    require_staged,
     require_version,
 )
 from kvcal.engines.vllm import BACKEND
+from kvcal.engines.vllm.connectors import children, refused_connectors, require_connected
 from kvcal.engines.vllm.rings import RingLayer, SinkLayer
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
@@ -53,13 +54,6 @@ WASTEFUL = 1.5  # bytes of a block, by those of its pages
 # vLLM's methods of speculative decoding that are served, and of these, those of a model.
 DRAFT_MODELS = "draft_model", "eagle", "eagle3", "mtp"
 DRAFTS = "ngram", *DRAFT_MODELS
-# vLLM's KV connectors that are served, with blocks in the host's memory; the second one knows blocks of pages
-# alone, and may keep them in tiers behind it, where they outlive the engine.
-CONNECTORS = "SimpleCPUOffloadConnector", "OffloadingConnector"
-IN_MEMORY = {"kv_offload_backend": "cpu", "canonical_layout": False}
-SPECS = "CPUOffloadingSpec", "TieringOffloadingSpec"
-TIERS = ("fs",)
-SEED = "PYTHONHASHSEED"
 
 
 class Serving:
@@ -79,11 +73,7 @@ class Serving:
         lookahead = 0 if drafts is None else drafts.num_speculative_tokens
         for reason in _refused_options(config):
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
-        transfer = config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector != CONNECTORS[0]:
-            require_tiered(plan)
-        if transfer is not None and transfer.kv_connector_extra_config.get("secondary_tiers"):
-            _require_seed(block_seed(plan))  # other engines may read these blocks
+        require_connected(plan, children(config.kv_transfer_config))
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         has_prefixes = config.cache_config.enable_prefix_caching
         if has_prefixes:
@@ -91,8 +81,12 @@ class Serving:
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
-        self.shard = HeadShard(plan, rank, size, 1 + lookahead)
+        stages, stage = _stages(config)
+        if stages:
+            require_staged(plan, stages)
+        self.shard = HeadShard(plan, rank, size, 1 + lookahead, stages, stage)
         self.pool = _pool_of(self.shard, config)
+        self._first_index = min(index for one in self.shard.of_stages for index in one.blocks)
         attentions = (layer.geometry for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry))
         self.geometries = {one.index: rank_geometry(one, rank, size) for one in attentions}
         # vLLM's first layer with pages, and what lies besides all of them.
@@ -110,6 +104,8 @@ class Serving:
         self._unbound = set(self.shard.blocks)
         self._allocated = 0
         logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
+        if stages:
+            logger.info("stage %d of %d: layers %d to %d", stage, len(stages), stages[stage][0], stages[stage][-1])
         if (told := concern(load_damage(Path(path), plan))) is not None:
             logger.warning("%s: %s", path, told)
 
@@ -119,9 +115,11 @@ class Serving:
         return planned is not None and planned.window is not None
 
     def make_rings(self, attention: Any, config: VllmConfig) -> None:
-        """Next to vLLM's first layer with pages: the layers of rings and of sinks."""
+        """Next to vLLM's first layer with pages: the layers of rings and of sinks. All stages of a pipeline give
+        them the names that the first one gives: layers of one name are one group, which every stage has."""
         if self.first is None:
             self.first, name = attention, attention.layer_name
+            name = name.replace(f".{extract_layer_index(name)}.", f".{self._first_index}.", 1)
             self.ring = RingLayer(f"{name}.kvcal_rings", self.pool.rings, config)
             numbers = range(self.pool.sinks.num_blocks if self.pool.sinks.block_bytes else 0)
             self.sinks = [SinkLayer(name, number, self, config) for number in numbers]
@@ -256,7 +254,10 @@ def plan_path(additional: Any) -> str | None:
 def _refused_options(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        yield f"pipeline parallelism of {parallel.pipeline_parallel_size}"
+        if config.speculative_config is not None:
+            yield f"drafts in {parallel.pipeline_parallel_size} stages of a pipeline"
+        if config.kv_transfer_config is not None:
+            yield f"a KV connector in {parallel.pipeline_parallel_size} stages of a pipeline"
     if parallel.decode_context_parallel_size > 1:
         yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
     drafts = config.speculative_config
@@ -266,38 +267,17 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield "drafts of a model that makes all of them at once"
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
-    if config.kv_transfer_config is not None:
-        if config.model_config.is_hybrid or (drafts is not None and drafts.method in DRAFT_MODELS):
-            yield "a KV connector, and blocks of states or of a model that drafts"
-        yield from _refused_connector(config.kv_transfer_config, config.cache_config.enable_prefix_caching)
+    yield from refused_connectors(config, drafts is not None and drafts.method in DRAFT_MODELS)
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
 
 
-def _refused_connector(transfer: Any, has_prefixes: bool) -> Iterator[str]:
-    """A request begins after blocks that come back from the host as it begins after cached ones."""
-    name, options = transfer.kv_connector, transfer.kv_connector_extra_config
-    if name not in CONNECTORS or transfer.kv_connector_module_path:
-        yield f"the KV connector {name} (expected {' or '.join(CONNECTORS)}; others were not tried)"
-    for key, expected in IN_MEMORY.items():
-        if (found := options.get(key, expected)) != expected:
-            yield f"a KV connector with {key} = {found!r} (expected {expected!r}; others were not tried)"
-    if (spec := options.get("spec_name", SPECS[0])) not in SPECS:
-        yield f"a KV connector with spec_name = {spec!r} (expected {' or '.join(SPECS)}; others were not tried)"
-    for tier in options.get("secondary_tiers", ()):
-        if tier.get("type") not in TIERS:
-            yield f"a tier of the type {tier.get('type')!r} (expected {' or '.join(TIERS)}; others were not tried)"
-    if not has_prefixes:
-        yield "a KV connector, which finds blocks by their prefixes, but without prefix caching"
-
-
-def _require_seed(seed: int) -> None:
-    """UsageError unless vLLM's names of blocks are the plan's own."""
-    if (found := os.environ.get(SEED)) != str(seed):
-        raise UsageError(
-            f"blocks outlive the engine, and their names do not say of which plan they are: {SEED} is {found}",
-            hint=f"{SEED}={seed} vllm serve …, as kvcal serve-args --store prints it",
-        )
+def _stages(config: VllmConfig) -> tuple[tuple[range, ...], int]:
+    """The layers of every stage of a pipeline, and this process's stage; none without a pipeline."""
+    size, count = config.parallel_config.pipeline_parallel_size, config.model_config.hf_text_config.num_hidden_layers
+    if size == 1:
+        return (), 0
+    return tuple(range(*get_pp_indices(count, stage, size)) for stage in range(size)), get_pp_group().rank_in_group
 
 
 def _pool_of(shard: HeadShard, config: VllmConfig) -> VllmPool:
