@@ -27,7 +27,8 @@ NARROW_HEAD_DIMS = (64, 128)
 # The fast kernel's passes of 8 query heads a tile (csrc/decode/wide_keys.cuh) take more of them.
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
-TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
+TILE_HEADS, WIDE_HEADS = 4, 8  # query heads of a tile of the tensor core: otherwise, and if wide
+MANY_HEADS = 16  # KV heads of all rows, from which on two tiles of columns pay: 8 take up to 5 us longer with them
 MAX_LARGE_BITS = 4  # of more than 128 channels: shared memory of 99 KiB has room for one page of a head
 MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
@@ -49,9 +50,9 @@ def is_wide(variant: Variant) -> bool:
     of 4.
 
     Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128
-    channels for pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ,
-    groups of fewer than 128 tokens, scales of values that are no halves, and keys whose codes can add up to
-    too much (``key_lift``)."""
+    channels for pages of 4 bits and more, which wait for memory in one pass. Wide tiles do not take windows
+    that differ, groups of fewer than 128 tokens, scales of values that are no halves, and keys whose codes
+    can add up to too much (``key_lift``)."""
     k, v, dim = variant.k, variant.v, variant.head_dim
     bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
@@ -63,9 +64,24 @@ def is_wide(variant: Variant) -> bool:
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
         and key_lift(variant) is not None
     )  # fmt: skip
-    waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
+    waits = dim == MAX_STAGED_DIM and max(bits) > (MAX_LARGE_BITS if _has_two_tiles(variant) else MAX_WIDE_BITS)
     has_others = dim in NARROW_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)
     return is_able and not has_others
+
+
+def pass_heads(variant: Variant) -> int:
+    """Query heads of a group that one pass of the fast kernel over the cache serves (``HEADS``)."""
+    if is_wide(variant):
+        return 2 * WIDE_HEADS if _has_two_tiles(variant) else WIDE_HEADS
+    return TILE_HEADS if variant.group_queries <= TILE_HEADS else 2 * TILE_HEADS
+
+
+def _has_two_tiles(variant: Variant) -> bool:
+    """Whether a wide pass has two tiles of columns, for which codes are expanded once. Larger heads, and
+    scales of keys that change the query with every page, leave no registers for a second one. A step with few
+    KV heads waits for each of them, and not for the expansion of codes."""
+    is_long = variant.k.axis == "token" and variant.head_dim <= MAX_STAGED_DIM
+    return is_long and variant.group_queries > WIDE_HEADS and not variant.few_heads
 
 
 def plain_reasons(variant: Variant) -> Iterator[str]:

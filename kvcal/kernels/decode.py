@@ -9,20 +9,23 @@ captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
 from kvcal.kernels.choice import (
+    MANY_HEADS,
     MAX_STAGED_DIM,
     NARROW_HEAD_DIMS,
     TILE_HEADS,
     WIDE_HEAD_DIMS,
+    WIDE_HEADS,
     is_plain,
     is_wide,
     key_lift,
+    pass_heads,
 )
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place
@@ -34,7 +37,7 @@ from kvcal.systems.kitty.tiered import TieredLayout
 
 MAX_ROWS = 512  # sequences of a launch
 SWAP_BYTES = 644 * 4
-MAX_LARGE_WARPS = 8  # 255 registers a thread, for more than 128 channels
+MAX_LARGE_WARPS = 8  # 255 registers a thread, for more than 128 channels or 8 query heads of a pass
 MAX_WARPS = 12  # 168 registers a thread
 MAX_RAW_WARPS = 16  # values of 16 bits are read without a copy on its way: only more warps hide memory
 SCHEDULERS = 4  # of an SM: warps come in multiples
@@ -67,13 +70,24 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     parts = 2 if variant.rescale and variant.k.axis == "token" else 1  # of the query (QUERY_PARTS)
     limbs = 128 * tiles * -(-dim // 64) * 4  # QUERY_WORDS
     halves = 32 * dim + 32 if is_wide(variant) and variant.k.axis == "channel" else 0
-    shared = (16 * tiles + 32) * dim + parts * limbs + halves + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 64 + 128 + 16
+    shared = (
+        (16 * tiles + 32 * -(-tiles // 2)) * dim
+        + parts * limbs
+        + halves
+        + 11 * heads * 4
+        + 2 * MAX_ROWS * 4
+        + 64
+        + 64
+        + 128
+        + 16
+    )
     shared += 12 * heads + 8 if variant.query_tokens > 1 else 0  # seen_from ... shared_key_pages
     shared += dim if isinstance(variant.layout("v"), RotatedLayout) else 0
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + (16 * dim if is_wide(variant) else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)
-    most = MAX_LARGE_WARPS if dim > MAX_STAGED_DIM else MAX_WARPS if is_packed else MAX_RAW_WARPS
+    is_large = dim > MAX_STAGED_DIM or heads > WIDE_HEADS
+    most = MAX_LARGE_WARPS if is_large else MAX_WARPS if is_packed else MAX_RAW_WARPS
     warps = min(most, (room - shared) // each)
     warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0
     if warps < 1:
@@ -85,11 +99,6 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     return warps, shared + warps * each
 
 
-def pass_heads(variant: Variant) -> int:
-    """Query heads of a group that one pass of the fast kernel over the cache serves."""
-    return TILE_HEADS if variant.group_queries <= TILE_HEADS and not is_wide(variant) else 2 * TILE_HEADS
-
-
 def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int]) -> Defines:
     """All macros of the fast kernel for a GPU of this compute capability."""
     warps, shared = block_shape(variant, capability)
@@ -98,6 +107,7 @@ def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tu
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "WIDE": int(is_wide(variant)),
+        "HEADS": pass_heads(variant),
         "K_LIFT": key_lift(variant) or 0,
         "SHARED_BYTES": shared,
     }
@@ -167,6 +177,16 @@ class Launch:
 
 
 @functools.cache
+def _launches(
+    variant: Variant, q_dtype: torch.dtype, softcap: bool, has_rows: bool, device_index: int
+) -> tuple[Launch, Launch]:
+    """For many KV heads and for few, which may be one: neither is first asked for inside a graph's capture,
+    whichever batch came before."""
+    many = _launch(variant, q_dtype, softcap, has_rows, device_index)
+    few = replace(variant, few_heads=True)
+    return many, _launch(few, q_dtype, softcap, has_rows, device_index)
+
+
 def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, has_rows: bool, device_index: int) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
@@ -194,8 +214,8 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
     floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
     if head_dim in WIDE_HEAD_DIMS:
         is_narrow = group_heads <= TILE_HEADS and head_dim in NARROW_HEAD_DIMS
-        per_pass = TILE_HEADS if is_narrow else 2 * TILE_HEADS
-        floats = max(floats, (heads * -(-group_heads // per_pass) + num_sms) * per_pass * (head_dim + 2))
+        most = TILE_HEADS if is_narrow else WIDE_HEADS if group_heads <= WIDE_HEADS else 2 * WIDE_HEADS
+        floats = max(floats, (heads * -(-group_heads // most) + num_sms) * most * (head_dim + 2))
     return _counter_bytes(heads, group_heads) + 4 * floats
 
 
@@ -224,7 +244,8 @@ def launch_decode(
     every = (q, out, place.lengths, place.table, place.rows)
     memory = (k.sinks, k.ring, v.sinks, v.ring)
     counted = workspace.data_ptr() + workspace.numel() - counters
-    launch = _launch(variant, q.dtype, softcap != 0.0, place.rows.numel() > 0, q.get_device())
+    launches = _launches(variant, q.dtype, softcap != 0.0, place.rows.numel() > 0, q.get_device())
+    launch = launches[batch * num_heads < MANY_HEADS]
     needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
     if workspace.numel() < needed:
         raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")

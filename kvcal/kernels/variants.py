@@ -62,7 +62,8 @@ class Variant:
     feedback, of values enlarged by ``v_gain``. ``ring_tokens``: of a sliding window, whose ring has so many
     tokens, with one sink and no pages (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain
     kernel, also where the other one could (kvcal.kernels.choice). ``step_tokens``: the most tokens of a
-    step, which rings have room for. ``query_tokens``: those of this step."""
+    step, which rings have room for. ``query_tokens``: those of this step. ``few_heads``: the step's rows have
+    few KV heads in all (kvcal.kernels.choice)."""
 
     k: Format
     v: Format
@@ -78,6 +79,7 @@ class Variant:
     v_gain: bool = False
     step_tokens: int = 1
     query_tokens: int = 1
+    few_heads: bool = False
 
     def __hash__(self) -> int:
         return self._hash  # kernels are looked up by it at every launch

@@ -1,13 +1,16 @@
 """``decode`` emulated on a CPU, against attention in fp64 over the decoded pages. Needs no GPU."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from decode_cases import CASES, TOLERANCE, Case, relative_error, variant_of
-from emulated import emulate
+from emulated import EmulatedKernel, emulate
 from test_draft_steps import DraftCase, drafts
 
 from kvcal.kernels import decode
+from kvcal.kernels.choice import pass_heads
 
 LENGTHS = (0, 127, 300, 700)
 
@@ -47,6 +50,33 @@ def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
 def test_drafts(name: str, group: int, tokens: int) -> None:
     case = EmulatedDrafts(drafts(name, group, tokens), (0, 125, 127, 383), heads=1, seed=tokens)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "tokens", "dim"),
+    (
+        ("stripes", 4, 3, 128), ("stripes of 4 bits", 3, 6, 128), ("rotated 2 bits", 6, 3, 64),
+        ("K per token", 16, 2, 96), ("stripes of 3 bits", 4, 4, 128), ("K per token, groups of 64", 5, 2, 128),
+    ),
+)  # fmt: skip
+def test_passes_of_two_tiles_of_columns(
+    name: str, group: int, tokens: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 15 KV heads, less than pays for two tiles, and of 16."""
+    taken: list[int] = []
+    launch = EmulatedKernel.launch
+
+    def noted(self: EmulatedKernel, *args: Any, **options: Any) -> None:
+        taken.append(self.defines["HEADS"])
+        launch(self, *args, **options)
+
+    monkeypatch.setattr(EmulatedKernel, "launch", noted)
+    variant = drafts(name, group, tokens, dim, rescale=group == 6, offset=group == 6)
+    assert pass_heads(variant) == 16 and pass_heads(replace(variant, few_heads=True)) == 8
+    for lengths, heads in (((125, 127, 383), 5), ((0, 125, 127, 383), 4)):
+        case = EmulatedDrafts(variant, lengths, heads, seed=tokens)
+        assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
+    assert taken == [8, 16]
 
 
 def test_drafts_of_a_large_head() -> None:

@@ -14,7 +14,7 @@ from decode_cases import CASES, TOLERANCE, Case, relative_error, variant_of
 from kernel_oracle import Paged, pair_variant, states
 from torch import Tensor
 
-from kvcal.kernels.choice import MAX_STEP_TOKENS, is_plain
+from kvcal.kernels.choice import MAX_STEP_TOKENS, is_plain, pass_heads
 from kvcal.kernels.variants import Variant
 from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
@@ -115,6 +115,23 @@ def test_formats(name: str, tokens: int) -> None:
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("dim", (64, 128))
+@pytest.mark.parametrize(("group", "tokens"), ((4, 3), (4, 4), (4, 8), (8, 2), (8, 4), (3, 7), (7, 4), (2, 8), (12, 2)))
+@pytest.mark.parametrize(
+    "name", ("stripes", "stripes of 3 bits", "stripes of 4 bits", "rotated 2 bits", "K per token, groups of 64")
+)
+def test_passes_of_two_tiles_of_columns(name: str, group: int, tokens: int, dim: int) -> None:
+    """Codes of a page are expanded once for 16 query heads, but for 8 with few KV heads. Half of the cases
+    have transforms of keys."""
+    variant = drafts(name, group, tokens, dim, rescale=tokens % 2 == 0, offset=tokens % 2 == 0)
+    assert pass_heads(variant) == 16
+    for lengths in ((*LENGTHS, 2304), (383, 2304)):
+        case = DraftCase(variant, lengths, heads=2, seed=tokens)
+        first = case.run(0.5 * dim**-0.5)
+        assert relative_error(first, case.expected(0.5 * dim**-0.5)) <= TOLERANCE
+        assert torch.equal(case.run(0.5 * dim**-0.5), first)
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "group", "tokens"),
     (
@@ -128,7 +145,7 @@ def test_head_sizes(name: str, dim: int, group: int, tokens: int) -> None:
     assert relative_error(case.run(0.5 * dim**-0.5), case.expected(0.5 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ("2 bits", "sinks and windows"))
+@pytest.mark.parametrize("name", ("2 bits", "sinks and windows", "stripes"))
 def test_softcap_sink_logits_and_transforms(name: str) -> None:
     case = DraftCase(drafts(name, 4, 4, rescale=True, offset=True), LENGTHS, heads=2, seed=5)
     s_aux = torch.randn(8, device="cuda")

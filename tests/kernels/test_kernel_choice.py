@@ -153,7 +153,7 @@ def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
     device = torch.device("cuda")
     # The most query heads of a pass of the fast kernel.
     for dim, group, heads in (
-        (64, 1, 4), (128, 4, 4), (128, 7, 8), (128, 16, 8), (80, 4, 0), (256, 2, 8), (512, 16, 0),
+        (64, 1, 4), (128, 4, 4), (128, 7, 8), (128, 16, 16), (128, 28, 16), (80, 4, 0), (256, 2, 8), (512, 16, 0),
     ):  # fmt: skip
         shape = plain_shape(dim, group, ROOMS[2])
         held = decode.workspace_bytes(3, 2, group, dim, device)

@@ -17,7 +17,7 @@ import pytest
 from cubin_resources import old_compiler_bytes, resources
 
 from kvcal.errors import UsageError
-from kvcal.kernels.choice import is_plain
+from kvcal.kernels.choice import is_plain, pass_heads
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import block_shape, decode_defines, row_defines, shared_room
 from kvcal.kernels.packing import append_defines, pack_defines
@@ -218,6 +218,19 @@ def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None
     assert_decode(of_step, STEPS[shape], 32)
     if shape == (4, 8):
         assert_append(of_step, of_append)
+
+
+# Of stripes, passes of 16 query heads and, with few KV heads, of 8: bits, instructions at most.
+TWO_TILES = {2: (7650, 5950), 3: (8800, 7150), 4: (8100, 6450)}
+
+
+@pytest.mark.parametrize("bits", TWO_TILES)
+def test_two_tiles_of_columns_stay_in_registers(bits: int) -> None:
+    one = replace(STRIPES, num_bits=bits)
+    of_step = replace(variant(one, one), step_tokens=8, query_tokens=4)
+    assert pass_heads(of_step) == 16
+    assert_decode(of_step, TWO_TILES[bits][0], 48)
+    assert_decode(replace(of_step, few_heads=True), TWO_TILES[bits][1], 16)
 
 
 def test_a_step_without_drafts_pays_nothing_for_them() -> None:

@@ -9,6 +9,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from kvcal.kernels import compile as kernels
 from kvcal.kernels import decode
+from kvcal.kernels.choice import pass_heads
 from kvcal.kernels.operands import DTYPE_NAMES
 from kvcal.kernels.variants import Defines, Variant
 
@@ -138,6 +140,7 @@ class EmulatedKernel:
     """In place of ``kvcal.kernels.compile.Kernel``: an entry with these macros, compiled in ``folder``."""
 
     def __init__(self, source: str, entry: str, defines: Defines, folder: Path) -> None:
+        self.defines = defines
         text, types = _source(source, entry, defines)
         name = f"{entry}{len(list(folder.glob('*.cpp')))}"
         self._run = compiled(text, name, defines, folder).run
@@ -161,19 +164,28 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Lets ``launch_decode`` take tensors of the CPU."""
     require_compiler()
 
-    def launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, *_: object) -> decode.Launch:
+    kernels_of: dict[tuple[tuple[str, int], ...], EmulatedKernel] = {}
+
+    def launch(variant: Variant, q_dtype: torch.dtype, softcap: bool) -> decode.Launch:
         defines = decode.decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, CAPABILITY)
-        heads = decode.pass_heads(variant)
-        emulated: Any = EmulatedKernel("decode", "decode", defines, folder)
+        heads = pass_heads(variant)
+        key = tuple(defines.items())
+        if key not in kernels_of:
+            kernels_of[key] = EmulatedKernel("decode", "decode", defines, folder)
+        emulated: Any = kernels_of[key]
         return decode.Launch(
             emulated, NUM_BLOCKS, defines["WARPS"] * 32, defines["SHARED_BYTES"],
             -(-variant.group_queries // heads), heads * (variant.head_dim + 2),
         )  # fmt: skip
 
+    def launches(variant: Variant, q_dtype: torch.dtype, softcap: bool, *_: object) -> tuple[decode.Launch, ...]:
+        many, few = (launch(one, q_dtype, softcap) for one in (variant, replace(variant, few_heads=True)))
+        return many, few
+
     def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
         heads = batch * num_kv_heads
-        parts = (heads * -(-group_heads // decode.TILE_HEADS) + NUM_BLOCKS) * 2 * decode.TILE_HEADS * (head_dim + 2)
+        parts = (heads * -(-group_heads // decode.TILE_HEADS) + NUM_BLOCKS) * 4 * decode.TILE_HEADS * (head_dim + 2)
         return decode._counter_bytes(heads, group_heads) + 4 * parts
 
-    monkeypatch.setattr(decode, "_launch", launch)
+    monkeypatch.setattr(decode, "_launches", launches)
     monkeypatch.setattr(decode, "workspace_bytes", workspace_bytes)

@@ -203,8 +203,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             wait_all_but<1>();
             __syncwarp();
 #if WIDE
-            float step[QUERY_TILES], from[QUERY_TILES];
-            wide_scores(s, step, from, k_slot, shared, warp, lane, log2_scale);
+            float step[QUERY_TILES], from[QUERY_TILES], base[QUERY_TILES];
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++) base[n] = state.base(n);
+            wide_scores(s, step, from, base, k_slot, shared, warp, lane, log2_scale);
 #else
 #if K_BITS != 16
             if (!K_LAGS || page < head.num_k_pages) packed_scores<PAGE / 16>(s, k_slot, 0, shared, warp, lane, log2_scale);
@@ -276,9 +278,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
-            float out[4 * DENSE_PARTS][4];
-#pragma unroll
-            for (int i = 0; i < 16 * DENSE_PARTS; i++) out[i / 4][i % 4] = 0.f;
+            float out[COLUMN_TILES][4 * DENSE_PARTS][4] = {};
             if (V_PACKED) slot = dense_slot_of(first_dense);
 #pragma unroll 1
             for (int unit = first_dense; unit < last; unit += WARPS) {

@@ -12,9 +12,10 @@
 #define QUERY_PARAMETERS
 #endif
 #define MAX_ROWS 512
-#define QUERY_TILES (WIDE || GROUP_HEADS > 4 ? 2 : 1)  // of 4 query heads: two columns of the tensor core's tile each; if
-                                                  // WIDE, two tiles of a column for each of 8 heads (wide_keys.cuh)
-#define HEADS (4 * QUERY_TILES)                   // that one pass over the cache serves
+// HEADS: those that one pass over the cache serves (kvcal/kernels/decode.py).
+#define QUERY_TILES (HEADS / 4)                   // of 4 query heads: two columns of the tensor core's tile each; if
+                                                  // WIDE, one of each of them (wide_keys.cuh)
+#define COLUMN_TILES ((QUERY_TILES + 1) / 2)      // of 8 columns, for all of which codes are expanded once: 2 if WIDE, at most
 #define PASSES ((GROUP_HEADS + HEADS - 1) / HEADS)
 #define DIM K_DIM
 #define PAGE 128
@@ -32,6 +33,8 @@
 #define K_ZEROS_BY_HALVES (WIDE && K_AXIS == 0 && K_PARAM == 0)  // zeros of keys are an operand, too
 // Whether a page's scores stay sums of products until they are exponents.
 #define LAZY_SCORES (WIDE && K_AXIS == 0 && !HAS_SOFTCAP && K_RAW_SLOTS == 0 && BASE % PAGE == 0)
+// Whether they come out relative to the maximum so far.
+#define RELATIVE_SCORES (WIDE && K_AXIS && !HAS_SOFTCAP)
 #ifndef K_RAW_SLOTS
 #define K_RAW_SLOTS 0
 #endif
@@ -114,9 +117,9 @@ struct __align__(128) Shared {
     float query_power[HEADS];                     // in units of this
 #endif
 #endif
-    u32 query_dense[DIM / 32][32][4];     // as it came, for keys that are not packed
+    u32 query_dense[COLUMN_TILES][DIM / 32][32][4];  // as it came, for keys that are not packed
 #if SPLIT_QUERY
-    u32 query_rest[DIM / 32][32][4];      // what its first half leaves
+    u32 query_rest[COLUMN_TILES][DIM / 32][32][4];   // what its first half leaves
 #endif
     float query_offset[HEADS];                    // q . offset
 #if QUERY_IN_LIMBS

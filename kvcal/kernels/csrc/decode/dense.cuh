@@ -83,22 +83,24 @@ struct DenseValues {
 
 // Scores of a tile of keys; as packed_scores has them, s[n][0] and s[n][1].
 __device__ __forceinline__ void tile_scores(float (&s)[QUERY_TILES][2], const DenseKeys& keys, int token, int stop, const Shared& shared, int lane, float scale) {
-    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    float acc[COLUMN_TILES][4] = {};
 #pragma unroll
-    for (int j = 0; j < DIM / 32; j++) {
-        const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[j][lane]);
-        mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
-        mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
+    for (int j = 0; j < DIM / 32; j++)
+#pragma unroll
+        for (int c = 0; c < COLUMN_TILES; c++) {
+            const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[c][j][lane]);
+            mma_dense(acc[c], a.x, b.x, a.y, b.y, q.x, q.y);
+            mma_dense(acc[c], a.z, b.z, a.w, b.w, q.z, q.w);
 #if SPLIT_QUERY
-        const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[j][lane]);
-        mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
-        mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
+            const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[c][j][lane]);
+            mma_dense(acc[c], a.x, b.x, a.y, b.y, r.x, r.y);
+            mma_dense(acc[c], a.z, b.z, a.w, b.w, r.z, r.w);
 #endif
-    }
+        }
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++) s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[2 * half + n] * scale : -INFINITY;
+        for (int n = 0; n < QUERY_TILES; n++) s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[n / 2][2 * half + n % 2] * scale : -INFINITY;
 }
 
 // Scores of COUNT tiles of tokens that are not packed, from ``token``; those from ``stop`` on are left out.
@@ -116,14 +118,15 @@ void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int toke
 }
 
 // Probabilities of the heads n at tokens g and g + 8 of a tile, times its values, added to ``out``.
-__device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
-    u32 b[2], rest[2];
+__device__ __forceinline__ void add_values(float (&out)[COLUMN_TILES][4 * DENSE_PARTS][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
+    u32 b[COLUMN_TILES][2], rest[COLUMN_TILES][2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float p0 = p[0][half], p1 = QUERY_TILES > 1 ? p[QUERY_TILES - 1][half] : 0.f;
-        b[half] = transpose(dense_pair(p0, p1));
+    for (int i = 0; i < 2 * COLUMN_TILES; i++) {
+        const int c = i / 2, half = i % 2;
+        const float p0 = p[2 * c][half], p1 = QUERY_TILES > 1 ? p[MIN2(2 * c + 1, QUERY_TILES - 1)][half] : 0.f;
+        b[c][half] = transpose(dense_pair(p0, p1));
 #if DTYPE == 1  // 8 bits of a probability are too few: the rest goes in a second product
-        rest[half] = transpose(bhalves(p0 - dense_to_float((u16)(bhalves(p0, 0.f) & 0xffffu)), p1 - dense_to_float((u16)(bhalves(p1, 0.f) & 0xffffu))));
+        rest[c][half] = transpose(bhalves(p0 - dense_to_float((u16)(bhalves(p0, 0.f) & 0xffffu)), p1 - dense_to_float((u16)(bhalves(p1, 0.f) & 0xffffu))));
 #endif
     }
 #pragma unroll
@@ -132,16 +135,19 @@ __device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], con
         for (int i = 0; i < 4; i++) {
             const u32 w0 = (&values.rows[part][0].x)[i], w1 = (&values.rows[part][1].x)[i], w2 = (&values.rows[part][2].x)[i], w3 = (&values.rows[part][3].x)[i];
             const u32 a0 = permute(w0, w1, 0x5410), a1 = permute(w0, w1, 0x7632), a2 = permute(w2, w3, 0x5410), a3 = permute(w2, w3, 0x7632);
-            mma_dense(out[4 * part + i], a0, a1, a2, a3, b[0], b[1]);
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; c++) {
+                mma_dense(out[c][4 * part + i], a0, a1, a2, a3, b[c][0], b[c][1]);
 #if DTYPE == 1
-            mma_dense(out[4 * part + i], a0, a1, a2, a3, rest[0], rest[1]);
+                mma_dense(out[c][4 * part + i], a0, a1, a2, a3, rest[c][0], rest[c][1]);
 #endif
+            }
         }
 }
 
 // UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
-// before it. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
-__device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_PARTS][4], const Head& head, int token, int from, int stop, int slot,
+// before it. out[c]: P V of heads 8 c + quad and 8 c + quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
+__device__ __forceinline__ void dense_unit(State& state, float (&out)[COLUMN_TILES][4 * DENSE_PARTS][4], const Head& head, int token, int from, int stop, int slot,
                                            Shared& shared, int warp, int lane, float scale, float softcap) {
     float s[QUERY_TILES][UNIT / 8];
     DenseValues values;
@@ -187,7 +193,7 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_
 #pragma unroll
         for (int t = 0; t < 4 * DENSE_PARTS; t++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
+            for (int n = 0; n < QUERY_TILES; n++) { out[n / 2][t][n % 2] *= down[n]; out[n / 2][t][2 + n % 2] *= down[n]; }
 #pragma unroll
     for (int t = 0; t < UNIT / 16; t++) {
         if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, slot, lane);
@@ -202,7 +208,7 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_
 
 // What dense units left in ``out`` is added to the state, in its order of channels; rotated where packed values are, of which
 // there are more.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], Shared& shared, int warp, int lane) {
+__device__ __forceinline__ void reorder(State& state, const float (&out)[COLUMN_TILES][4 * DENSE_PARTS][4], Shared& shared, int warp, int lane) {
     static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
     float* swap = shared.swap[warp];
@@ -213,7 +219,7 @@ __device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DEN
         for (int t = 0; t < 4 * DENSE_PARTS; t++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                if (is_channel(t / 4 * 64, lane)) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n];
+                if (is_channel(t / 4 * 64, lane)) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[n / 2][t][2 * i + n % 2];
         __syncwarp();
 #if V_ROTATED
 #pragma unroll 1

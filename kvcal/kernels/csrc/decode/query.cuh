@@ -60,7 +60,7 @@ __device__ __forceinline__ void prepare_limbs(float (&x)[DIM / 32], Shared& shar
             const u32 word = at / 16, byte = at % 4 * 4 + at % 16 / 4;
 #pragma unroll
             for (u32 limb = 0; limb < 2; limb++) {  // high, low
-                const u32 from = WIDE ? limb * (QUERY_WORDS / 4) : h / 4 * (QUERY_WORDS / 4), column = 2 * (h % 4) + (WIDE ? h / 4 : limb);
+                const u32 from = (WIDE ? h / 8 * 2 + limb : h / 4) * (QUERY_WORDS / 4), column = 2 * (h % 4) + (WIDE ? h / 4 % 2 : limb);
                 reinterpret_cast<u8*>(shared.query_limbs[part][from + word][4 * column + quarter])[byte] = (u8)(limbs >> (limb ? 0 : 8));
             }
         };
@@ -138,7 +138,7 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Sign
         for (int i = 0; i < DIM / 32; i++) {
             const u32 c = i * 32 + lane;
             // Keys that are not packed: two columns are heads h and h + 4.
-            const u32 j = c / 32, quad = c % 32 / 8, word = c % 8 / 2, column = 2 * (h % 4) + h / 4;
+            const u32 j = c / 32, quad = c % 32 / 8, word = c % 8 / 2, column = 2 * (h % 4) + h / 4 % 2;
 #if QUERY_IN_FLOATS && WIDE
             const u32 rest = c % QUARTER;
             shared.query[rest / 4][column * 4 + c / QUARTER][rest % 4] = folded[i];
@@ -148,9 +148,9 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Sign
             shared.query[h / 4 * (DIM / 32) + rest / 4][(2 * (h % 4) + part % 2) * 4 + part / 2][rest % 4] = folded[i];
 #endif
             const u16 dense = (u16)(dense_pair(raw[i], 0.f) & 0xffffu);
-            reinterpret_cast<u16*>(&shared.query_dense[j][column * 4 + quad][word])[c % 2] = dense;
+            reinterpret_cast<u16*>(&shared.query_dense[h / 8][j][column * 4 + quad][word])[c % 2] = dense;
 #if SPLIT_QUERY
-            reinterpret_cast<u16*>(&shared.query_rest[j][column * 4 + quad][word])[c % 2] =
+            reinterpret_cast<u16*>(&shared.query_rest[h / 8][j][column * 4 + quad][word])[c % 2] =
                 (u16)(dense_pair(raw[i] - dense_to_float(dense), 0.f) & 0xffffu);
 #endif
         }
@@ -163,9 +163,9 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Sign
 #if QUERY_TILES == 1  // columns of no head
     for (u32 i = thread; i < DIM / 32 * 64; i += WARPS * 32) {
         const u32 j = i / 64, at = i % 64, empty = (at / 16 * 2 + 1) * 4 + at % 16 / 4;
-        shared.query_dense[j][empty][at % 4] = 0;
+        shared.query_dense[0][j][empty][at % 4] = 0;
 #if SPLIT_QUERY
-        shared.query_rest[j][empty][at % 4] = 0;
+        shared.query_rest[0][j][empty][at % 4] = 0;
 #endif
     }
 #endif

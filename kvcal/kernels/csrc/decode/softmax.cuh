@@ -26,6 +26,9 @@ struct State {
         }
     }
 
+    // What scores of a page are relative to: the maximum, once there is one.
+    __device__ __forceinline__ float base(int n) const { return max_[n] == -INFINITY ? 0.f : max_[n]; }
+
     // The new maximum over the scores; what was summed is scaled down to it. Whether it was, by ``down`` for each head.
     template <int COUNT> __device__ __forceinline__ bool raise(const float (&s)[QUERY_TILES][COUNT], float (&down)[QUERY_TILES], int lane) {
         float top[QUERY_TILES];

@@ -241,7 +241,7 @@ __device__ __forceinline__ void sum_middle(float (&middle)[2], const u8* record,
 
 #if K_AXIS
 // The limbs of the query, which lie so that a lane's 16 bytes are its operands.
-__device__ __forceinline__ void load_limbs(u32 (&op)[2][QUERY_WORDS], const u32 (&limbs)[QUERY_TILES * QUERY_WORDS / 4][32][4], int lane) {
+__device__ __forceinline__ void load_limbs(u32 (&op)[2][QUERY_WORDS], const u32 (*limbs)[32][4], int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * QUERY_WORDS; i += 4) {
         const uint4 v = *reinterpret_cast<const uint4*>(limbs[i / 4][lane]);
@@ -256,17 +256,18 @@ __device__ __forceinline__ void add_dot(float& to, int high, int low, float toke
     const float unit = shared.query_unit[part][h] * (scale / (1 << K_LIFT));
     const float sum = part == 0 ? shared.query_sum[group][h] * scale : 0.f;
     const float lost = part == 0 ? shared.query_lost[group][h] * (MEAN_CODE(K_BITS) * scale) : 0.f;
-    const float centre = K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost;
-    to = fmaf(sum_of_limbs<true>(high, low, unit, centre), token_scale, K_ROTATED ? to : fmaf(token_zero, sum, to));
+    const float centre = fmaf(unit, -Magic<true>::number, K_ROTATED ? fmaf(sum, -MEAN_CODE(K_BITS), lost) : lost);
+    const float product = fmaf(__int_as_float(high) - Magic<true>::number, 256.f, __int_as_float(low));
+    to = fmaf(fmaf(product, unit, centre), token_scale, K_ROTATED ? to : fmaf(token_zero, sum, to));
 }
 #endif
 
-// Scores of a page, in log2 units: s[n][i] step[n] + from[n] is of token lane_token + score_token(i) and head 4 n + quad.
-__device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&step)[2], float (&from)[2], const u8* record, Shared& shared, int warp, int lane, float scale) {
+// Scores of a page, in log2 units, less base[n] if RELATIVE_SCORES: s[n][i] step[n] + from[n] is of token lane_token + score_token(i) and head 4 n + quad.
+__device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], float (&step)[QUERY_TILES], float (&from)[QUERY_TILES], const float (&base)[QUERY_TILES], const u8* record, Shared& shared, int warp, int lane, float scale) {
     const int quad = lane & 3;
-    WideQuery query;
 #if K_AXIS == 0
-    static_assert(K_GROUP >= PAGE, "one group of tokens");
+    static_assert(K_GROUP >= PAGE && COLUMN_TILES == 1, "one group of tokens, and its query");
+    WideQuery query;
 #if K_TIERS > 0
     list_channels(shared.channels[warp], record, lane);
 #endif
@@ -329,15 +330,17 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
 #endif
 #else
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < QUERY_TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < PAGE / 8; i++) s[n][i] = shared.query_offset[4 * n + quad] * scale;
+        for (int i = 0; i < PAGE / 8; i++) s[n][i] = fmaf(shared.query_offset[4 * n + quad], scale, RELATIVE_SCORES ? -base[n] : 0.f);
         step[n] = 1.f; from[n] = 0.f;
     }
 #if K_EXPANDED_ONCE
+    static_assert(COLUMN_TILES == 1, "there are no registers for more");
 #pragma unroll 1
     for (int part = 0; part < QUERY_PARTS; part++) {
-        load_limbs(query.op, shared.query_limbs[part], lane);
+        u32 query[2][QUERY_WORDS];
+        load_limbs(query, shared.query_limbs[part], lane);
 #pragma unroll
         for (int tile = 0; tile < 8; tile++) {
             const TileBytes bytes(record, tile, lane);
@@ -346,7 +349,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
                 const int at = group * PAGE + lane_token(lane) + tile;
                 u32 op[2][QUERY_WORDS];
 #pragma unroll
-                for (int i = 0; i < 2 * QUERY_WORDS; i++) op[i / QUERY_WORDS][i % QUERY_WORDS] = is_of_group(group, i % QUERY_WORDS / 4, lane) ? query.op[i / QUERY_WORDS][i % QUERY_WORDS] : 0u;
+                for (int i = 0; i < 2 * QUERY_WORDS; i++) op[i / QUERY_WORDS][i % QUERY_WORDS] = is_of_group(group, i % QUERY_WORDS / 4, lane) ? query[i / QUERY_WORDS][i % QUERY_WORDS] : 0u;
                 int acc[2][4];
                 multiply_tile(acc, bytes, op);
 #pragma unroll
@@ -367,13 +370,13 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
 #pragma unroll 1
         for (int part = 0; part < QUERY_PARTS; part++) {
             if (QUERY_PARTS > 1) __syncwarp();  // codes are read again: there are no registers for them
+            u32 op[COLUMN_TILES][2][QUERY_WORDS];
 #pragma unroll
-            for (int i = 0; i < 2 * QUERY_WORDS; i += 4) {
-                const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[part][i / 4][lane]);
-                u32 (&op)[QUERY_WORDS] = query.op[i / QUERY_WORDS];
-                const int at = i % QUERY_WORDS;
-                const bool mine = is_of_group(group, at / 4, lane);  // channels of other groups contribute nothing to it
-                op[at] = mine ? v.x : 0u; op[at + 1] = mine ? v.y : 0u; op[at + 2] = mine ? v.z : 0u; op[at + 3] = mine ? v.w : 0u;
+            for (int c = 0; c < COLUMN_TILES; c++) {
+                load_limbs(op[c], shared.query_limbs[part] + c * (QUERY_WORDS / 2), lane);
+#pragma unroll
+                for (int i = 0; i < 2 * QUERY_WORDS; i++)  // channels of other groups contribute nothing to it
+                    if (!is_of_group(group, i % QUERY_WORDS / 4, lane)) op[c][i / QUERY_WORDS][i % QUERY_WORDS] = 0u;
             }
             float token_scale[2][8], token_zero[2][8];  // of tokens that follow one another
 #pragma unroll
@@ -383,13 +386,15 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
             }
 #pragma unroll
             for (int tile = 0; tile < 8; tile++) {
-                int acc[2][4];
-                tile_products(acc, query, record, tile, lane);
+                const TileBytes bytes(record, tile, lane);
+                int acc[COLUMN_TILES][2][4];
 #pragma unroll
-                for (int n = 0; n < 2; n++)
+                for (int c = 0; c < COLUMN_TILES; c++) multiply_tile(acc[c], bytes, op[c]);
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
                     for (int half = 0; half < 2; half++)
-                        add_dot(s[n][2 * tile + half], acc[0][2 * half + n], acc[1][2 * half + n], token_scale[half][tile], K_ROTATED ? 0.f : token_zero[half][tile], shared, part, group, 4 * n + quad, scale);
+                        add_dot(s[n][2 * tile + half], acc[n / 2][0][2 * half + n % 2], acc[n / 2][1][2 * half + n % 2], token_scale[half][tile], K_ROTATED ? 0.f : token_zero[half][tile], shared, part, group, 4 * n + quad, scale);
             }
         }
     }

@@ -88,25 +88,24 @@ __device__ __forceinline__ u32 largest_of_four(const u8* scales, int lane) {
 
 // Scores s step + from of a page become exponents: what they are above the state's maximum. Where all of them are below it,
 // their largest is not looked for: sums may be relative to any number near it. Else the maximum becomes 1 more than that.
-__device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& state, const float (&step)[2], const float (&from)[2], int lane) {
+__device__ __forceinline__ void to_exponents(float (&s)[QUERY_TILES][PAGE / 8], State& state, const float (&step)[QUERY_TILES], const float (&from)[QUERY_TILES], int lane) {
     u32 are_below = ~0u;  // the sign
-    float base[2];
+    float base[QUERY_TILES];
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-        const bool is_first = state.max_[n] == -INFINITY;
-        base[n] = is_first ? 0.f : state.max_[n];
-        are_below = is_first ? 0u : are_below;
+    for (int n = 0; n < QUERY_TILES; n++) {
+        base[n] = state.base(n);
+        are_below = state.max_[n] == -INFINITY ? 0u : are_below;
         const float low = from[n] - base[n];
 #pragma unroll
         for (int i = 0; i < PAGE / 8; i++) {
-            s[n][i] = LAZY_SCORES ? fmaf(s[n][i], step[n], low) : s[n][i] + low;
+            if (!RELATIVE_SCORES) s[n][i] = LAZY_SCORES ? fmaf(s[n][i], step[n], low) : s[n][i] + low;
             are_below &= __float_as_uint(s[n][i]);
         }
     }
     if (!__any_sync(0xffffffffu, (int)are_below >= 0)) return;
-    float top[2], down[2];
+    float top[QUERY_TILES], down[QUERY_TILES];
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < QUERY_TILES; n++) {
         top[n] = s[n][0];
 #pragma unroll
         for (int i = 1; i < PAGE / 8; i++) top[n] = fmaxf(top[n], s[n][i]);
@@ -115,7 +114,7 @@ __device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& sta
     }
     state.raise_to(top, down, lane);
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < QUERY_TILES; n++) {
         const float raised = state.max_[n] == -INFINITY ? 0.f : state.max_[n] - base[n];
 #pragma unroll
         for (int i = 0; i < PAGE / 8; i++) s[n][i] -= raised;
@@ -123,30 +122,35 @@ __device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& sta
 }
 
 // Probabilities of a page times its values, taken into ``state``. exponent: of all 128 tokens.
-__device__ __forceinline__ void wide_values(State& state, const float (&exponent)[2][PAGE / 8], const u8* record, const Shared& shared, int lane) {
+__device__ __forceinline__ void wide_values(State& state, const float (&exponent)[QUERY_TILES][PAGE / 8], const u8* record, const Shared& shared, int lane) {
     static_assert(V_PARAM == (V_ROTATED ? KV_E5M2 : KV_FLOAT16) && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
     constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_BITS), PLANE = PAGE * DIM / 4;
     constexpr int SIDE = TILES % 4 || PER % 4 || K_AXIS ? 2 : AT_ONCE;  // two are 1 to 2 % faster with scales of keys per token
     const int g = lane >> 2, quad = lane & 3;
-    u32 p[16];  // of columns i and i + 8 of word w, at 8 w + i
+    u32 p[COLUMN_TILES][16];  // of columns i and i + 8 of word w, at 8 w + i
 #pragma unroll
-    for (int i = 0; i < 16; i++) p[i % 2 * 8 + i / 2] = transpose(halves(exp2_(exponent[0][i]), exp2_(exponent[1][i])));
+    for (int c = 0; c < COLUMN_TILES; c++)
+#pragma unroll
+        for (int i = 0; i < 16; i++) p[c][i % 2 * 8 + i / 2] = transpose(halves(exp2_(exponent[2 * c][i]), exp2_(exponent[2 * c + 1][i])));
     {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1. (Zeros and mean codes of rotated values add up to nothing.)
         u32 row[16];
         const u8* from = !V_ROTATED && g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
         load_pairs(row, from);
-        float sum[2][4];  // four pairs are an operand, of which two count in rows g, two in g + 8
 #pragma unroll
-        for (int i = 0; i < 16; i += 4)
+        for (int c = 0; c < COLUMN_TILES; c++) {
+            float sum[2][4];  // four pairs are an operand, of which two count in rows g, two in g + 8
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                mma_fp16(sum[half], row[i], row[i + 1], row[i + 2], row[i + 3], p[i + half], p[i + 2 + half], i == 0);
+            for (int i = 0; i < 16; i += 4)
 #pragma unroll
-        for (int n = 0; n < 2; n++) state.rows[n] += sum[0][n] + sum[1][2 + n];
+                for (int half = 0; half < 2; half++)
+                    mma_fp16(sum[half], row[i], row[i + 1], row[i + 2], row[i + 3], p[c][i + half], p[c][i + 2 + half], i == 0);
+#pragma unroll
+            for (int n = 0; n < 2; n++) state.rows[2 * c + n] += sum[0][n] + sum[1][2 + n];
+        }
     }
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
-        u32 op[16];
+        u32 op[COLUMN_TILES][16];
         const u8* scales = record + V_SCALE + group * PAGE * kv_param_bytes(V_PARAM);
         const u32 top = largest_of_warp(largest_of_four(scales, lane));
         // 2^up: scales are below 2^15 with it, and it is a normal half itself.
@@ -157,19 +161,24 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
             load_scales(scale, scales, quad);
             const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_BITS) - 1) * 0x00010001u;
 #pragma unroll
-            for (int i = 0; i < 16; i++) op[i] = multiply_halves(p[i], multiply_halves(scale[i], power));
-            float sum[4];
+            for (int i = 0; i < 16; i++) scale[i] = multiply_halves(scale[i], power);
 #pragma unroll
-            for (int i = 0; i < 16; i += 2) mma_fp16(sum, all, all, all, all, op[i], op[i + 1], i == 0);
+            for (int c = 0; c < COLUMN_TILES; c++) {
 #pragma unroll
-            for (int i = 0; i < 16; i++)
-                if (pair_shift<V_BITS>(i % 8)) op[i] = multiply_halves(op[i], (u32)(15 - pair_shift<V_BITS>(i % 8)) * 0x04000400u);
+                for (int i = 0; i < 16; i++) op[c][i] = multiply_halves(p[c][i], scale[i]);
+                float sum[4];
 #pragma unroll
-            for (int n = 0; n < 2; n++) state.zero[group][n] = fmaf(sum[n], -.5f * unit, state.zero[group][n]);
+                for (int i = 0; i < 16; i += 2) mma_fp16(sum, all, all, all, all, op[c][i], op[c][i + 1], i == 0);
+#pragma unroll
+                for (int i = 0; i < 16; i++)
+                    if (pair_shift<V_BITS>(i % 8)) op[c][i] = multiply_halves(op[c][i], (u32)(15 - pair_shift<V_BITS>(i % 8)) * 0x04000400u);
+#pragma unroll
+                for (int n = 0; n < 2; n++) state.zero[group][2 * c + n] = fmaf(sum[n], -.5f * unit, state.zero[group][2 * c + n]);
+            }
         }
 #pragma unroll
         for (int first = group * PER; first < MIN2((group + 1) * PER, TILES); first += SIDE) {
-            float acc[SIDE][4];
+            float acc[COLUMN_TILES][SIDE][4];
             u32 lo[PLANES + 1][SIDE][2], hi[PLANES + 1][SIDE][2];
 #pragma unroll
             for (int plane = 0; plane < PLANES; plane++) load_words<PAGE, SIDE>(lo[plane], hi[plane], record + plane * PLANE, first, lane);
@@ -188,15 +197,17 @@ __device__ __forceinline__ void wide_values(State& state, const float (&exponent
 #pragma unroll
                 for (int i = 0; i < 8; i += 2)
 #pragma unroll
-                    for (int t = 0; t < SIDE; t++)
-                        mma_fp16(acc[t], low[t][i], high[t][i], low[t][i + 1], high[t][i + 1], op[8 * w + i], op[8 * w + i + 1], w + i == 0);
+                    for (int c = 0; c < COLUMN_TILES; c++)
+#pragma unroll
+                        for (int t = 0; t < SIDE; t++)
+                            mma_fp16(acc[c][t], low[t][i], high[t][i], low[t][i + 1], high[t][i + 1], op[c][8 * w + i], op[c][8 * w + i + 1], w + i == 0);
             }
 #pragma unroll
             for (int t = 0; t < SIDE; t++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float& to = state.out[i % 2][first + t][i / 2];
-                    to = fmaf(acc[t][i], unit, to);
+                for (int i = 0; i < 4 * COLUMN_TILES; i++) {
+                    float& to = state.out[i / 4 * 2 + i % 2][first + t][i % 4 / 2];
+                    to = fmaf(acc[i / 4][t][i % 4], unit, to);
                 }
         }
     }
