@@ -32,7 +32,7 @@ OTHERS = {"pip", "git", "make", "vllm", "curl", "rm", ".", "python -m pip", "pyt
 NAMES = {"MODEL": "reasoner-10m", "FOLDER": "reasoner-10m", "path/to/model": "reasoner-10m", "DIR": "artifacts/stages",
          "--tp 4": "--tp 2", "retrieval:4096": "retrieval:512", "artifacts/less": "artifacts/demo"}  # fmt: skip
 CALIBRATION = (
-    "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220"
+    "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=300"
     " --set basis.num_samples=2 --set basis.seq_len=300"
 )
 NO_TASKS = "--set evaluate.against=[] --set evaluate.tasks=[]"
@@ -40,7 +40,7 @@ SHORTER = {
     "plan": f"{CALIBRATION} --set allocate.fixed_widths=false",
     "run": f"{CALIBRATION} {NO_TASKS} --set evaluate.data.num_samples=2 --set evaluate.data.seq_len=300"
            " --set evaluate.data.min_len=300",
-    "profile": "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=220",
+    "profile": "--samples 2 --seq-len 300 --set profile.kl_samples=1 --set profile.kl_tokens=300",
     "transform": "--samples 2 --seq-len 300 --set reparam.num_steps=2",
     "fit-predictors": "--samples 2 --seq-len 300",
     "eval": "--samples 1 --seq-len 300 --limit 1 --set evaluate.against=[]",

@@ -160,18 +160,22 @@ def contest_data(recipe: Recipe, loaded: LoadedModel) -> list[DataSpec]:
     texts as KL is measured on, and none that look up."""
     if loaded.source in embedded_models():
         spec = profile_data(recipe, loaded).for_model(is_embedded=True, has_chats=False)
-        return [replace(spec, num_samples=min(spec.num_samples, recipe.profile.kl_samples))]
+        samples = max(min(spec.num_samples, recipe.profile.kl_samples), len(_sources(spec)))
+        return [replace(spec, num_samples=samples)]
     spec = recipe.data.for_model(is_embedded=False, has_chats=bool(tokenizer_of(loaded).chat_template))
     samples, tokens = spec.num_samples, LONGER * spec.seq_len
     if is_cut(recipe, loaded):
         samples, tokens = min(samples, CPU_PLANS[0]), min(tokens, CPU_PLANS[1])
     tokens = min(tokens, loaded.max_context or tokens)
-    sources = (spec.source,) if isinstance(spec.source, str) else spec.source
-    ordinary = tuple(source for source in sources if source != LOOKUPS)
+    ordinary = tuple(source for source in _sources(spec) if source != LOOKUPS)
     half, least = max(samples // 2, len(ordinary)), min(spec.min_len, tokens)
     of_text = replace(spec, source=ordinary, num_samples=half, seq_len=tokens, min_len=least) if ordinary else None
     look_ups = replace(spec, source=LOOKUPS, num_samples=samples, seq_len=tokens, min_len=tokens)
     return [one for one in (of_text, look_ups) if one is not None]
+
+
+def _sources(spec: DataSpec) -> tuple[str, ...]:
+    return (spec.source,) if isinstance(spec.source, str) else spec.source
 
 
 def other_allocations(
