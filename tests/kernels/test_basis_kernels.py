@@ -199,7 +199,7 @@ def test_one_side_alone_and_what_cannot_be_stored(launched: Launched) -> None:
 @pytest.mark.parametrize(("dim", "registers"), ((128, 160), (MAX_ROTATED_DIM, 255)))
 @pytest.mark.parametrize("arch", CHIPS)
 def test_the_kernels_fit_every_chip(arch: str, dim: int, registers: int) -> None:
-    """No spill, up to the largest heads that pages in a basis have on a GPU."""
+    """No spill up to 128 channels; the largest heads that pages in a basis have on a GPU may spill four registers."""
     for dtype, q_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         for entry, dtypes in (("enter", (dtype, q_dtype)), ("leave", (torch.float32, q_dtype))):
             defines = launching.basis_defines(entry, dim, 4, dtypes)
