@@ -51,7 +51,7 @@ class WithWindows(AttentionBackend):
             backend.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """What graphs share."""
+        """State that graphs share."""
         for backend in self._both:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 

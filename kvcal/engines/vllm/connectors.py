@@ -42,7 +42,7 @@ def children(transfer: KVTransferConfig | None) -> list[KVTransferConfig]:
 
 
 def refused_connectors(config: VllmConfig, are_drafts_a_model: bool) -> Iterator[str]:
-    """What is not served of the connectors with which vLLM was started."""
+    """Reasons against the connectors with which vLLM was started."""
     found, has_prefixes = children(config.kv_transfer_config), config.cache_config.enable_prefix_caching
     if found and (config.model_config.is_hybrid or are_drafts_a_model):
         yield "a KV connector, and blocks of states or of a model that drafts"

@@ -116,7 +116,7 @@ def of_whole_blocks(config: KVCacheConfig) -> KVCacheConfig:
 
 
 def compared(own: str, serving: Serving, num_groups: int) -> str:
-    """What two engines compare before the first read: vLLM's ``own`` hash, and what a block's bytes mean: the plan,
+    """Hash that two engines compare before the first read: of vLLM's ``own``, and of what blocks mean: the plan,
     the ranks that share its heads, tokens that a ring has room for, and groups, with shared sinks or without."""
     shard = serving.shard
     parts = own, shard.plan.sha256, shard.size, shard.step_tokens, serving.pool.pages_per_block, num_groups
