@@ -114,6 +114,12 @@ class PagedTensor(Part):
                 out[part] = codec.restore(decoded, ordinals[part], self.num_bits)
         return out
 
+    @property
+    def kind(self) -> object:
+        """Equal for parts whose pages ``decode_together`` takes at once."""
+        is_alone = not self.codec.has_own_factor or self.kernels or self.keep or self.predict
+        return id(self) if is_alone else (self.codec.kind, self.num_bits)
+
     def stored(self, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
         slots = self.pool.slots(spans)
@@ -131,16 +137,15 @@ class PagedTensor(Part):
     def store(self, rows: slice, num_tokens: int, x: Tensor, unpacked: list[Unpacked] | None = None) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose
         pages the pool has room; returns the pages packed, or of which a part was. ``unpacked`` gets what the caller
-        packs with that of other parts, where this is possible."""
+        packs with that of other parts, where this is possible; x is ``entered`` then."""
         total, fmt = num_tokens + x.shape[2], self.format
         begin, end = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
         first, stop = begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if begin < end else []
         pack = self._packing(spans, total, unpacked) if spans else _nothing
         is_launched = self.kernels is not None and self.codec.basis is None
-        self.write(
-            row_map(rows, self.ring.device), num_tokens, x, pack, LAUNCHED_PAGES if is_launched else ENCODE_PAGES
-        )
+        at_once = LAUNCHED_PAGES if is_launched else ENCODE_PAGES
+        self.write(row_map(rows, self.ring.device), num_tokens, x, pack, at_once, unpacked is not None)
         if spans and self.format.needs_queries:
             self.query_sum[rows] = 0
             self.query_since[rows] = total
@@ -187,6 +192,14 @@ class PagedTensor(Part):
         return _by_parts(
             lambda part: self._leave(basis, self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
         )
+
+    def left(self, entered: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same of tokens that are ``entered``."""
+        basis = self.codec.basis
+        if basis is None or not entered.numel():
+            return entered.to(dtype)
+        out = torch.empty_like(entered, dtype=dtype)
+        return _by_parts(lambda part: self._leave(basis, part.to(dtype)), entered, out)
 
     def entered(self, x: Tensor) -> Tensor:
         """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number

@@ -133,8 +133,9 @@ class RotatedLayout(UniformLayout):
             # NaN of an infinite scale.
             cost = sum_by_halves(sum(lanes[1:], lanes[0]), 0).nan_to_num_(torch.inf, torch.inf)
             chosen = cost.unflatten(1, (CANDIDATES, -1)).argmin(1)
-            for candidate, of_one in enumerate(found.unflatten(2, (CANDIDATES, -1)).unbind(2)):
-                best = of_one if candidate == 0 else torch.where(chosen == candidate, of_one, best)
+            best, *others = found.unflatten(2, (CANDIDATES, -1)).unbind(2)
+            for candidate, other in enumerate(others, 1):
+                best = torch.where(chosen == candidate, other, best)
             codes_found[:, heads, tokens], bits_found[:, heads, tokens] = best, first + chosen
         return codes, bits
 
