@@ -313,7 +313,8 @@ def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values
     if values_at_once is not None:
         at_once = max(1, values_at_once // (batch * heads * dim))
     if x.shape[2] <= at_once:  # a step's tokens: a split takes a CPU as long as the change
-        return out.copy_(change(x.transpose(1, 2)).transpose(1, 2))
+        changed = change(x.transpose(1, 2)).transpose(1, 2)
+        return out.copy_(changed) if out is x else changed.to(out.dtype)
     for part, place in zip(x.split(at_once, dim=2), out.split(at_once, dim=2), strict=True):
         place.copy_(change(part.transpose(1, 2)).transpose(1, 2))
     return out

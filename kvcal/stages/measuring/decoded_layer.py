@@ -33,7 +33,7 @@ from kvcal.store.pool import Span
 from kvcal.store.state import PlanState
 from kvcal.store.unpacked import Unpacked, decode_together, pack_together
 
-# Columns that a copy grows by: each growth copies it.
+# Columns that a copy grows by at least, besides a quarter: each growth copies it.
 GROWTH = 256
 
 
@@ -195,7 +195,7 @@ class DecodedLayer(PagedLayer):
         copy = self.copies.get(side)
         if copy is None or copy.dense.shape[2] < room:
             # New columns are zero, as padding must be.
-            dense = new.new_zeros(*new.shape[:2], -(-room // GROWTH) * GROWTH, new.shape[3])
+            dense = new.new_zeros(*new.shape[:2], -(-(room + room // 4) // GROWTH) * GROWTH, new.shape[3])
             if copy is not None:
                 dense[:, :, :columns] = copy.dense[:, :, :columns]
                 copy.dense = dense
