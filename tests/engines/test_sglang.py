@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_replay import assert_replayed
+from attention_recorder import VARIABLE
+from engine_replay import assert_attended, assert_replayed
 from served_models import LENGTHS, Served, damages_of, prompts
 from sglang_cases import VERSION, arguments, refused, run, serve
 from sglang_cases import served as served
-from sglang_environment import recorded, run_sglang
+from sglang_environment import recorded, run_sglang, without_discarded
 
 from kvcal.plan.damage import save_damage
 
@@ -28,6 +29,15 @@ def test_cold_and_behind_the_radix_trees_prefixes(
     rounds = serve(served, tmp_path, [given, given], plan=plan, chunked_prefill_size=chunk)
     assert [one["cached"] for one in rounds[0]] == [0, 0, 0, 0]
     assert [one["cached"] for one in rounds[1]] == [0, 128, 256, 640]
+
+
+def test_attention_in_bases(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From SGLang's own queries, keys and values, in chunks, cold and after prefixes; one bit more tells."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "attention"))
+    plan, given = served.in_bases(), prompts(*LENGTHS)
+    found, _ = run(served, tmp_path, [given, given], plan, chunked_prefill_size=256)
+    assert [one["cached"] for one in found["rounds"][1]] == [0, 128, 256, 640]
+    assert_attended(tmp_path / "attention", without_discarded(found["steps"]), served.model, plan, 300)
 
 
 def test_requests_together_and_pages_that_are_used_again(served: Served, tmp_path: Path) -> None:

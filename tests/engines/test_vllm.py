@@ -56,12 +56,13 @@ def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     assert replay.restarts > 0
 
 
-@pytest.mark.parametrize("has_copies", [False, True], ids=["shared prefixes", "sinks and windows"])
-def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, has_copies: bool) -> None:
+@pytest.mark.parametrize("case", ["shared prefixes", "sinks and windows", "bases"])
+def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, case: str) -> None:
     """From the engine's own queries, keys and values: no layer adds to what another one rounds. Prompts in
     chunks that begin anywhere in a page, after prefixes, and again after their blocks were lost. One bit more
     tells."""
-    plan, file = served.with_copies() if has_copies else served.plan, tmp_path / "attention"
+    has_copies, file = case == "sinks and windows", tmp_path / "attention"
+    plan = served.with_copies() if has_copies else served.in_bases() if case == "bases" else served.plan
     given = [*prompts(*LENGTHS), *(prompts(300, 310, 320, 330) if has_copies else prompts(*LENGTHS))]
     requests = [{"prompt": ids, "tokens": 100, "at": 120 * (n // 4)} for n, ids in enumerate(given)]
     more = {**SHORT, "max_num_batched_tokens": 256, "enable_prefix_caching": not has_copies}

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import transformers as hf
+from cache_cases import model_plan
+from engine_cases import based
 from tiny_models import perturbed
 
 from kvcal import Plan
@@ -85,6 +87,11 @@ class Served:
             keys, values = dataclasses.replace(layer.k, **k | none), dataclasses.replace(layer.v, **v | none)
             layers.append(dataclasses.replace(layer, k=keys, v=values))
         return dataclasses.replace(self.plan, layers=tuple(layers))
+
+    def in_bases(self) -> Plan:
+        """A plan of rotated pages in random bases, of whose values codes are chosen with error feedback."""
+        k, v = (Format(bits, "token", 32, 4, 64, quantizer="rotated") for bits in (3, 2))
+        return dataclasses.replace(based(model_plan(self.model, k, v)), model=self.plan.model)
 
     def write(self, name: str, plan: Plan | None = None) -> str:
         path = self.folder / "plans" / name  # vLLM takes every file of tensors next to a configuration for weights
