@@ -261,6 +261,21 @@ def test_plans_since_longer_contests_are_compared_as_measured() -> None:
             require_pair(cell, pair, scale)
 
 
+def test_texts_of_two_days_differ_by_how_they_begin() -> None:
+    """KIVI-2 on a CPU, next to the same text on the day whose transformers read the model's file."""
+    page = (DOCS / "measured/2026-11-29-longer-contests.md").read_text()
+    now = json.loads((DATA / "2026-11-29-longer-contests.json").read_text())
+    days = {"before": plans_of("Qwen2.5-Coder-0.5B", "2026-11-29")["measured"], "now": now["measured"]}
+    for cells, row in zip(table_of(page, "KL of KIVI-2, summed"), now["begins"], strict=True):
+        text, version, begins, joined, kl, kl_then, same, same_then = cells
+        day = days[version.partition(", ")[2]]
+        then = [one for one in texts(day, "kivi-2") if one["kind"] == row["kind"]][row["text"] - 1]
+        assert (text, begins) == (f"{row['kind']} {row['text']}", row["begins"] or "nothing")
+        assert (joined, float(kl), int(same)) == (row["joined"], row["kl"], row["same"])
+        assert (float(kl_then), int(same_then)) == (pytest.approx(then["kl"], abs=0.06), then["same"])
+        assert row["kl"] == pytest.approx(then["kl"], rel=0.04)
+
+
 def of_kinds(measured: dict[str, Any], name: str, kinds: tuple[str, ...]) -> tuple[list[float], list[float]]:
     found = [text for text in texts(measured, name) if "kl" in text and text["kind"] in kinds]
     return [text["kl"] for text in found], [text["count"] for text in found]

@@ -97,6 +97,19 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
         assert f"| {name} | {first['plans'][name]['bits']:.2f} |" in printed
     lab_script("real", *arguments)
     assert json.loads((out / "real.json").read_text())["measured"] == first["measured"]
+    digests = first["settings"]["token_ids_sha256"]
+    assert {label: len(of) for label, of in digests.items()} == {
+        label: len(of) for label, of in first["measured"]["16-bit"].items()
+    }
+    assert len({one for of in digests.values() for one in of}) == sum(map(len, digests.values()))
+    path = tmp_path / "model/tokenizer_config.json"  # plain texts begin with another token: none is taken for the same
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<pad>"}))
+    lab_script("real", *arguments)
+    other = json.loads((out / "real.json").read_text())
+    kinds = [text["kind"] for text in first["measured"]["16-bit"]["512:0"]]
+    pairs = zip(kinds, digests["512:0"], other["settings"]["token_ids_sha256"]["512:0"], strict=True)
+    assert {kind for kind, one, now in pairs if one != now} >= {"documentation", "word problems"}
+    assert other["measured"]["kivi-2"] != first["measured"]["kivi-2"]
 
 
 def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(
