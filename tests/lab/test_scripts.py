@@ -235,8 +235,9 @@ def smollm2() -> str:
 def test_a_pretrained_model_at_three_bits_keeps_its_text_and_answers(smollm2: str, tmp_path: Path) -> None:
     """The plan of ``kvcal plan --bits 3``, with few and short texts; its KL is .013."""
     loaded = load_model(smollm2, device="cpu")
-    short: dict[str, Any] = {"data.num_samples": 2, "data.seq_len": 256, "data.min_len": 256, "allocate.bits": 3.0}
-    short |= {"basis.num_samples": 2, "basis.seq_len": 256, "profile.kl_samples": 1, "profile.kl_tokens": 176}
+    short: dict[str, Any] = {"data.source": "python:docs", "data.num_samples": 2, "allocate.bits": 3.0}
+    short |= {"data.seq_len": 96, "data.min_len": 96, "profile.kl_samples": 1, "profile.kl_tokens": 96}
+    short |= {"basis.num_samples": 2, "basis.seq_len": 256}
     short |= {"cache.k_recent_window": 32, "cache.v_recent_window": 32}
     plan = build_plan(loaded, Folder.create(tmp_path), with_knobs(load_recipe("default"), short), Workload(8, 8192))
     assert 2.9 < plan.bits_per_value() <= 3
