@@ -13,7 +13,8 @@ DEMO := artifacts/demo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Of forward passes that are compared: caches, attention, statistics, what is measured, what the tutorial prints.
-MODEL_TESTS := tests/cache tests/store tests/docs/test_tutorial.py \
+MODEL_TESTS := tests/cache tests/docs/test_tutorial.py \
+  $(filter-out %/test_cache_transient.py,$(wildcard tests/store/test_*.py)) \
   $(addprefix tests/models/test_,models_contract.py models_load.py models_projections.py rotary.py) \
   $(addprefix tests/run/test_recipes.py::test_a_shipped_recipe_runs_to_its_table,[best] [default] [mixkvq] [pm-kvq] [sensitivity]) \
   $(wildcard $(addprefix tests/stages/test_,evaluate*.py latents.py observers.py profile*.py)) \

@@ -318,26 +318,26 @@ class Text:
 
 
 def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: CacheSpec) -> list[Text]:
-    """The first ``num_samples`` sequences, cut at ``num_tokens``, in which some loss token is predicted from
-    a quantized page, the kinds of text in turn: any first few are of all kinds. UsageError if there is
-    none."""
-    if num_samples == 0:
-        return []
-    first = cache.first_from_page
-    sequences = enumerate(zip(data.sequences, data.loss_masks, data.kinds, strict=True))
-    cut = [Text(i, tokens[:num_tokens], mask[:num_tokens], kind) for i, (tokens, mask, kind) in sequences]
-    by_kind: dict[str, list[Text]] = {}
-    for text in cut:
-        if bool(text.loss_mask_T[first:].any()):
-            by_kind.setdefault(text.kind, []).append(text)
-    texts = [text for turn in zip_longest(*by_kind.values()) for text in turn if text is not None][:num_samples]
-    if not texts:
+    """As :func:`paged_texts`; UsageError if there is none."""
+    texts = paged_texts(data, num_samples, num_tokens, cache)
+    if num_samples and not texts:
         raise UsageError(
-            f"none of {len(cut)} sequences has a loss token after token {first} and within kl_tokens = "
-            f"{num_tokens}: nothing would be read from a quantized page, and every KL would be 0",
+            f"none of {len(data.sequences)} sequences has a loss token after token {cache.first_from_page} and within "
+            f"kl_tokens = {num_tokens}: nothing would be read from a quantized page, and every KL would be 0",
             hint="give longer sequences, or set kl_samples = 0 to profile without KL",
         )
     return texts
+
+
+def paged_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: CacheSpec) -> list[Text]:
+    """The first ``num_samples`` sequences, cut at ``num_tokens``, in which some loss token is predicted from
+    a quantized page, the kinds of text in turn: any first few are of all kinds."""
+    by_kind: dict[str, list[Text]] = {}
+    for sample, (tokens, mask, kind) in enumerate(zip(data.sequences, data.loss_masks, data.kinds, strict=True)):
+        text = Text(sample, tokens[:num_tokens], mask[:num_tokens], kind)
+        if bool(text.loss_mask_T[cache.first_from_page :].any()):
+            by_kind.setdefault(text.kind, []).append(text)
+    return [text for turn in zip_longest(*by_kind.values()) for text in turn if text is not None][:num_samples]
 
 
 def padded_texts(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:

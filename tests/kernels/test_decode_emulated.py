@@ -31,8 +31,12 @@ def emulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dim", "group"),
     (
-        ("2 bits", 128, 7), ("3 bits", 64, 8), ("Kitty", 64, 8), ("MixKVQ", 64, 4), ("odd slots", 96, 4),
-        ("rotated 2 bits", 128, 4), ("sinks and windows", 128, 8), ("stripes", 128, 4), ("stripes", 256, 8),
+        ("2 bits", 128, 1), ("2 bits", 128, 7), ("2 bits", 96, 16), ("3 bits", 64, 8), ("4 bits", 128, 8),
+        ("Kitty", 128, 4), ("Kitty", 64, 8), ("odd slots", 96, 4), ("MixKVQ", 64, 4), ("K per token", 128, 8),
+        ("rotated 2 bits", 128, 4), ("rotated 2 bits", 128, 8), ("K 2 V 16", 64, 4), ("sinks and windows", 128, 8),
+        ("stripes", 128, 4), ("stripes", 64, 8), ("stripes, 3 and 4 bits", 128, 8),
+        ("stripes, sinks beyond a page", 64, 2), ("stripes of 32", 64, 4), ("stripes", 256, 8),
+        ("rotated 2 bits", 256, 1), ("rotated V", 256, 4), ("rotated 2 bits", 192, 2), ("stripes of 3 bits", 256, 2),
     ),
 )  # fmt: skip
 def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
@@ -40,7 +44,9 @@ def test_formats_and_shapes(name: str, dim: int, group: int) -> None:
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "group", "tokens"), (("2 bits", 4, 2), ("stripes", 2, 2)))
+@pytest.mark.parametrize(
+    ("name", "group", "tokens"), (("2 bits", 4, 2), ("rotated 2 bits", 3, 2), ("stripes", 4, 2), ("stripes", 2, 2))
+)
 def test_drafts(name: str, group: int, tokens: int) -> None:
     case = EmulatedDrafts(drafts(name, group, tokens), (0, 125, 127, 383), heads=1, seed=tokens)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
@@ -49,7 +55,8 @@ def test_drafts(name: str, group: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("name", "group", "tokens", "dim"),
     (
-        ("stripes", 4, 3, 128), ("K per token, groups of 64", 5, 2, 128),
+        ("stripes", 4, 3, 128), ("stripes of 4 bits", 3, 6, 128), ("rotated 2 bits", 6, 3, 64),
+        ("K per token", 16, 2, 96), ("stripes of 3 bits", 4, 4, 128), ("K per token, groups of 64", 5, 2, 128),
     ),
 )  # fmt: skip
 def test_passes_of_two_tiles_of_columns(

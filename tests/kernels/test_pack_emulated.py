@@ -114,7 +114,7 @@ class EmulatedPaged(Paged):
         ops.launch_append(k_new, v_new, q, k, v, queries, place, transform, self.error, self.variant)
 
 
-@pytest.mark.parametrize("case", [PACKED[0]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [PACKED[0], PACKED[2], PACKED[5]], ids=lambda case: case.name)
 def test_chunks_of_stripes_are_packed_as_the_reference_does(case: Case) -> None:
     """At several places of a page, over its end, and of a whole page: a page that is begun is 0 besides."""
     case = replace(case, fmt=replace(case.fmt, stripe_tokens=16))

@@ -160,6 +160,19 @@ def test_without_fixed_widths_of_as_many_bytes_the_program_ships_unmeasured(
     assert Contest(None, None, ()).decided(program, None, None, 0, SILENT) is program  # type: ignore[arg-type]
 
 
+def test_where_no_text_reads_from_a_page_the_program_ships_and_it_is_said(
+    model: LoadedModel, made: tuple[Folder, Plan]
+) -> None:
+    folder, listener = made[0], Listener()
+    program, profile = allocation_record.load(folder.allocation)[0], profile_record.load(folder.profile)
+    spec = short(3.5).allocate
+    assert spec is not None
+    short_texts = sequences(DataSpec("tasks", 2, 128), model, "select")
+    contest = replace(Contest.of(Job(short(3.5), model, folder, SILENT)), data=(short_texts,))
+    assert contest.decided(program, profile, spec, 0, listener) is program
+    assert ["no text of select reads from a quantized page" in said for said in listener.said] == [True]
+
+
 def texts(count: int, num_tokens: int) -> list[Text]:
     return [
         Text(i, torch.ones(num_tokens, dtype=torch.int64), torch.ones(num_tokens, dtype=torch.bool))

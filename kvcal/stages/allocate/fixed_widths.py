@@ -45,7 +45,7 @@ from kvcal.progress import Reporter
 from kvcal.recipe import AllocateSpec, Recipe
 from kvcal.stages.allocate.record import BY_LAW, COMPETED, PROGRAM, Allocation
 from kvcal.stages.allocate.stage import Problem, allocate, solved
-from kvcal.stages.divergence import Text, kl_texts
+from kvcal.stages.divergence import Text, paged_texts
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search import mean_and_error, measured
 from kvcal.strict import STRICT, Amount, Positive, dump, parse
@@ -119,25 +119,32 @@ class Contest:
         found = {PROGRAM: program} | other_allocations(program, profile, spec, reserved)
         if len(found) == 1:
             return program
+        texts = self._texts()
+        if not all(texts):
+            reporter.say(f"allocate: {PROGRAM} ships unmeasured: no text of select reads from a quantized page")
+            return program
         plans = {name: self.basis.planned(allocation) for name, allocation in found.items()}
-        report = compared(*self._measured(plans, reporter), plans)
+        report = compared(self._measured(plans, texts, reporter), texts, plans)
         reporter.say(f"allocate: {report.sentence}")
         provenance = program.provenance | {COMPETED: dump(report)}
         return replace(
             found[report.shipped], provenance=with_calibration(provenance, calibration("allocate", self.inputs))
         )
 
-    def _measured(
-        self, plans: Mapping[str, Plan], reporter: Reporter
-    ) -> tuple[list[dict[str, Tensor]], list[list[Text]]]:
-        """KL of every plan on every text, and the texts, by kind. Both kinds are fed at once."""
+    def _texts(self) -> list[list[Text]]:
+        """Of each kind, those that read from a page."""
         cache = replace(self.job.recipe.cache, stripe_tokens=PAGE_TOKENS)
-        texts = [kl_texts(data, len(data.sequences), max(map(len, data.sequences)), cache) for data in self.data]
+        return [paged_texts(data, len(data.sequences), max(map(len, data.sequences)), cache) for data in self.data]
+
+    def _measured(
+        self, plans: Mapping[str, Plan], texts: list[list[Text]], reporter: Reporter
+    ) -> list[dict[str, Tensor]]:
+        """KL of every plan on every text, by kind. Both kinds are fed at once."""
         every = [text for part in texts for text in part]
         paged = {name: in_pages(plan) for name, plan in plans.items()}
         kls = measured(self.job.loaded, paged, every, reporter, "allocate: fixed widths")
         parts = {name: kl_N.split([len(part) for part in texts]) for name, kl_N in kls.items()}
-        return [{name: of[number] for name, of in parts.items()} for number in range(len(texts))], texts
+        return [{name: of[number] for name, of in parts.items()} for number in range(len(texts))]
 
 
 def in_pages(plan: Plan) -> Plan:
