@@ -39,6 +39,7 @@ CHIPS = {
     "B200": Chip((10, 0), 180, 7700, 148, 1.98, 6),
     "L40S": Chip((8, 9), 48, 864, 142, 2.52, 16),
     "RTX 4090": Chip((8, 9), 24, 1008, 128, 2.52, 16),
+    "RTX 5090": Chip((12, 0), 32, 1792, 170, 2.41, 16),
     "RTX PRO 6000": Chip((12, 0), 96, 1792, 188, 2.6, 16),
 }
 ROTATED = "rotated "
@@ -82,12 +83,25 @@ def warps(chip: Chip, fmt: str) -> int:
 
 def microseconds(chip: Chip, fmt: str, tokens: int, fit: Fit) -> float:
     """Of one layer, 8 KV heads of 128 in groups of 4."""
-    memory = tokens * 2 * HEADS * DIM * BITS[fmt] / 8 / (1e3 * SHARE * chip.gb_s)
+    nbytes = tokens * 2 * HEADS * DIM * BITS[fmt] / 8
     if fmt == "16":
-        return RAW_FIXED + memory
-    issued = fit.issued * ISSUED[warps(chip, fmt)]
-    cycles = max(INSTRUCTIONS[fmt[-1]] / issued, PRODUCTS * chip.product_cycles) / 4
-    compute = tokens / PAGE * HEADS * cycles / (1e3 * chip.sms * chip.ghz)
+        return RAW_FIXED + memory_us(chip, nbytes)
+    cycles = cycles_of(INSTRUCTIONS[fmt[-1]], PRODUCTS * chip.product_cycles, warps(chip, fmt), fit)
+    return decode_us(chip, nbytes, tokens / PAGE * HEADS * cycles, fit)
+
+
+def memory_us(chip: Chip, nbytes: float) -> float:
+    return nbytes / (1e3 * SHARE * chip.gb_s)
+
+
+def cycles_of(instructions: float, product_cycles: float, num_warps: int, fit: Fit) -> float:
+    """Of a scheduler of an SM with so many warps, for what one of them does."""
+    return max(instructions / (fit.issued * ISSUED[num_warps]), product_cycles)
+
+
+def decode_us(chip: Chip, nbytes: float, cycles: float, fit: Fit) -> float:
+    """Of a launch that reads so many bytes, and keeps one scheduler busy for so long in all."""
+    memory, compute = memory_us(chip, nbytes), cycles / (4e3 * chip.sms * chip.ghz)
     return fit.fixed + math.hypot(memory ** (fit.power / 2), compute ** (fit.power / 2)) ** (2 / fit.power)
 
 

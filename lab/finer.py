@@ -92,8 +92,9 @@ def _cache(bench: Bench) -> CacheSpec:
 
 def _fitting_texts(bench: Bench) -> Texts:
     """Of the pool that plans are calibrated on, none of them shorter than the others."""
-    tokens = min(LONGEST, bench.given.tokens)
-    spec: DataSpec = replace(bench.recipe(SOURCE).data, num_samples=8, seq_len=tokens, min_len=tokens)
+    count, longest = (4, LONGEST // 2) if bench.given.quick else (8, LONGEST)
+    tokens = min(longest, bench.given.tokens)
+    spec: DataSpec = replace(bench.recipe(SOURCE).data, num_samples=count, seq_len=tokens, min_len=tokens)
     data = sequences(spec, bench.loaded)
     scored = torch.stack(list(data.loss_masks)) & (torch.arange(tokens) > 0)
     assert tokenizer_of(bench.loaded) is not None

@@ -20,6 +20,7 @@ one would leave them at 16 bits.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -89,6 +90,9 @@ class Text:
     answers: tuple[tuple[int, int], ...] = ()
 
 
+Groups = list[tuple[str, list[Text]]]  # of texts of one length, by a label
+
+
 def main() -> None:
     given = arguments()
     path = given.out / "real.json"
@@ -99,7 +103,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     reporter = TerminalReporter()
     loaded = load_model(find_model(given.model), device=given.device, dtype=given.dtype)
-    settings = settings_of(loaded, given)
+    groups = texts_of(loaded, given)
+    settings = settings_of(loaded, given, groups)
     found = json.loads(path.read_text()) if path.exists() else {}
     if found.get("settings") != settings:
         found = {"settings": settings, "name": given.name, "machine": {}, "plans": {}, "measured": {}}
@@ -110,7 +115,7 @@ def main() -> None:
         write_text_atomic(path, json.dumps(found, indent=1) + "\n")
 
     with reporter.running():
-        for label, texts in texts_of(loaded, given):
+        for label, texts in groups:
             measure_group(loaded, label, texts, maker, found["measured"], save)
         if given.gsm8k:
             measure_gsm8k(loaded, given, maker, found["measured"], save)
@@ -158,10 +163,16 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def settings_of(loaded: LoadedModel, given: argparse.Namespace) -> dict[str, Any]:
-    """The settings that measured texts depend on: results of other settings are not kept."""
+def settings_of(loaded: LoadedModel, given: argparse.Namespace, groups: Groups) -> dict[str, Any]:
+    """The settings that measured texts depend on, and of every text the SHA-256 of its token ids (int64, the first
+    16 hex digits): results of others are not kept."""
     settings = {"model": loaded.identity.weights_sha256, "texts": given.texts, "problems": given.problems}
-    return settings | {"tokens": given.tokens, "retrieval": given.retrieval, "gsm8k": given.gsm8k}
+    settings |= {"tokens": given.tokens, "retrieval": given.retrieval, "gsm8k": given.gsm8k}
+    digests = {
+        label: [hashlib.sha256(text.tokens_T.numpy().tobytes()).hexdigest()[:16] for text in texts]
+        for label, texts in groups
+    }
+    return settings | {"token_ids_sha256": digests}
 
 
 def find_model(model: str) -> str:
@@ -192,7 +203,7 @@ def machine(loaded: LoadedModel) -> dict[str, str]:
     return {"device": name, "dtype": str(loaded.model.dtype).removeprefix("torch."), **versions}
 
 
-def texts_of(loaded: LoadedModel, given: argparse.Namespace) -> list[tuple[str, list[Text]]]:
+def texts_of(loaded: LoadedModel, given: argparse.Namespace) -> Groups:
     """Groups of texts of one length, at most ``--batch`` each, by a label."""
     tokenizer, data = tokenizer_of(loaded), None if given.data is None else Path(given.data)
     texts, paths = [], {kind: data / place for kind, place in TEXTS.items() if data and (data / place).exists()}

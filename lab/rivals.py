@@ -284,7 +284,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     reporter, path = TerminalReporter(), given.out / "rivals.json"
     loaded = load_model(real.find_model(given.model), device=given.device, dtype=given.dtype)
-    settings = real.settings_of(loaded, given)
+    groups = real.texts_of(loaded, given)
+    settings = real.settings_of(loaded, given, groups)
     found: dict[str, Any] = {"settings": settings, "name": given.name, "plans": {}, "measured": {}}
     for earlier in (given.out / "real.json", path):
         if earlier.exists():
@@ -304,7 +305,7 @@ def main() -> None:
         write_text_atomic(path, json.dumps(found, indent=1) + "\n")
 
     with reporter.running():
-        for label, texts in real.texts_of(loaded, given):
+        for label, texts in groups:
             if texts[0].tokens_T.numel() > given.tokens and not own.long:
                 continue
             real.measure_group(loaded, label, texts, maker, found["measured"], save)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -51,6 +51,15 @@ def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager
     return attached(model) if any(plan.needs_queries for plan in plans) else nullcontext()
 
 
+def decoding(model: PreTrainedModel, plan: Plan) -> AbstractContextManager[None]:
+    """The context to generate in with a dynamic cache of the plan: on a GPU ``attached``, so that kernels read its
+    pages, unless the model's attention cannot be replaced; elsewhere as ``attached_for``."""
+    if model.device.type == "cuda":
+        with suppress(UnsupportedModel), attached(model):
+            return attached(model)
+    return attached_for(model, plan)
+
+
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """See the module's docstring. The attention implementation is restored on exit, also after an error.
@@ -76,6 +85,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         cache = given_cache(kwargs)
         current.cache = cache if isinstance(cache, PlanCache) else None
         if isinstance(cache, PlanCache):
+            cache.state.is_attached = True
             if cache.static is not None:
                 cache.static.serving = serving
             elif any(layer.is_stepped for layer in cache.paged_layers):
@@ -84,7 +94,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     def forget_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
         cache = given_cache(kwargs)
         if isinstance(cache, PlanCache):
-            cache.state.is_stepping = False
+            cache.state.is_attached = cache.state.is_stepping = False
 
     with replaced_attention(model, f"{OURS}attached_", _attention, _mask):
         decoder = model.get_decoder()

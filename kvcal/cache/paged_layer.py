@@ -14,6 +14,7 @@ the kernels of static caches. The host knows all lengths, and makes room for a p
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvcal.cache.plan_layer import (
     require_shapes,
     tokens_to_next_event,
 )  # fmt: skip
+from kvcal.errors import SlowPath
 from kvcal.kernels.choice import long_step_reasons, refusals
 from kvcal.kernels.variants import variant_of
 from kvcal.plan.layer import LayerPlan
@@ -38,6 +40,7 @@ from kvcal.store.state import PlanState
 
 # Types of devices on which kernels take steps.
 STEPPED = {"cuda"}
+DENSE_STEPS = "every step decodes all pages: call the model within `with kvcal.attached(model):`, and kernels read them"
 
 
 class PagedLayer(AttentionLayer):
@@ -80,12 +83,15 @@ class PagedLayer(AttentionLayer):
         return (key_states, value_states) if self._awaits_step else self._update(key_states, value_states)
 
     def _is_step(self, key_states: Tensor) -> bool:
-        """Whether kernels store these new tokens of every row, none of them padding, and attend to all."""
-        if not (self.is_stepped and self.state.is_stepping):
-            return False
+        """Whether kernels store these new tokens of every row, none of them padding, and attend to all. Warns where
+        they would, if the model were attached."""
         rows, (batch, _, tokens, _) = self.padding.rows, key_states.shape
         is_real = rows is not None and rows.batch == batch and 0 < self.columns >= rows.width
-        return is_real and tokens <= self.state.step_tokens
+        if not (self.is_stepped and is_real and tokens <= self.state.step_tokens):
+            return False
+        if not (self.state.is_attached or torch.is_grad_enabled()):
+            warnings.warn(DENSE_STEPS, SlowPath, stacklevel=2)
+        return self.state.is_stepping
 
     @torch.compiler.disable
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:

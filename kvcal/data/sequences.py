@@ -5,9 +5,9 @@ of exactly ``seq_len`` tokens. Records that have a prompt and a completion (task
 messages) stay one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that
 the assistant says, since predicting a random prompt says nothing about how well the cache is read. Documents
 that look up (kvcal.data.lookups) fill windows that begin with one, with what can be looked up in the loss.
-Every sequence starts with what the tokenizer puts at position 0 (or with its bos token): many models park
-their attention there, and a window that begins in mid-text has other keys. Several sources get equally many
-sequences, in turn.
+Every sequence starts with what the tokenizer puts at position 0, or with its bos token if conversations start
+with it: many models park their attention there, and a window that begins in mid-text has other keys. Several
+sources get equally many sequences, in turn.
 
 Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see
 kvcal.data.pools) as are needed are candidates, of which ``seed`` picks, in stream order. So no more than that
@@ -186,13 +186,25 @@ def _task_records(source: str, count: int, seed: int, purpose: Purpose) -> Itera
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids at position 0 of every sequence: what the tokenizer adds itself, else its bos token, else
-    none."""
+    none. A bos token with which the chat template does not begin is none that the model reads: GGUF files of
+    Qwen2.5 name one."""
     bare = _encode(tokenizer, "a")
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
-    if start == 0 and tokenizer.bos_token_id is not None:
+    if start == 0 and tokenizer.bos_token_id is not None and _begins_chats(tokenizer):
         return [tokenizer.bos_token_id]
     return list(full[:start])
+
+
+def _begins_chats(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether conversations begin with the bos token, or there is no template of them."""
+    if not tokenizer.chat_template:
+        return True
+    try:
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateError:
+        return True
+    return str(chat).startswith(str(tokenizer.bos_token))
 
 
 def encode_problem(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> Tensor:

@@ -41,6 +41,7 @@ from kvcal.artifact import sha256_file
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
 from kvcal.models.files import Location, config_sha256, locate, read_json, require_sizes, tokenizer_files, weight_files
+from kvcal.models.gguf_header import read_header
 from kvcal.models.residence import NUM_TOKENS, Residence
 from kvcal.models.streamed import stream
 from kvcal.models.supported_layers import checkpoint_dtype, geometry_of, require_cache
@@ -236,6 +237,8 @@ def _tokenizer(location: Location, needed: bool) -> Tokenizer | None:
     if location.commit is not None or location.gguf or tokenizer_files(location.folder):
         try:
             tokenizer = AutoTokenizer.from_pretrained(location.pretrained, **location.options)
+            if location.gguf:
+                _mark_ends(tokenizer, location.gguf)
         except (OSError, ValueError, LookupError, RuntimeError, ImportError, *CONFIG_ERRORS) as error:
             reason = _reason(error)
     # The hub's files are here once from_pretrained has asked for them.
@@ -246,6 +249,15 @@ def _tokenizer(location: Location, needed: bool) -> Tokenizer | None:
     if needed:
         raise UsageError(f"{location.id} has no tokenizer: {reason}", hint=hint)
     return None
+
+
+def _mark_ends(tokenizer: Tokenizer, path: Path) -> None:
+    """Take the bos and eos tokens that a GGUF file names: transformers 5.17 reads others from it than 5.23
+    does, and texts that begin and end with others have another KL."""
+    header, _ = read_header(path)
+    for name in ("bos_token", "eos_token"):
+        if (index := header.get(f"tokenizer.ggml.{name}_id")) is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
 
 
 def _reason(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from kvcal.cache.attached import attached_for
+from kvcal.cache.attached import decoding
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
@@ -108,7 +108,7 @@ def new_tokens(
     settings = settings if temperature > 0 else {"do_sample": False, **PLAIN_DECODING}
     input_ids = tokens_T.unsqueeze(0).to(loaded.model.device)
     model: Any = loaded.model  # transformers declares no type for generate
-    with attached_for(loaded.model, cache.plan):
+    with decoding(loaded.model, cache.plan):
         output: Tensor = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),

@@ -47,8 +47,8 @@ class PlanState:
     """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers
     that a later one is predicted from; ``predictions``: every layer's, by its index; ``step_tokens``:
     the most of a step, which rings have room for; ``shares_layers``: a layer of the model reads another one's keys and
-    values. Of a dynamic cache ``steps``, by device, and ``is_stepping``: whether the forward pass that runs may
-    take steps by the kernels."""
+    values. Of a dynamic cache ``steps``, by device, ``is_attached``: whether a forward pass runs within
+    ``kvcal.attached``, and ``is_stepping``: whether that one may take steps by the kernels."""
 
     def __init__(self, plan: Plan, attention_mask: Tensor | None, step_tokens: int = 1) -> None:
         self.plan, self.step_tokens = plan, step_tokens
@@ -62,7 +62,7 @@ class PlanState:
             self.later_sources |= {index for index, _ in sources} - {layer.geometry.index}
         self.predictions: dict[int, Source] = {}
         self.is_scheduled = plan.is_progressive
-        self.shares_layers = self.is_stepping = False
+        self.shares_layers = self.is_attached = self.is_stepping = False
         self.steps: dict[torch.device, GrowingSteps] = {}
 
     def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:

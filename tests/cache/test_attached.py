@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 from kvcal import PlanCache, attached
-from kvcal.cache.attached import _ATTACHED
+from kvcal.cache.attached import _ATTACHED, decoding
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import Format, num_pages
 
@@ -273,3 +274,22 @@ def test_a_mask_that_the_attention_adds_numbers_to_is_named(attention: str) -> N
         feed(model, cache, ids)
     assert "without max_tokens" in str(caught.value.hint)
     feed(model, PlanCache(cache.plan, config), ids)
+
+
+@pytest.mark.parametrize(("device", "is_attached"), [("cpu", False), ("cuda", True)])
+def test_what_generates_on_a_gpu_is_attached(device: str, is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(2, 1)
+    monkeypatch.setattr(type(model), "device", torch.device(device))
+    with decoding(model, plan_for("uniform")):
+        assert bool(_ATTACHED) == is_attached
+    assert not _ATTACHED
+
+
+def test_a_model_whose_attention_stays_generates_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(2, 1)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr("kvcal.cache.attached.attention_modules", Mock(side_effect=UnsupportedModel("bypasses it")))
+    with decoding(model, plan_for("uniform")):
+        assert not _ATTACHED
+    with pytest.raises(UnsupportedModel), decoding(model, plan_for("queries")):
+        pass

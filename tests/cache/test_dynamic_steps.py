@@ -3,6 +3,7 @@ cache gives, bit for bit, in the plan's bytes. The kernels are test_dynamic_step
 
 import copy
 import pickle
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvcal import PlanCache, attached
 from kvcal.cache import paged_layer
-from kvcal.errors import NonFiniteActivations
+from kvcal.errors import NonFiniteActivations, SlowPath
 from kvcal.store.step import LayerStep
 
 
@@ -52,6 +53,19 @@ def test_steps_give_what_a_static_cache_gives(name: str, stepped: list[int]) -> 
     assert assert_same_pages(static, dynamic) > 0
     assert_exact_bytes(dynamic, [340, 270, 143], ids.shape[1])
     assert dynamic.workspace_nbytes > 0
+
+
+def test_steps_outside_of_attached_are_told_at_once(stepped: list[int]) -> None:
+    """Not of a prompt."""
+    model, ids = tiny_llama(2, 1), random_ids(1, 202)
+    cache = PlanCache(plan_for("uniform"), model.config)
+    with torch.no_grad():
+        model(ids[:, :200], past_key_values=cache)
+        with pytest.warns(SlowPath, match="call the model within `with kvcal.attached"):
+            model(ids[:, 200:201], past_key_values=cache)
+        with attached(model), warnings.catch_warnings(action="error"):
+            model(ids[:, 201:], past_key_values=cache)
+    assert stepped == [1]
 
 
 def test_prompts_and_steps_in_turn(stepped: list[int]) -> None:

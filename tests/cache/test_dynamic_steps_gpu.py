@@ -7,7 +7,9 @@ from static_cases import TRANSFORMED, assert_same_pages
 from transformers import DynamicCache
 
 from kvcal import PlanCache, attached
+from kvcal.stages.generate import complete
 from kvcal.store.layer_store import LayerStore
+from kvcal.store.step import LayerStep
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +42,13 @@ def test_generate_gives_the_tokens_of_the_static_cache(sizes: tuple[int, ...]) -
         caches = [PlanCache(plan, model.config, mask, max_tokens=size) for size in (None, 360)]
         found, expected = (model.generate(ids, past_key_values=cache, **options) for cache in caches)
     assert torch.equal(found, expected)
+
+
+def test_the_command_generates_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, taken, attend = reasoner("float32"), list[int](), LayerStep.attend
+    monkeypatch.setattr(LayerStep, "attend", lambda step, q, *given: taken.append(1) or attend(step, q, *given))
+    answer = complete(loaded, plan_for(loaded.model, "basis"), "Times. 12 x 34" * 20, 12, 0.0, 0, chat=False)
+    assert len(taken) == (answer["new_tokens"] - 1) * loaded.model.config.num_hidden_layers > 0
 
 
 def test_beams_and_drafts() -> None:

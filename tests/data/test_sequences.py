@@ -244,12 +244,15 @@ def test_the_opening_tokens_are_the_tokenizers_own() -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = chat_tokenizer()
-    assert prefix_ids(tokenizer) == [EOS]  # bos, which this tokenizer does not add itself
+    assert prefix_ids(tokenizer) == []  # its bos, which it does not add itself, begins no conversation
+    for template in (None, "{{ bos_token }}" + TEMPLATE, "{{ raise_exception('no chat') }}"):
+        tokenizer.chat_template = template
+        assert prefix_ids(tokenizer) == [EOS]
     own = TemplateProcessing(single="<pad> <eos> $A <eos>", special_tokens=[("<pad>", 1), ("<eos>", 0)])
     tokenizer.backend_tokenizer.post_processor = own
     assert prefix_ids(tokenizer) == [1, 0]
     tokenizer = chat_tokenizer()
-    tokenizer.bos_token = None
+    tokenizer.chat_template = tokenizer.bos_token = None
     assert prefix_ids(tokenizer) == []
 
 

@@ -1,6 +1,7 @@
 """Pages of docs/measured have one form, and tables of the guides have the figures of the JSON that lies
 beside them."""
 
+import itertools
 import json
 import math
 import re
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from test_claims import table_of
+
+from kvcal.kernels.decode import block_shape
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEASURED = sorted((DOCS / "measured").glob("*.md"))
@@ -73,7 +76,7 @@ def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(n / (n - 1) * spread) / sum(theirs)
 
 
-def require_pair(cell: str, pair: tuple[float, float], scale: float = 1.0) -> None:
+def require_pair(cell: str, pair: tuple[float, ...], scale: float = 1.0) -> None:
     """A cell "1.2 ± .3" has the pair's figures, rounded as it is; no error where that is 0 or not given."""
     figures = re.findall(r"\d*\.?\d+", cell)
     for figure, value in zip(figures, pair, strict=False):
@@ -261,6 +264,21 @@ def test_plans_since_longer_contests_are_compared_as_measured() -> None:
             require_pair(cell, pair, scale)
 
 
+def test_texts_of_two_days_differ_by_how_they_begin() -> None:
+    """KIVI-2 on a CPU, next to the same text on the day whose transformers read the model's file."""
+    page = (DOCS / "measured/2026-11-29-longer-contests.md").read_text()
+    now = json.loads((DATA / "2026-11-29-longer-contests.json").read_text())
+    days = {"before": plans_of("Qwen2.5-Coder-0.5B", "2026-11-29")["measured"], "now": now["measured"]}
+    for cells, row in zip(table_of(page, "KL of KIVI-2, summed"), now["begins"], strict=True):
+        text, version, begins, joined, kl, kl_then, same, same_then = cells
+        day = days[version.partition(", ")[2]]
+        then = [one for one in texts(day, "kivi-2") if one["kind"] == row["kind"]][row["text"] - 1]
+        assert (text, begins) == (f"{row['kind']} {row['text']}", row["begins"] or "nothing")
+        assert (joined, float(kl), int(same)) == (row["joined"], row["kl"], row["same"])
+        assert (float(kl_then), int(same_then)) == (pytest.approx(then["kl"], abs=0.06), then["same"])
+        assert row["kl"] == pytest.approx(then["kl"], rel=0.04)
+
+
 def of_kinds(measured: dict[str, Any], name: str, kinds: tuple[str, ...]) -> tuple[list[float], list[float]]:
     found = [text for text in texts(measured, name) if "kl" in text and text["kind"] in kinds]
     return [text["kl"] for text in found], [text["count"] for text in found]
@@ -383,6 +401,68 @@ def test_packing_and_steps_in_a_basis_are_measured() -> None:
         for cell, key in zip(cells, ("us", "mean_us", "us_99", "longest_us"), strict=True):
             require_pair(cell.replace(",", ""), (row.get(key, 0), 0))
         require_pair(packing, (row.get("packing", 0), 0), 100)
+
+
+LOOPS = {
+    "a page, 2 bits": "2.5 bits, K2 V2: a page", "keys 3, values 2": "2.5 bits, K3 V2: a page",
+    "4 bits": "2.5 bits, K4 V4: a page", "16 tokens of 16 bits": "2.5 bits, K2 V2: 16 tokens",
+    "8 tokens enter": "enter: 8 tokens", "8 queries turn": "enter: 8 queries", "8 outputs leave": "leave: 8 outputs",
+    "8 tokens packed, of three scales one": "append: 8 tokens, one scale",
+}  # fmt: skip
+
+
+def test_steps_on_consumer_cards_are_computed(lab_script: Callable[..., dict[str, Any]]) -> None:
+    """From the counts beside the page, for the blocks that kvcal chooses; and errors are those against an H200."""
+    found = json.loads((DATA / "2026-11-29-consumer-cards.json").read_text())
+    page, script = (DOCS / "measured/2026-11-29-consumer-cards.md").read_text(), lab_script("expected_steps")
+    plans, counts = script["plans"](found["bits"]), found["counts"]
+    assert script["rows_of"](counts, plans) == found["rows"]
+    for (card, of_card), (plan, variants) in itertools.product(counts.items(), plans.items()):
+        assert of_card["fp64"] == {"append": 102, "decode": 0, "enter": 0, "leave": 0}
+        for one in set(variants):
+            warps, _ = block_shape(one, script["CHIPS"][card].capability)
+            assert warps == of_card["warps"][script["named"](plan, one)]
+    rows = {(row["card"], row["shape"]): (*row["us"].values(), row["over"]) for row in found["rows"]}
+    shown = table_of(page, "# Steps")
+    assert [(card, shape.replace(" ", "")) for card, shape, *_ in shown] == [key for key in rows if key[0] != "H200"]
+    for card, shape, default, plain, share, decode, enter, leave, append, plain_append, *weights in shown:
+        us, of_plain, over = rows[card, shape.replace(" ", "")]
+        require_pair(share, tuple(over[name] for name in ("expected", "least", "most")), 100)
+        cells = default, plain, decode, enter, leave, append, plain_append
+        kernels = (us[name] for name in ("decode", "enter", "leave", "append"))
+        for cell, value in zip(
+            cells, (sum(us.values()), sum(of_plain.values()), *kernels, of_plain["append"]), strict=True
+        ):
+            require_pair(cell, (value, 0))
+        for cell, name in zip(weights, ("bf16", "4 bits"), strict=True):
+            require_pair(cell, (over[name], 0), 100)
+    kinds, _, *loops = table_of(page, "Instructions of a warp", with_head=True)
+    for card, name, *cells in loops:
+        label, warps = re.fullmatch(r"(.*?)(?: \((\d+)\))?", name).groups()  # type: ignore[union-attr]
+        loop, (every, *numbers) = counts[card]["loops"][LOOPS[label]], (int(cell.replace(",", "")) for cell in cells)
+        assert (every, numbers) == (sum(loop.values()), [loop.get(kind, 0) for kind in kinds[3:]])
+        assert warps is None or int(warps) == counts[card]["warps"][LOOPS[label].removesuffix(": a page")]
+    whole = {
+        (one["case"], one["cache"]): one for one in json.loads((DATA / "2026-11-29-packing.json").read_text())["steps"]
+    }
+    stripes = json.loads((DATA / "2026-11-29-stripes.json").read_text())["rows"]
+    in_stripes = {one["case"]: one["us"] for one in stripes if one["cache"] == "2.5 bits"}
+    eights = table_of((DOCS / "measured/2026-11-29-stripes.md").read_text(), "## Eight tokens a block")
+    means = {
+        shape.replace(" ", ""): (float(mean), float(share[:-2]))
+        for shape, of, _, mean, *_, share in eights
+        if of == "16"
+    }
+    checks = [cells for _, *cells in table_of(page, "The same model")]
+    for case, of_case in zip(("1x4096", "8x32768", "38x32768"), zip(*checks, strict=True), strict=True):
+        us, of_plain, _ = rows["H200", case]
+        bases, without = whole[case, "2.5 bits"]["us"], whole[case, "the same without bases"]["us"]
+        mean, share = means[case]
+        of_bases = us["enter"] + us["leave"]
+        pairs = [(mean, sum(us.values())), (without, of_plain["decode"] + script["STORE"]), (bases - without, of_bases)]
+        pairs += [(in_stripes[case] - without, of_bases), (mean * share / 100, us["append"] - script["STORE"])]
+        for cell, (measured, computed) in zip(of_case, pairs, strict=True):
+            require_pair(cell, (measured, computed, 100 * abs(computed / measured - 1)))
 
 
 def test_the_embedded_models_table_is_the_committed_evaluation() -> None:

@@ -18,7 +18,6 @@ from kvcal.kernels import basis as launching
 from kvcal.kernels import ops, reference
 from kvcal.kernels.choice import MAX_ROTATED_DIM
 from kvcal.kernels.compile import cubin
-from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import Boost, Format, Tier
@@ -205,19 +204,11 @@ def test_the_kernels_fit_every_chip(arch: str, dim: int, registers: int) -> None
             defines = launching.basis_defines(entry, dim, 4, dtypes)
             needs = resources(cubin("basis", defines, arch))[entry]
             assert needs.local_bytes <= (0 if dim <= 128 else 16) and needs.static_shared_bytes == 0
-            assert needs.registers <= registers
+            assert needs.registers <= registers and needs.fp64 == 0
 
 
-def test_a_step_reads_and_enters_without_fp64() -> None:
-    """Which consumer GPUs have at a 64th of the speed of fp32."""
-    pages = Format(2, quantizer="rotated")
-    variant = Variant(pages, pages, 128, "bfloat16", 4, False, False)
-    decode = decode_defines(variant, "float32", False, (8, 9))
-    dtypes = torch.bfloat16, torch.bfloat16
-    found = resources(cubin("decode", decode, "sm_89"))
-    for entry in ("enter", "leave"):
-        found |= resources(cubin("basis", launching.basis_defines(entry, 128, 4, dtypes), "sm_89"))
-    assert {name: needs.fp64 for name, needs in found.items()} == {"enter": 0, "leave": 0, "decode": 0}
+def test_scores_of_channels_are_counted_as_fp64() -> None:
+    """Which no kernel of a step has besides: consumer GPUs have it at a 64th of the speed of fp32."""
     tiered = Format(2, "channel", boost=Boost("variance", (Tier(4, 0.125),)))  # scores are means in fp64
-    scored = Variant(tiered, pages, 128, "bfloat16", 4, False, False)
+    scored = Variant(tiered, Format(2, quantizer="rotated"), 128, "bfloat16", 4, False, False)
     assert resources(cubin("pack", scored.defines, "sm_89"))["append"].fp64 > 0

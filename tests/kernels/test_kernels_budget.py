@@ -5,7 +5,7 @@ An inner loop that loses its unrolling, or an array that moves to local memory, 
 slower and changes no result: without a GPU, a budget is the only test that sees it. The numbers have some 10
 % of room.
 
-Two main variants are compiled for every chip that docs/kernels.md names; the others for one chip, as code of
+Three main variants are compiled for every chip that docs/kernels.md names; the others for one chip, as code of
 two chips differs little.
 """
 
@@ -59,7 +59,7 @@ CHIPS = {
     (12, 0): Chip(99, 4),
 }  # fmt: skip
 HOPPER = (9, 0)
-MAIN = ("2 bits", "rotated 2 bits")
+MAIN = ("2 bits", "rotated 2 bits", "stripes")  # the last are the default recipe's
 
 
 def variant(k: Format, v: Format, head_dim: int = 128, group_heads: int = 4, dtype: str = "bfloat16") -> Variant:
@@ -77,7 +77,7 @@ def assert_decode(
     found = resources(cubin("decode", defines, arch_of(capability)))["decode"]
     assert found.registers * defines["WARPS"] * 32 <= 65536
     assert found.local_bytes <= local_bytes
-    assert found.instructions <= instructions
+    assert found.instructions <= instructions and found.fp64 == 0
     assert defines["SHARED_BYTES"] + found.static_shared_bytes <= 1024 * CHIPS[capability].shared_kib
 
 
@@ -89,6 +89,7 @@ def assert_append(of: Variant, instructions: int, capability: tuple[int, int] = 
     assert found.local_bytes <= (16 if has_parts else 0) and found.registers <= (168 if has_parts else 96)
     assert found.instructions <= instructions
     assert found.static_shared_bytes <= 48 * 1024  # of every chip, without asking for more
+    assert defines.get("PART_BYTES", 0) <= shared_room(capability)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -100,11 +101,12 @@ def test_decode_and_append_stay_in_their_budgets(name: str) -> None:
 
 @pytest.mark.parametrize("capability", CHIPS)
 def test_a_stripe_keeps_targets_and_a_row_of_the_factor_in_registers(capability: tuple[int, int]) -> None:
-    """Of 8 blocks of channels 4 targets a lane, and two rows of factors. A block of 16 is looped over, not unrolled."""
+    """Of 8 blocks of channels 4 targets a lane, and two rows of factors. A block of 16 is looped over, not unrolled.
+    Only norms are fp64, some 50 instructions a side: consumer cards have it at a 64th of the speed of fp32."""
     of = replace(variant(STRIPES, STRIPES), k_feedback=True, v_feedback=True, v_gain=True)
     assert_append(of, 8200, capability)
     found = resources(cubin("pack", append_defines(of, False, shared_room(capability)), arch_of(capability)))["append"]
-    assert found.local_bytes == 0 and found.registers > 100
+    assert found.local_bytes == 0 and found.registers > 100 and 0 < found.fp64 <= 120
 
 
 @pytest.mark.parametrize("capability", [capability for capability in CHIPS if capability != HOPPER])
@@ -113,7 +115,8 @@ def test_the_main_variants_fit_every_chip(capability: tuple[int, int]) -> None:
     for name in MAIN:
         k, v, instructions, local_bytes, of_append = VARIANTS[name]
         assert_decode(variant(k, v), instructions, local_bytes, capability)
-    assert_append(variant(k, v), of_append, capability)
+        if k == v:
+            assert_append(variant(k, v), of_append, capability)
     for found in resources(
         cubin("pack", pack_defines(variant(k, v), "k", shared_room(capability)), arch_of(capability))
     ).values():

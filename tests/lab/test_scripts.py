@@ -72,6 +72,24 @@ def test_measured_rows_are_within_the_stated_errors(lab_script: Script, capsys: 
         assert row in page
 
 
+def test_loops_are_told_by_what_they_hold(lab_script: Script) -> None:
+    """As nvdisasm lists them: the loop of products within another, and four chains' turns of one of two sides."""
+    script = lab_script("instructions")
+    products = [".L_x_0:", "LDS R4, [R2]", ".L_x_1:", "IMMA.16832.S8.S8 R8, R4, R6, R8", "IADD3 R2, R2, 1, RZ"]
+    products += ["@P0 BRA `(.L_x_1)", "FADD R1, R1, R2", "@!P1 BRA `(.L_x_0)"]
+    chain = [".L_x_2:", *["FFMA R1, R2, R3, R1"] * 61, "@P2 BRA `(.L_x_2)", "@P3 BRA `(.L_x_3)", "DADD R2, R2, R4"]
+    lines = [*products, *chain, ".L_x_3:", "EXIT"]
+    listing = "\n".join(
+        line if line.startswith(".") else f"        /*{n:04x}*/    {line} ;" for n, line in enumerate(lines)
+    )
+    code = script["parsed"](listing)
+    assert len(code) == sum(not line.startswith(".") for line in lines) and code[4:6] == [("FADD", None), ("BRA", 0)]
+    assert script["loop_with"](code, "IMMA") == (1, 4)
+    assert script["counted"](code[1:4]) == {"products of bytes": 1, "other integers": 1, "control": 1}
+    assert script["chain"](code) == {"fp32": 2 * 61, "control": 2}
+    assert script["counted"](code)["fp64"] == 1
+
+
 def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
@@ -97,6 +115,19 @@ def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
         assert f"| {name} | {first['plans'][name]['bits']:.2f} |" in printed
     lab_script("real", *arguments)
     assert json.loads((out / "real.json").read_text())["measured"] == first["measured"]
+    digests = first["settings"]["token_ids_sha256"]
+    assert {label: len(of) for label, of in digests.items()} == {
+        label: len(of) for label, of in first["measured"]["16-bit"].items()
+    }
+    assert len({one for of in digests.values() for one in of}) == sum(map(len, digests.values()))
+    path = tmp_path / "model/tokenizer_config.json"  # plain texts begin with another token: none is taken for the same
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<pad>"}))
+    lab_script("real", *arguments)
+    other = json.loads((out / "real.json").read_text())
+    kinds = [text["kind"] for text in first["measured"]["16-bit"]["512:0"]]
+    pairs = zip(kinds, digests["512:0"], other["settings"]["token_ids_sha256"]["512:0"], strict=True)
+    assert {kind for kind, one, now in pairs if one != now} >= {"documentation", "word problems"}
+    assert other["measured"]["kivi-2"] != first["measured"]["kivi-2"]
 
 
 def test_parts_of_the_choice_of_bits_are_measured_at_equal_bytes(

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cache_cases import KIVI_2, plan_of
+from transformers import AutoTokenizer
 
 from kvcal.errors import UsageError
 from kvcal.models.config import read_sizes
@@ -78,6 +80,7 @@ def test_a_gguf_file_is_loaded_as_a_plain_model(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], written[name]) for name in plain)
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.decode(loaded.tokenizer("cab", add_special_tokens=False)["input_ids"]) == "cab"
+    assert (loaded.tokenizer.bos_token, loaded.tokenizer.eos_token) == ("<s>", "</s>")
     assert getattr(loaded.model.config, "quantization_config", None) is None
     assert (loaded.identity.id, loaded.identity.model_type, loaded.geometry.cache_dtype) == (
         "tiny", "llama", "bfloat16",
@@ -97,6 +100,22 @@ def test_a_gguf_file_is_loaded_as_a_plain_model(tmp_path: Path) -> None:
     command += ["--prompt", "c", "--max-new-tokens", "3", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "it/s" not in done.stderr  # transformers shows a bar, but for --quiet
+
+
+def test_a_gguf_file_says_which_tokens_begin_and_end_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 read a vocabulary's own ones, and no bos."""
+    pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    write(tmp_path / "tiny.gguf")
+    read = AutoTokenizer.from_pretrained
+
+    def read_as_before(*args: Any, **options: Any) -> Any:
+        tokenizer = read(*args, **options)
+        tokenizer.bos_token, tokenizer.eos_token = None, "<pad>"
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", read_as_before)
+    tokenizer = load(str(tmp_path / "tiny.gguf")).tokenizer
+    assert tokenizer is not None and (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

@@ -180,6 +180,7 @@ def _accepted(
     done = 0
     for one in proposed:
         cache, fed = PlanCache(plan, loaded.model.config, lookahead=NUM_DRAFTS - 1), 0
+        cache.state.is_attached = True  # caches are fed in lockstep, without kernels: that is no news
         cache.activate_past_recording()  # sliding windows take tokens back
         for place, tokens_Bk, counts_B in zip(one.places, one.tokens_PBk, one.counts_PB, strict=True):
             for _ in feed(loaded.model, cache, one.text.input_ids_BT[:, fed : place - 1]):
