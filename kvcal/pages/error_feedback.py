@@ -105,9 +105,10 @@ def round_with_feedback(
     """
     parts = [_channels_first(part, x.shape) for part in (x, scale, zero, levels)]
     codes, targets = torch.empty_like(parts[0], dtype=torch.uint8), torch.empty_like(parts[0])
-    for heads, tokens in blocks(*codes.shape[1:], x.device):
+    for heads, tokens in blocks(codes.shape[1], codes.shape[2], x.device):
         rows = factor_rows(factor[heads], len(codes))
-        found = feed_back(*(part[:, heads, tokens] for part in parts), rows, raw_dtype)
+        values, size, lowest, most = (part[:, heads, tokens] for part in parts)
+        found = feed_back(values, size, lowest, most, rows, raw_dtype)
         codes[:, heads, tokens], targets[:, heads, tokens] = found
     return _channels_last(codes, x.shape), _channels_last(targets, x.shape)
 

@@ -123,7 +123,7 @@ class RotatedLayout(UniformLayout):
         weights = factor_weights(factor, self.head_dim).t().unsqueeze(2)
         more = torch.arange(CANDIDATES, device=lowest.device, dtype=lowest.dtype).view(-1, 1)
         levels = rotated.new_full((1, 1, 1), self.levels)
-        for heads, tokens in blocks(*own.shape[1:], rotated.device, CANDIDATES):
+        for heads, tokens in blocks(own.shape[1], own.shape[2], own.device, CANDIDATES):
             first, rows = least[:, heads, tokens], factor_rows(factor[heads], self.head_dim)
             step, start = (part.flatten(2) for part in self._grid(first.unsqueeze(2) + more))
             every = own[:, heads, tokens].unsqueeze(2).expand(-1, -1, CANDIDATES, -1).flatten(2)
