@@ -25,7 +25,7 @@ from kvcal.pages.stripes import pieces
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.sinks_ring_pages import Pack, Part, row_map
 from kvcal.store.step import KernelCodec
-from kvcal.store.unpacked import Unpacked
+from kvcal.store.unpacked import TOKENS_AT_ONCE, Unpacked
 from kvcal.systems.basis.basis import Basis
 
 Predict = Callable[[Sequence[Span]], Tensor]
@@ -291,6 +291,21 @@ class PagedTensor(Part):
             self.codec.put(places, begin, tokens, self.num_bits, numbers, query_mean, predicted)
 
         return pack
+
+
+def decode_together(parts: Sequence[PagedTensor], spans: Sequence[Span], dtype: torch.dtype) -> list[Tensor]:
+    """``decode`` of the same pages of each of several parts of a ``kind``."""
+    if len(parts) == 1:
+        return [parts[0].decode(spans, dtype)]
+    ordinals, num_bits = ordinals_of(spans, parts[0].ring.device), parts[0].num_bits
+    at_once = max(1, TOKENS_AT_ONCE // (len(ordinals) * parts[0].codec.num_heads * PAGE_TOKENS))
+    found: list[Tensor] = []
+    for some in (parts[first : first + at_once] for first in range(0, len(parts), at_once)):
+        codec = PageCodec.beside([part.codec for part in some])
+        records = torch.cat([part.pool.records[part.pool.slots(spans)] for part in some], 1)
+        decoded = codec.restore(codec.decode(records, num_bits), ordinals, num_bits).to(dtype)
+        found += decoded.chunk(len(some), 1)
+    return found
 
 
 def spans_of(rows: slice, tokens: range) -> list[Span]:

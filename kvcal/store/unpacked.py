@@ -1,4 +1,4 @@
-"""Stripes of many layers that are packed at once, and pages that are decoded at once.
+"""Stripes of many layers that are packed at once.
 
 Error feedback takes a token's channels one after the other, in a few operations each. On a CPU a stripe is small
 next to what it takes to call them: stripes of all layers and sequences that are stored alike go through one call of
@@ -8,17 +8,13 @@ the codec. Each head has a factor of its own, so that the bytes are those of sin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.store.pool import Pool, Span, ordinals_of
-
-if TYPE_CHECKING:
-    from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.pool import Pool
 
 # Tokens of single heads that are encoded, or decoded, at once: bounds the scratch.
 TOKENS_AT_ONCE = 16384
@@ -52,21 +48,6 @@ def pack_together(unpacked: Sequence[Unpacked]) -> None:
         at_once = max(1, TOKENS_AT_ONCE // (batch * heads * tokens))
         for first in range(0, len(of_kind), at_once):
             _pack(of_kind[first : first + at_once])
-
-
-def decode_together(parts: Sequence[PagedTensor], spans: Sequence[Span], dtype: torch.dtype) -> list[Tensor]:
-    """``PagedTensor.decode`` of the same pages of each, of parts of a ``kind``."""
-    if len(parts) == 1:
-        return [parts[0].decode(spans, dtype)]
-    ordinals, num_bits = ordinals_of(spans, parts[0].ring.device), parts[0].num_bits
-    at_once = max(1, TOKENS_AT_ONCE // (len(ordinals) * parts[0].codec.num_heads * PAGE_TOKENS))
-    found: list[Tensor] = []
-    for some in (parts[first : first + at_once] for first in range(0, len(parts), at_once)):
-        codec = PageCodec.beside([part.codec for part in some])
-        records = torch.cat([part.pool.records[part.pool.slots(spans)] for part in some], 1)
-        decoded = codec.restore(codec.decode(records, num_bits), ordinals, num_bits).to(dtype)
-        found += decoded.chunk(len(some), 1)
-    return found
 
 
 def _joined(rows: Sequence[Unpacked]) -> Unpacked:

@@ -28,10 +28,10 @@ from kvcal.plan.page_format import RAW, Side
 from kvcal.stages.measuring.ahead import Ahead, ahead_of, stripes_of, tokens_ahead
 from kvcal.store.layer_store import LayerStore, NewTokens, Wanted
 from kvcal.store.padding import Rows
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor, decode_together
 from kvcal.store.pool import Span
 from kvcal.store.state import PlanState
-from kvcal.store.unpacked import Unpacked, decode_together, pack_together
+from kvcal.store.unpacked import Unpacked, pack_together
 
 # Columns that a copy grows by at least, besides a quarter: each growth copies it.
 GROWTH = 256
