@@ -41,7 +41,7 @@ def both(name: str, plan: Plan, ids: Tensor, cuts, mask: Tensor, prompt: int):
 
 
 def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = True) -> int:
-    """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. After a
+    """The number of compared tokens: those that the dynamic cache holds of every row lie in the ring. After a
     step, keys of later layers differ in their last bits."""
     count, columns = 0, dynamic.get_seq_length()
     rows = dynamic.padding.rows

@@ -1,4 +1,4 @@
-"""What plug-ins hold on to of an engine, and is not public, is on the list of docs/architecture.md, and no more.
+"""Private parts of engines that plug-ins hold on to are those on the list of docs/architecture.md, and no more.
 
 Read from the sources: methods of the engine that are replaced, those that a class of the engine's calls, and private
 attributes that no plug-in defines."""

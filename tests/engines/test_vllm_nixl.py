@@ -45,7 +45,7 @@ def pair(
     version: str, folder: Path, served: Served, requests: list[dict], plans: tuple[Plan, Plan],
     prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, wait: int = 0, **transfer: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What both engines did; ``prefill``, ``decode``: more arguments of either."""
+    """The records of both engines; ``prefill``, ``decode``: more arguments of either."""
     scenario: dict[str, Any] = {"requests": requests, "wait": wait}
     own = {"prefill": prefill or {}, "decode": decode or {}}
     for (name, more), plan, role in zip(own.items(), plans, ("kv_producer", "kv_consumer"), strict=True):

@@ -65,7 +65,7 @@ def written(loaded: LoadedModel, tokens_T: Tensor, plan: Plan) -> dict[int, list
 
 @pytest.mark.parametrize("pair", [COARSE, KIVI_2], ids=["coarse", "kivi-2"])
 def test_equals_greedy_decoding(pair: tuple) -> None:
-    """What a plan takes of a draft is what it would write itself, up to the first other token."""
+    """A plan takes of a draft the tokens that it would write itself, up to the first other one."""
     loaded, data = loaded_model(), text(260, 200, first_loss=140)
     plan, raw = make_plan(loaded, pair), make_plan(loaded, RAW_PAIR)
     found = measured(loaded, plan, data)

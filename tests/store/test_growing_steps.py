@@ -1,4 +1,4 @@
-"""What kernels are given in the steps of a dynamic cache follows the lengths and slots that the host knows."""
+"""Arguments of kernels in the steps of a dynamic cache follow the lengths and slots that the host knows."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -80,7 +80,7 @@ def ragged_ids(lengths: tuple[int, ...], more: int) -> tuple[Tensor, Tensor]:
 
 
 def graph_of(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """What lazily initialises itself does so before the capture, on a stream that is not the default."""
+    """A captured graph of ``step``, after warm-up steps on a stream that is not the default."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

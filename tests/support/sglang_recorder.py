@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _profiled(original: Any, configurator: Any, before: int) -> int:
-    """What SGLang does first of all that it does for the cache."""
+    """The memory that SGLang finds free, before it does anything else for the cache."""
     global _available
     if "KVCAL_TEST_IMAGES" in os.environ:  # a model of text, as if it were one of images
         configurator.model_config.is_multimodal, configurator.model.prepare_attn_masks = True, None

@@ -205,7 +205,7 @@ def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
 
 
 def test_predictors_lower_the_error_of_the_cache_as_foretold() -> None:
-    """What is read back errs less with predictors, in every side of every layer; the plan is this model's."""
+    """Keys and values read back err less with predictors, in every side of every layer; the plan is this model's."""
     loaded, (layers, record) = loaded_llama(), fitted_llama()
     assert [(f.layer, f.side) for f in record.kept] == [(1, "k"), (1, "v"), (2, "k"), (2, "v")]
     for finding in record.kept:
