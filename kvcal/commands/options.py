@@ -364,7 +364,8 @@ def naming_what_works(budgets: BudgetOptions, besides: str = "") -> Iterator[Non
             value = f"{refused.least_bits:.2f}" if kind == "bits" else f"{refused.smallest_bytes}B"
             line = console.command_line(*_with_option(sys.argv[1:], f"--{kind.replace('_', '-')}", value))
             fewer = "; a longer --context or a larger --batch takes fewer bits" if kind == "bits" else ""
-            refused.hint = f"{line}{besides}{fewer}"
+            beyond = "; 16 bits need no more than that" if refused.least_bits >= 16 else ""
+            refused.hint = f"{line}{besides}{beyond}{fewer}"
         raise
 
 

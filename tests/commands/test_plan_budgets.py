@@ -41,6 +41,14 @@ def test_a_budget_that_is_too_small_is_answered_with_the_command_that_works(
     assert load_plan(tmp_path / "least.safetensors").predicted_bytes == error["smallest_bytes"]
 
 
+@pytest.mark.parametrize(("context", "is_beyond"), [(256, True), (2048, False)])
+def test_a_smallest_plan_that_gains_nothing_is_told(context: int, is_beyond: bool, tmp_path: Path) -> None:
+    """At 256 tokens bases and windows alone take more than 16 bits do."""
+    refused = run_kvcal("plan", "reasoner-10m", "--bits", 2, "--batch", 1, "--context", context, "--out", tmp_path)
+    assert refused.code == 3
+    assert ("16 bits need no more than that" in " ".join(refused.err.split())) == is_beyond
+
+
 def test_three_bits_of_four_short_texts_make_a_plan(tmp_path: Path) -> None:
     """Sinks and windows take a sixth of the budget."""
     knobs = {"basis.num_samples": 2, "basis.seq_len": 512, "data.num_samples": 2, "profile.kl_samples": 1}

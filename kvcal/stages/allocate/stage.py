@@ -230,7 +230,7 @@ class Choices:
             return ""
         costs = "costs that fall with bits as squared errors do" if self.ships == BY_LAW else "the profile's costs"
         among = "" if self.ships in (PROGRAM, BY_LAW) else ", of these widths alone"
-        return f"What ships, {self.ships}, was chosen by {costs}{among}."
+        return f"The plan that ships ({self.ships}) was chosen by {costs}{among}."
 
     def of_layer(self, layer: int | None) -> Choices:
         """Those of the layer with this cache index; of all of them, if None. UsageError for one without
