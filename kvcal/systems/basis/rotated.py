@@ -87,7 +87,7 @@ class RotatedLayout(UniformLayout):
     def encode_tokens(self, x: Tensor, operands: Mapping[str, Tensor], first: int) -> Tensor:
         factor = operands.get("feedback")
         channels = x.float().flatten(0, -2).t().clone(memory_format=torch.contiguous_format)  # the fastest on a CPU
-        channels = channels.unflatten(1, x.shape[:-1]).transpose(1, 2).contiguous()
+        channels = channels.unflatten(1, x[(None,) * (4 - x.ndim)].shape[:-1]).transpose(1, 2).contiguous()
         if factor is not None and (gain := factor_gains(factor, self.head_dim)).numel():
             channels.mul_(_channels_first(gain.unsqueeze(1)))
         rotated = rotate_channels(channels, _channels_first(operands["signs"]).float())
@@ -99,7 +99,8 @@ class RotatedLayout(UniformLayout):
             codes = steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
         else:
             codes, scale_bits = self._searched(rotated, scale_bits, factor)
-        return self._records(_channels_last(codes), _channels_last(scale_bits.to(torch.uint8)), first)
+        records = self._records(_channels_last(codes), _channels_last(scale_bits.to(torch.uint8)), first)
+        return records.view(*x.shape[:-2], records.shape[-1])
 
     def token_bytes(self, first: int, stop: int) -> Tensor:
         return _token_bytes(self, first, stop)
