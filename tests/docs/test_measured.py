@@ -503,3 +503,22 @@ def test_the_page_of_rows_is_measured() -> None:
     for name, share, before in table_of((DOCS / "measured/2026-11-29-plans.md").read_text(), "## Rows"):
         require_pair(share, rows_of(name, "2026-11-29") or (0, 0))
         require_pair(before, rows_of(name) or (0, 0))
+
+
+def test_texts_and_plans_on_a_cpu_are_measured() -> None:
+    found = json.loads((DATA / "2026-11-29-texts-on-a-cpu.json").read_text())
+    page = (DOCS / "measured/2026-11-29-texts-on-a-cpu.md").read_text()
+    rows = table_of(page, "CPU seconds to read texts")
+    assert [when for _, when, *_ in rows] == ["before", "now"] * 2
+    for texts, when, raw, packed, factor in rows:
+        name = texts.replace(" ", "").replace(",", "")
+        (row,) = (one for one in found["texts"][when] if one["texts"] == name)
+        for cell, key in ((raw, "16_bits_s"), (packed, "packed_s")):
+            require_pair(cell, (statistics.mean(row[key]), 0))
+        require_pair(factor, ratio(row["packed_s"], row["16_bits_s"]))
+    for (_, *cells), seconds in zip(
+        table_of(page, "CPU seconds of `kvcal plan`"), found["plans_s"].values(), strict=True
+    ):
+        assert [int(cell) for cell in cells] == [seconds["before"], seconds["now"]]
+    told = table_of((DOCS / "real.md").read_text(), "## How long it takes")
+    assert f"{found['plans_s']['--bits 2.5']['now']} s of one core" in [row[1] for row in told]
