@@ -26,15 +26,15 @@ bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
 
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec
 
 LARGEST_FACTOR = 32768.0
-# Of one head on a CPU, whose targets stay in a core's cache; other devices take all at once.
-TOKENS_AT_ONCE = {"cpu": 8192}
+# Of all heads on a CPU, whose targets stay in a core's cache; other devices take all at once.
+TOKENS_AT_ONCE = {"cpu": 4096}
 
 
 def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
@@ -103,30 +103,54 @@ def round_with_feedback(
     Returns:
         codes uint8 and targets fp32, shaped like x.
     """
-    head_dim = x.shape[-1]
-    values, scale, zero, levels = (_channels_first(part, x.shape) for part in (x, scale, zero, levels))
-    step = torch.where(scale == 0, torch.inf, scale)
-    targets, codes = values.clone(), torch.empty_like(values)
-    rows = _factor_rows(factor, head_dim)
-    at_once = max(1, TOKENS_AT_ONCE.get(x.device.type, values[0].numel()) // values.shape[1])
-    sub, mul, minimum = torch.sub, torch.mul, torch.minimum
-    grid = (part.split(at_once, -1) for part in (values, targets, codes, scale, step, zero, levels))
-    for value, target, code, *at_all in zip(*grid, strict=True):
-        pushed, error = torch.empty_like(target), torch.empty_like(target[0])
-        # Views of all channels at once: on a CPU, to make one takes as long as to add 1,000 numbers.
-        channels = zip(value.unbind(), target.unbind(), code.unbind(), *(part.unbind() for part in at_all), strict=True)
-        for channel, (own, due, found, size, divisor, lowest, most) in enumerate(channels):
-            sub(due, lowest, out=found).div_(divisor).round_().clamp_(min=0.0)
-            minimum(found, most, out=found)
-            decoded = mul(found, size, out=error).add_(lowest)
-            if raw_dtype is not None:
-                decoded = torch.where(most == 0, due.to(raw_dtype).float(), decoded)
-            sub(own, decoded, out=error)
-            target[channel + 1 :].add_(mul(rows[channel], error, out=pushed[channel + 1 :]))
-    return _channels_last(codes.to(torch.uint8), x.shape), _channels_last(targets, x.shape)
+    parts = [_channels_first(part, x.shape) for part in (x, scale, zero, levels)]
+    codes, targets = torch.empty_like(parts[0], dtype=torch.uint8), torch.empty_like(parts[0])
+    for heads, tokens in blocks(codes.shape[1], codes.shape[2], x.device):
+        rows = factor_rows(factor[heads], len(codes))
+        values, size, lowest, most = (part[:, heads, tokens] for part in parts)
+        found = feed_back(values, size, lowest, most, rows, raw_dtype)
+        codes[:, heads, tokens], targets[:, heads, tokens] = found
+    return _channels_last(codes, x.shape), _channels_last(targets, x.shape)
 
 
-def _factor_rows(factor: Tensor, head_dim: int) -> list[Tensor]:
+def blocks(
+    num_heads: int, num_tokens: int, device: torch.device, num_candidates: int = 1
+) -> Iterator[tuple[slice, slice]]:
+    """The heads and tokens that are taken at once, with so many candidates of each token."""
+    most = TOKENS_AT_ONCE.get(device.type, num_candidates * num_heads * num_tokens) // num_candidates
+    heads, tokens = max(1, most // max(1, num_tokens)), max(1, min(most, num_tokens))
+    for head, token in product(range(0, num_heads, heads), range(0, num_tokens, tokens)):
+        yield slice(head, head + heads), slice(token, token + tokens)
+
+
+def feed_back(
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    levels: Tensor,
+    rows: Sequence[Tensor],
+    raw_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`round_with_feedback`, with channels first: values fp32 [D, n, M]; scale, zero and levels the same, or
+    [1, n, M] of channels that are alike; ``rows`` of the factor. Codes are fp32."""
+    targets = values.clone(memory_format=torch.contiguous_format)
+    codes, pushed, error = torch.empty_like(targets), torch.empty_like(targets), torch.empty_like(targets[0])
+    step, least = torch.where(scale == 0, torch.inf, scale), values.new_zeros(())
+    grid = (part.expand(len(values), -1, -1).unbind() for part in (scale, step, zero, levels))
+    sub, mul, clamp = torch.sub, torch.mul, torch.clamp
+    # Views of all channels at once: on a CPU, to make one takes as long as to add 1,000 numbers.
+    channels = zip(values.unbind(), targets.unbind(), codes.unbind(), *grid, strict=True)
+    for channel, (own, due, found, size, divisor, lowest, most) in enumerate(channels):
+        clamp(sub(due, lowest, out=found).div_(divisor).round_(), least, most, out=found)
+        decoded = mul(found, size, out=error).add_(lowest)
+        if raw_dtype is not None:
+            decoded = torch.where(most == 0, due.to(raw_dtype).float(), decoded)
+        sub(own, decoded, out=error)
+        targets[channel + 1 :].add_(mul(rows[channel], error, out=pushed[channel + 1 :]))
+    return codes, targets
+
+
+def factor_rows(factor: Tensor, head_dim: int) -> list[Tensor]:
     """Every row of U right of the diagonal, fp32 [D - 1 - channel, n, 1]."""
     places = [_diagonal_place(channel, head_dim) for channel in range(head_dim + 1)]
     every = factor.t().float().unsqueeze(-1).contiguous()
@@ -135,11 +159,11 @@ def _factor_rows(factor: Tensor, head_dim: int) -> list[Tensor]:
 
 def _channels_first(x: Tensor, shape: torch.Size) -> Tensor:
     """A tensor that broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], where a channel is a run of memory;
-    channels that are all alike are one."""
-    n, T, D = shape[-3:]
+    [1, n, all others] where channels are alike."""
+    n, T, _ = shape[-3:]
     channels = x.shape[-1] if x.ndim else 1
     full = x.float().expand(*shape[:-1], channels).reshape(math.prod(shape[:-3]), n, T, channels)
-    return full.permute(3, 1, 0, 2).flatten(2).contiguous().expand(D, -1, -1)
+    return full.permute(3, 1, 0, 2).flatten(2).contiguous()
 
 
 def _channels_last(x: Tensor, shape: torch.Size) -> Tensor:

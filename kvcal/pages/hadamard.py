@@ -50,6 +50,11 @@ def rotate(x: Tensor, signs: Tensor) -> Tensor:
     return _transformed(x.float() * signs.float())
 
 
+def rotate_channels(x: Tensor, signs: Tensor) -> Tensor:
+    """:func:`rotate` of x fp32 [width, ...], contiguous, which it overwrites; signs broadcast to x."""
+    return _in_rounds(x.mul_(signs))
+
+
 def unrotate(y: Tensor, signs: Tensor) -> Tensor:
     """Inverse of :func:`rotate`, up to fp32 rounding: [..., width] -> [..., width] fp32."""
     return _transformed(y.float()) * signs.float()
@@ -57,16 +62,19 @@ def unrotate(y: Tensor, signs: Tensor) -> Tensor:
 
 def _transformed(x: Tensor) -> Tensor:
     """H x / sqrt(n) of each block of the last dimension, without gradients."""
-    width = x.shape[-1]
-    block = block_size(width)
-    # Rows last: each round then adds whole runs of memory, three times faster on a CPU than within rows. Two
-    # buffers take turns: four times faster again than a new one for every sum.
-    values, distance = x.detach().reshape(-1, width).t().clone(memory_format=torch.contiguous_format), 1
-    others = torch.empty_like(values)
-    while distance < block:
+    # Rows last: each round then adds whole runs of memory, three times faster on a CPU than within rows.
+    rows_last = x.detach().reshape(-1, x.shape[-1]).t().clone(memory_format=torch.contiguous_format)
+    return _in_rounds(rows_last).t().reshape(x.shape)
+
+
+def _in_rounds(values: Tensor) -> Tensor:
+    """Of channels [width, ...]. Two buffers, one of them ``values``, take turns: on a CPU four times faster than a
+    new one for every sum."""
+    width, others, distance = len(values), torch.empty_like(values), 1
+    while distance < block_size(width):
         pairs, found = (buffer.view(width // (2 * distance), 2, -1) for buffer in (values, others))
         torch.add(pairs[:, 0], pairs[:, 1], out=found[:, 0])
         torch.sub(pairs[:, 0], pairs[:, 1], out=found[:, 1])
         values, others = others, values
         distance *= 2
-    return values.t().reshape(x.shape) * x.new_full((), norm(width))
+    return values.mul_(values.new_full((), norm(width)))

@@ -42,6 +42,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import layout_tensors
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
+from kvcal.stages.calibration import few_logits
 from kvcal.stages.checkpoint import parameter_bytes, require_smaller
 from kvcal.stages.measuring.cache import DenseCache, looking_ahead
 from kvcal.stages.measuring.dense_layer import UnreadPages
@@ -99,11 +100,15 @@ def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterato
 
 
 def lockstep(
-    model: PreTrainedModel, caches: Sequence[PlanCache], tokens_BT: Tensor, first_B: Tensor | None = None
+    model: PreTrainedModel,
+    caches: Sequence[PlanCache],
+    tokens_BT: Tensor,
+    first_B: Tensor | None = None,
+    wanted_M: Tensor | None = None,
 ) -> Generator[tuple[int, int, Tensor]]:
     """Feed the same tokens to each of ``caches`` (empty ones): (number of the cache, start, logits [B, t,
     V]), for every chunk, for every cache in order. No gradients. ``first_B``: the position of each sequence's
-    first token, int64; without it, 0.
+    first token, int64; without it, 0. ``wanted_M``: the columns whose logits are made, rising; without it, all.
 
     Sequences of different lengths may be padded on the right: a page that holds padding is written after the
     last real token, so that real tokens see and group real tokens only.
@@ -122,6 +127,8 @@ def lockstep(
             given = {"input_ids": tokens_BT[:, start:stop]}
             if first_B is not None:
                 given["position_ids"] = (first_B[:, None] + torch.arange(start, stop)).to(model.device)
+            if wanted_M is not None:
+                given["logits_to_keep"] = wanted_M[(wanted_M >= start) & (wanted_M < stop)].to(model.device) - start
             forwards = [Forward(wanted={later.layer for later in begins if later.parent == n}) for n in numbers]
             # The first forward of all shows whether others may begin later.
             for together in (numbers[:1], numbers[1:]) if is_shared and not start else (numbers,):
@@ -136,9 +143,13 @@ def lockstep(
 def _fed(
     model: PreTrainedModel, cache: PlanCache, inputs: LayerInputs, forward: Forward, given: dict[str, Tensor]
 ) -> Tensor:
-    inputs.forward = forward
+    inputs.forward, wanted = forward, given
+    if not few_logits(model):
+        given = {name: value for name, value in given.items() if name != "logits_to_keep"}
     with torch.no_grad():
         logits_BTV = model(**given, use_cache=True, **with_cache(model, cache)).logits
+    if wanted is not given:
+        logits_BTV = logits_BTV[:, wanted.get("logits_to_keep", slice(None))]
     if forward.first:
         assert isinstance(cache, DenseCache)
         cache.skip(forward.first, *given["input_ids"].shape)
@@ -245,26 +256,32 @@ def deviations(
     loss_mask_BT: Tensor,
     room: Room | None = None,
     first_B: Tensor | None = None,
+    is_flip_wanted: bool = True,
 ) -> Deviations:
     """Changes by P plans at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
     Sequences may be padded on the right, where there are no loss tokens. ``room``: of earlier calls, which it
-    limits. ``first_B``: as for ``lockstep``."""
+    limits. ``first_B``: as for ``lockstep``. ``is_flip_wanted``: or flips are all False."""
     scored_BT = loss_mask_BT.roll(-1, dims=1).cpu()  # the position before each loss token; 0 is never one
+    wanted_M = scored_BT.any(0).nonzero().squeeze(1)
+    scored_BM = scored_BT[:, wanted_M]
     columns: list[list[Tensor]] = []
 
     def feed_group(group: Sequence[Plan]) -> None:
         unread = UnreadPages()
         caches = [DenseCache(plan, model.config, unread) for plan in (reference, *group)]
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
-        with closing(lockstep(model, caches, tokens_BT, first_B)) as fed:
-            for number, start, logits_BTV in fed:
-                sequence_n, position_n = scored_BT[:, start : start + logits_BTV.shape[1]].nonzero().unbind(1)
-                logits_nV = logits_BTV[sequence_n.to(logits_BTV.device), position_n.to(logits_BTV.device)]
+        with closing(lockstep(model, caches, tokens_BT, first_B, wanted_M)) as fed:
+            for number, start, logits_BmV in fed:
+                first = int(torch.searchsorted(wanted_M, start))
+                scored_Bm = scored_BM[:, first : first + logits_BmV.shape[1]]
+                is_all, sequence_n = bool(scored_Bm.all()), scored_Bm.nonzero()[:, 0]
+                logits_nV = logits_BmV.flatten(0, 1) if is_all else logits_BmV[scored_Bm.to(logits_BmV.device)]
+                top_n = logits_nV.argmax(-1) if is_flip_wanted else sequence_n
                 if number == 0:
-                    reference_nV, top_n = logits_nV, logits_nV.argmax(-1)
+                    reference_nV, reference_n = logits_nV, top_n
                 else:
-                    kl_n, flips_n = kl_divergence(reference_nV, logits_nV), logits_nV.argmax(-1) != top_n
-                    chunks[number - 1].append((kl_n, flips_n, sequence_n))
+                    kl_n = kl_divergence(reference_nV, logits_nV)
+                    chunks[number - 1].append((kl_n, top_n != reference_n, sequence_n))
         for plan in chunks:  # plans whose pages end elsewhere are fed in other chunks: in the order of the sequences
             parts = [torch.cat(parts).cpu() for parts in zip(*plan, strict=True)]
             order_n = parts[-1].argsort(stable=True)
@@ -297,7 +314,7 @@ def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
         d_nV -= (probability_nV * d_nV).sum(-1, keepdim=True)
         is_small_n = d_nV.amax(-1) < LARGEST_EXPONENT
         mean_n = (probability_nV * d_nV).sum(-1).double()
-        excess_n = (d_nV.expm1() - d_nV).mul_(probability_nV).sum(-1).double()
+        excess_n = d_nV.expm1().sub_(d_nV).mul_(probability_nV).sum(-1).double()
         kl_n = ((mean_n + excess_n).log1p() - mean_n).clamp(min=0.0)
         if not bool(is_small_n.all()):
             log_p, log_q = p_nV.double().log_softmax(-1), q_nV.double().log_softmax(-1)

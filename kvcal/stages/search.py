@@ -126,7 +126,8 @@ def measured(
         reporter(start, len(texts), label)
         part = texts[start : start + batch]
         with naming(f"search, plans {', '.join(plans)}"):
-            found = deviations(loaded.model, reference, list(plans.values()), *padded_texts(part), room)
+            given = reference, list(plans.values()), *padded_texts(part)
+            found = deviations(loaded.model, *given, room, is_flip_wanted=False)
         return found.kl_of_sequences(len(part))
 
     kl_PN = torch.cat(list(map_over_ranks(starts, step)), dim=1)

@@ -27,6 +27,7 @@ from kvcal.plan.tensors import layer_transforms
 from kvcal.store.growing_steps import GrowingSteps
 from kvcal.store.padding import Interval, Rows
 from kvcal.store.paged_tensor import PagedTensor, spans_of
+from kvcal.store.pool import Span
 from kvcal.store.prediction import Prediction
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import KernelCodec, LayerStep
@@ -55,6 +56,11 @@ class Wanted(NamedTuple):
     tokens: range
     paged: int
     places: list[Interval]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The pages that they come from."""
+        return spans_of(self.rows, range(self.tokens.start, min(self.tokens.stop, self.paged)))
 
 
 class LayerStore:
@@ -107,12 +113,13 @@ class LayerStore:
         self.read_tokens(side, [Wanted(block.rows, range(n), fmt.tokens_read(n), at) for block, n, at in found], out)
         return out
 
-    def read_tokens(self, side: Side, wanted: Sequence[Wanted], out: Tensor) -> None:
-        """Write tokens of some rows to out [B, N, columns, D]."""
+    def read_tokens(self, side: Side, wanted: Sequence[Wanted], out: Tensor, decoded: Tensor | None = None) -> None:
+        """Write tokens of some rows to out [B, N, columns, D]. ``decoded``: the part's ``decode`` of their pages, if
+        that is known."""
         part = self.sides[side]
-        spans = [spans_of(rows, range(tokens.start, min(tokens.stop, paged))) for rows, tokens, paged, _ in wanted]
-        decoded = part.decode([span for of_rows in spans for span in of_rows], out.dtype)
-        counts = [sum(stop - first for _, first, stop in of_rows) for of_rows in spans]
+        if decoded is None:
+            decoded = part.decode([span for one in wanted for span in one.spans], out.dtype)
+        counts = [sum(stop - first for _, first, stop in one.spans) for one in wanted]
         for (rows, tokens, paged, places), pages in zip(wanted, decoded.split(counts), strict=True):
             view = out[rows]
             if len(places) == 1:
@@ -136,8 +143,8 @@ class LayerStore:
 
     def write(self, new: NewTokens, query_sum: Tensor | None, unpacked: list[Unpacked] | None = None) -> None:
         """Store new tokens after what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their
-        |q|, where channels are chosen by queries. Keys first: values may be predicted from them. ``unpacked``: as
-        of ``PagedTensor.store``."""
+        |q|, where channels are chosen by queries. Keys first: values may be predicted from them. ``unpacked``, and
+        whether tokens are ``entered``: as of ``PagedTensor.store``."""
         if self.sides["k"].format.needs_queries:
             assert query_sum is not None
             self.sides["k"].observe(query_sum)
@@ -147,7 +154,8 @@ class LayerStore:
 
     def _write_side(self, side: Side, states: Tensor, new: NewTokens, unpacked: list[Unpacked] | None) -> None:
         rows, columns, part = new.rows, new.columns, self.sides[side]
-        if states.shape[2] == 1 and columns >= rows.width and part.store_step(rows.lengths(columns), states):
+        is_step = states.shape[2] == 1 and columns >= rows.width and unpacked is None
+        if is_step and part.store_step(rows.lengths(columns), states):
             return
         part.resize(rows.lengths(new.stop))
         for block in rows.blocks:

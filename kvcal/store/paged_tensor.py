@@ -25,7 +25,7 @@ from kvcal.pages.stripes import pieces
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
 from kvcal.store.sinks_ring_pages import Pack, Part, row_map
 from kvcal.store.step import KernelCodec
-from kvcal.store.unpacked import Unpacked
+from kvcal.store.unpacked import TOKENS_AT_ONCE, Unpacked
 from kvcal.systems.basis.basis import Basis
 
 Predict = Callable[[Sequence[Span]], Tensor]
@@ -114,6 +114,12 @@ class PagedTensor(Part):
                 out[part] = codec.restore(decoded, ordinals[part], self.num_bits)
         return out
 
+    @property
+    def kind(self) -> object:
+        """Equal for parts whose pages ``decode_together`` takes at once."""
+        is_alone = not self.codec.has_own_factor or self.kernels or self.keep or self.predict
+        return id(self) if is_alone else (self.codec.kind, self.num_bits)
+
     def stored(self, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
         slots = self.pool.slots(spans)
@@ -131,16 +137,15 @@ class PagedTensor(Part):
     def store(self, rows: slice, num_tokens: int, x: Tensor, unpacked: list[Unpacked] | None = None) -> list[Span]:
         """Store x [b, n, T, D] after the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose
         pages the pool has room; returns the pages packed, or of which a part was. ``unpacked`` gets what the caller
-        packs with that of other parts, where this is possible."""
+        packs with that of other parts, where this is possible; x is ``entered`` then."""
         total, fmt = num_tokens + x.shape[2], self.format
         begin, end = fmt.tokens_packed(num_tokens), fmt.tokens_packed(total)
         first, stop = begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)
         spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if begin < end else []
         pack = self._packing(spans, total, unpacked) if spans else _nothing
         is_launched = self.kernels is not None and self.codec.basis is None
-        self.write(
-            row_map(rows, self.ring.device), num_tokens, x, pack, LAUNCHED_PAGES if is_launched else ENCODE_PAGES
-        )
+        at_once = LAUNCHED_PAGES if is_launched else ENCODE_PAGES
+        self.write(row_map(rows, self.ring.device), num_tokens, x, pack, at_once, unpacked is not None)
         if spans and self.format.needs_queries:
             self.query_sum[rows] = 0
             self.query_since[rows] = total
@@ -187,6 +192,14 @@ class PagedTensor(Part):
         return _by_parts(
             lambda part: self._leave(basis, self._enter(basis, part).to(dtype)), x, torch.empty_like(x, dtype=dtype)
         )
+
+    def left(self, entered: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same of tokens that are ``entered``."""
+        basis = self.codec.basis
+        if basis is None or not entered.numel():
+            return entered.to(dtype)
+        out = torch.empty_like(entered, dtype=dtype)
+        return _by_parts(lambda part: self._leave(basis, part.to(dtype)), entered, out)
 
     def entered(self, x: Tensor) -> Tensor:
         """x [b, n, T, D] in the basis in which sinks, ring and pages are held. NonFiniteActivations: a number
@@ -280,6 +293,21 @@ class PagedTensor(Part):
         return pack
 
 
+def decode_together(parts: Sequence[PagedTensor], spans: Sequence[Span], dtype: torch.dtype) -> list[Tensor]:
+    """``decode`` of the same pages of each of several parts of a ``kind``."""
+    if len(parts) == 1:
+        return [parts[0].decode(spans, dtype)]
+    ordinals, num_bits = ordinals_of(spans, parts[0].ring.device), parts[0].num_bits
+    at_once = max(1, TOKENS_AT_ONCE // (len(ordinals) * parts[0].codec.num_heads * PAGE_TOKENS))
+    found: list[Tensor] = []
+    for some in (parts[first : first + at_once] for first in range(0, len(parts), at_once)):
+        codec = PageCodec.beside([part.codec for part in some])
+        records = torch.cat([part.pool.records[part.pool.slots(spans)] for part in some], 1)
+        decoded = codec.restore(codec.decode(records, num_bits), ordinals, num_bits).to(dtype)
+        found += decoded.chunk(len(some), 1)
+    return found
+
+
 def spans_of(rows: slice, tokens: range) -> list[Span]:
     """The pages that these tokens of each of ``rows`` lie in."""
     first, stop = tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)
@@ -300,7 +328,8 @@ def _by_parts(change: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, values
     if values_at_once is not None:
         at_once = max(1, values_at_once // (batch * heads * dim))
     if x.shape[2] <= at_once:  # a step's tokens: a split takes a CPU as long as the change
-        return out.copy_(change(x.transpose(1, 2)).transpose(1, 2))
+        changed = change(x.transpose(1, 2)).transpose(1, 2)
+        return out.copy_(changed) if out is x else changed.to(out.dtype)
     for part, place in zip(x.split(at_once, dim=2), out.split(at_once, dim=2), strict=True):
         place.copy_(change(part.transpose(1, 2)).transpose(1, 2))
     return out

@@ -53,14 +53,16 @@ class Part:
         last = x[:, :, -self.ring.shape[2] :]
         self.put(rows, torch.arange(total - last.shape[2], total, device=x.device), self.entered(last))
 
-    def write(self, rows: Tensor, num_tokens: int, x: Tensor, pack: Pack, pages_at_once: int) -> None:
+    def write(
+        self, rows: Tensor, num_tokens: int, x: Tensor, pack: Pack, pages_at_once: int, is_entered: bool = False
+    ) -> None:
         """Store x after ``num_tokens``: sinks, the stripes that they complete, and the last ones in the ring.
-        ``pages_at_once``: of all sequences, which bounds the scratch."""
+        ``pages_at_once``: of all sequences, which bounds the scratch. ``is_entered``: x is as it is held."""
         total, fmt = num_tokens + x.shape[2], self.format
         at_once = PAGE_TOKENS * max(1, pages_at_once // len(rows))
-        enter: Callable[[Tensor], Tensor] = self.entered
+        enter: Callable[[Tensor], Tensor] = _held if is_entered else self.entered
         if x.shape[2] <= at_once:
-            x, enter = self.entered(x), _held
+            x, enter = enter(x), _held
         sinks = x[:, :, : fmt.sinks_left(num_tokens)]
         if sinks.shape[2]:
             self.sinks[rows, :, num_tokens : num_tokens + sinks.shape[2]] = enter(sinks)

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvcal.pages.codec import PageCodec
 from kvcal.store.pool import Pool
 
-# Tokens of single heads that are encoded at once: what caches hold of their channels.
-TOKENS_AT_ONCE = 4096
+# Tokens of single heads that are encoded, or decoded, at once: bounds the scratch.
+TOKENS_AT_ONCE = 16384
 
 
 class Unpacked(NamedTuple):

@@ -41,6 +41,17 @@ def test_a_budget_that_is_too_small_is_answered_with_the_command_that_works(
     assert load_plan(tmp_path / "least.safetensors").predicted_bytes == error["smallest_bytes"]
 
 
+def test_three_bits_of_four_short_texts_make_a_plan(tmp_path: Path) -> None:
+    """Sinks and windows take a sixth of the budget."""
+    knobs = {"basis.num_samples": 2, "basis.seq_len": 512, "data.num_samples": 2, "profile.kl_samples": 1}
+    sets = [f"--set={name}={value}" for name, value in (knobs | {"profile.kl_tokens": 320}).items()]
+    line = ("plan", "reasoner-10m", "--bits", 3, "--batch", 4, "--context", 4096, "--out", tmp_path, *sets, "--json")
+    value = ran_well(*line).json
+    plan = load_plan(value["plan"])
+    assert value["verdict"] == "made" and 2.5 < plan.bits_per_value() <= 3
+    assert (plan.workload.batch, plan.workload.context) == (4, 4096)
+
+
 def test_a_budget_that_fits_is_not_changed_by_closest(made: Path) -> None:
     recipe = load_recipe(str(made / "small.toml"))
     job = Job(recipe, load(str(made / "model")), Folder(Path()), SILENT)

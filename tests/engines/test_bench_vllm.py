@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_bench import timed_rows
-from vllm_environment import CHECKOUT, Unavailable, python_with_vllm, variables_in
+from vllm_environment import CHECKOUT, needed, python_with_vllm, variables_in
 
 from kvcal.engines.capacity import capacity
 from kvcal.engines.support import TESTED, require_served
@@ -22,10 +22,7 @@ import turns  # noqa: E402
 
 @pytest.mark.engines
 def test_every_row_names_the_plan_that_it_times(tmp_path: Path) -> None:
-    try:
-        python = python_with_vllm(TESTED["vllm"][-1])
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    python = needed(python_with_vllm, TESTED["vllm"][-1])
     timed_rows(python, "bench_vllm.py", tmp_path, variables_in(tmp_path) | {"VLLM_CACHE_ROOT": str(tmp_path / "root")})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sglang_environment import STAND_INS, python_with_sglang, variables_in_sglang
-from vllm_environment import Unavailable, answer_of, python_with_vllm, variables_in
+from vllm_environment import answer_of, needed, python_with_vllm, variables_in
 
 from kvcal.engines.support import TESTED
 
@@ -33,14 +33,10 @@ def lines(engine: str) -> list[list[str]]:
 def test_the_engines_take_the_options_of_the_page(engine: str, tmp_path: Path) -> None:
     page = lines(engine)
     given = [engine, [*page, [*page[0], "--no-such-option", "1"]]]
-    try:
-        if engine == "vllm":
-            python, variables = python_with_vllm(TESTED[engine][0]), variables_in(tmp_path)
-        else:
-            python, variables = python_with_sglang(TESTED[engine][0]), variables_in_sglang(tmp_path, (STAND_INS,))
-            variables |= {"KVCAL_PLAN": "plan.safetensors"}
-    except Unavailable as missing:
-        pytest.skip(str(missing))
+    python = needed(python_with_vllm if engine == "vllm" else python_with_sglang, TESTED[engine][0])
+    variables = variables_in(tmp_path)
+    if engine == "sglang":
+        variables = variables_in_sglang(tmp_path, (STAND_INS,)) | {"KVCAL_PLAN": "plan.safetensors"}
     *said, wrong = answer_of(python, tmp_path, "engine_arguments.py", given, variables)
     assert not any(said), list(zip(page, said, strict=True))
     assert "no-such-option" in wrong

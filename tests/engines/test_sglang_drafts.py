@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_environment import run_sglang
-from test_sglang import VERSION, Served, arguments, expected, prompts
-from test_sglang import served as served
-from test_vllm import without_queries
-from test_vllm_sinks import with_sinks
+from served_models import Served, prompts, with_sinks, without_queries
+from sglang_cases import expected, refused, run
+from sglang_cases import served as served
 
 from kvcal.engines.capacity import capacity
 
@@ -33,10 +31,7 @@ def test_drafts_change_no_token(served: Served, tmp_path: Path) -> None:
     """The model drafts for itself, without the plan: some drafts are right and others not. Cold, and after
     prefixes, with sinks; the ends of pages are among drafts."""
     plan, given = with_sinks(without_queries(served)), prompts(5, 120, 300, 129)
-    engine = arguments(served, **drafting(served.folder), chunked_prefill_size=256)
-    asked = {"engine": engine, "rounds": [given, given], "tokens": 40, "together": False}
-    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors", plan), asked)
-    assert found is not None, log[-4000:]
+    found, log = run(served, tmp_path, [given, given], plan, **drafting(served.folder), chunked_prefill_size=256)
     assert [one["cached"] for one in found["rounds"][1]] == [0, 0, 256, 128]
     for round_ in found["rounds"]:
         for prompt, one in zip(given, round_, strict=True):
@@ -58,7 +53,4 @@ def test_drafts_change_no_token(served: Served, tmp_path: Path) -> None:
     ],
 )
 def test_other_drafts_are_refused(more: dict[str, Any], says: str, served: Served, tmp_path: Path) -> None:
-    engine = arguments(served, **drafting(served.folder, **more))
-    asked = {"engine": engine, "rounds": [], "tokens": 1, "together": False}
-    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors", without_queries(served)), asked)
-    assert found is None and says in log, log[-4000:]
+    assert says in refused(served, tmp_path, without_queries(served), **drafting(served.folder, **more))

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from engine_replay import Replay, assert_replayed
+from served_models import LENGTHS, Served, prompts, with_sinks, without_queries
+from sglang_cases import arguments
 from sglang_environment import answer_of_sglang, recorded
-from test_sglang import arguments
 from test_sglang_drafts import drafting
 from test_sglang_hierarchy import HOST
 from test_sglang_windows import with_copies
-from test_vllm import LENGTHS, Served, prompts, without_queries
-from test_vllm_sinks import with_sinks
 
 from kvcal import Plan
 

@@ -5,146 +5,38 @@ check``."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import transformers as hf
-from attention_recorder import VARIABLE, attended_in
-from engine_replay import MOST, AttentionReplay, Replay, assert_replayed
-from tiny_models import perturbed
-from vllm_environment import Unavailable, python_with_vllm, run_in
+from attention_recorder import VARIABLE
+from engine_replay import MOST, assert_attended
+from served_models import (
+    LENGTHS,
+    VOCABULARY,
+    Served,
+    damages_of,
+    fmt,
+    prompts,
+    random_requests,
+    without_queries,
+)
+from vllm_cases import ALONE, DRAFTS, SHORT, TOKENS, assert_capacity, serve
+from vllm_cases import gemma as gemma
+from vllm_cases import served as served
+from vllm_cases import version as version
+from vllm_environment import run_in
 
 from kvcal import Plan
 from kvcal.engines.capacity import capacity as capacity_of
 from kvcal.engines.shard import HeadShard, stages_of
-from kvcal.engines.support import TESTED
-from kvcal.geometry import CacheDtype
 from kvcal.models.load import identity_of
 from kvcal.models.supported_layers import geometry_of
-from kvcal.plan.damage import Damage, save_damage
-from kvcal.plan.page_format import Boost, Format, Tier
+from kvcal.plan.damage import save_damage
 from kvcal.plan.plan import LayerPlan, Workload, save_plan
 
 pytestmark = pytest.mark.engines
-
-VOCABULARY, TOKENS = 128, 40
-LENGTHS = (5, 130, 300, 700)
-# A request of this model takes four blocks for its rings besides those of its tokens. Three of 300 tokens fit
-# into these blocks (one is nobody's); of 400 tokens, two.
-SHORT = {"num_gpu_blocks_override": 24, "max_model_len": 1024}
-
-
-def fmt(num_bits: int, axis: str = "channel", **more: Any) -> Format:
-    return Format(num_bits, axis, 32, **more)
-
-
-FORMATS = [
-    (fmt(4), fmt(4, "token")),
-    (fmt(2, boost=Boost("magnitude", (Tier(4, 0.25),))), fmt(2, "token")),
-    (fmt(2, boost=Boost("query_magnitude", (Tier(8, 0.125),))), fmt(2, "token")),
-    (fmt(4), fmt(3, "token")),
-]
-
-
-class Served:
-    """A random Llama of 4 layers in a folder, and a plan for it, with λ, offset and channels by queries in
-    layer 2. Or Gemma-3, whose layers have a sliding ``window`` but for ``every`` second one."""
-
-    def __init__(
-        self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32",
-        window: int | None = None, every: int = 2,
-    ) -> None:  # fmt: skip
-        torch.manual_seed(seed)
-        shape: dict[str, Any] = {
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 8,
-            "num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": VOCABULARY, "max_position_embeddings": 32768,
-            "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-        }  # fmt: skip
-        if window is None:
-            self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False))
-        else:
-            kinds = [*["sliding_attention"] * (every - 1), "full_attention"] * (layers // every)
-            more = {"sliding_window": window, "layer_types": kinds, "query_pre_attn_scalar": head_dim}
-            self.model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shape, **more))
-        perturbed(self.model, 0.15)
-        self.folder = folder
-        self.model.save_pretrained(folder)
-        geometry = geometry_of(self.model, cache_dtype=cache_dtype)
-        planned = [
-            LayerPlan(layer, *formats) if window is None or layer.window is None else LayerPlan(layer)
-            for layer, formats in zip(geometry.layers, itertools.cycle(FORMATS), strict=False)
-        ]
-        tensors = {}
-        if planned[2:] and planned[2].is_paged:
-            planned[2] = dataclasses.replace(planned[2], k_rescale=True, k_offset=True)
-            tensors = {
-                "layers.2.k_rescale": torch.rand(2, head_dim) + 0.5, "layers.2.k_offset": torch.randn(2, head_dim),
-            }  # fmt: skip
-        self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
-
-    def with_copies(self, has_sinks: bool = True) -> Plan:
-        """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for
-        values."""
-        more: list[tuple[dict[str, int], dict[str, int]]] = [
-            ({"num_sink_tokens": 4}, {"num_sink_tokens": 4}), ({"recent_window": 128}, {"recent_window": 200}),
-            ({"num_sink_tokens": 5, "recent_window": 64}, {}), ({}, {"recent_window": 32}),
-        ]  # fmt: skip
-        layers = []
-        for layer, (k, v) in zip(self.plan.layers, more, strict=True):
-            none = {} if has_sinks else {"num_sink_tokens": 0}
-            keys, values = dataclasses.replace(layer.k, **k | none), dataclasses.replace(layer.v, **v | none)
-            layers.append(dataclasses.replace(layer, k=keys, v=values))
-        return dataclasses.replace(self.plan, layers=tuple(layers))
-
-    def write(self, name: str, plan: Plan | None = None) -> str:
-        path = self.folder / "plans" / name  # vLLM takes every file of tensors next to a configuration for weights
-        path.parent.mkdir(exist_ok=True)
-        save_plan(self.plan if plan is None else plan, path)
-        return str(path)
-
-    def arguments(self, plan: str | None = None, **more: Any) -> dict[str, Any]:
-        """Of vLLM's LLM."""
-        return {
-            "model": str(self.folder), "dtype": "float32", "skip_tokenizer_init": True, "block_size": 128,
-            "max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20,
-            "enable_prefix_caching": True, "compilation_config": {"custom_ops": ["none"]},
-            "additional_config": {"kvcal_plan": self.write("plan.safetensors") if plan is None else plan},
-        } | more  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(params=TESTED["vllm"])
-def version(request: pytest.FixtureRequest) -> str:
-    try:
-        python_with_vllm(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    return request.param
-
-
-def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    chosen = random.Random(seed)
-    return [[chosen.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
-
-
-def serve(
-    version: str, folder: Path, served: Served, requests: list[dict], plan: Plan | None = None, **arguments: Any
-) -> tuple[dict, Replay]:
-    given = served.arguments(served.write("plan.safetensors", plan), **arguments)
-    found = run_in(version, folder, "vllm_host.py", {"llm": given, "requests": requests})
-    assert "error" not in found, found
-    is_greedy = not any(request.get("temperature") for request in requests)
-    alone = ALONE if "speculative_config" in arguments else 1
-    return found, assert_replayed(found, served.model, plan or served.plan, is_greedy, alone)
 
 
 def test_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: Served) -> None:
@@ -164,42 +56,21 @@ def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     assert replay.restarts > 0
 
 
-@pytest.mark.parametrize("has_copies", [False, True], ids=["shared prefixes", "sinks and windows"])
-def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, has_copies: bool) -> None:
+@pytest.mark.parametrize("case", ["shared prefixes", "sinks and windows", "bases"])
+def test_attention_of_every_layer(version: str, tmp_path: Path, served: Served, case: str) -> None:
     """From the engine's own queries, keys and values: no layer adds to what another one rounds. Prompts in
     chunks that begin anywhere in a page, after prefixes, and again after their blocks were lost. One bit more
     tells."""
-    plan, file = served.with_copies() if has_copies else served.plan, tmp_path / "attention"
+    has_copies, file = case == "sinks and windows", tmp_path / "attention"
+    plan = served.with_copies() if has_copies else served.in_bases() if case == "bases" else served.plan
     given = [*prompts(*LENGTHS), *(prompts(300, 310, 320, 330) if has_copies else prompts(*LENGTHS))]
     requests = [{"prompt": ids, "tokens": 100, "at": 120 * (n // 4)} for n, ids in enumerate(given)]
     more = {**SHORT, "max_num_batched_tokens": 256, "enable_prefix_caching": not has_copies}
     llm = served.arguments(served.write("attention.safetensors", plan), **more)
     found = run_in(version, tmp_path, "vllm_host.py", {"llm": llm, "requests": requests}, {VARIABLE: str(file)})
     assert "error" not in found, found
-    calls, steps = [call for call, _ in attended_in(file)], found["steps"]
-    replay = AttentionReplay(served.model, plan)
-    replay.attend(steps, steps, calls)
-    assert max(replay.errors) < 8 and len(replay.errors) > 500, max(replay.errors)
+    replay = assert_attended(file, found["steps"], served.model, plan, 500)
     assert replay.restarts > 0 if has_copies else sum(replay.cached.values()) > 0
-    *layers, last = plan.layers
-    finer = dataclasses.replace(last, v=dataclasses.replace(last.v, num_bits=4))
-    other = AttentionReplay(served.model, dataclasses.replace(plan, layers=(*layers, finer)))
-    other.attend(steps, steps, calls)
-    assert max(other.errors) > 1000
-
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-ALONE = 6  # a token with its drafts
-
-
-def without_queries(served: Served, plan: Plan | None = None) -> Plan:
-    """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
-    chosen = FORMATS[1][0].boost
-    layers = [
-        dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen)) if layer.k.needs_queries
-        else layer for layer in (plan or served.plan).layers
-    ]  # fmt: skip
-    return dataclasses.replace(plan or served.plan, layers=tuple(layers))
 
 
 def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) -> None:
@@ -239,40 +110,10 @@ def test_random_requests_with_drafts(version: str, tmp_path: Path, served: Serve
     assert replay.restarts > 0 and replay.split > 0 and replay.accepted > 20, vars(replay)
 
 
-def assert_capacity(found: dict[str, Any], plan: Plan, lookahead: int = 0) -> None:
-    """vLLM has the blocks that kvcal predicts, of the bytes that it predicts."""
-    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, lookahead)
-    says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
-    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
-
-
-def random_requests(count: int, temperature: float = 1.0) -> list[dict]:
-    """Shared prefixes, aborts anywhere, two samples of some prompts."""
-    chosen = random.Random(7)
-    prefixes = prompts(128, 260, 400, seed=3)
-    requests = []
-    for number in range(count):
-        prefix = chosen.choice([[], *prefixes])
-        ids = prefix + prompts(chosen.randrange(1, 150), seed=100 + number)[0]
-        request = {"prompt": ids, "tokens": chosen.randrange(1, 30), "at": number * 2}
-        request["temperature"] = temperature
-        if chosen.random() < 0.2:
-            request["abort"] = request["at"] + chosen.randrange(1, 40)
-        if chosen.random() < 0.1:
-            request["n"] = 2
-        requests.append(request)
-    return requests
-
-
 def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> None:
     """Few blocks, and samples that share the blocks of their prompt."""
     _, replay = serve(version, tmp_path, served, random_requests(200), **SHORT, max_num_batched_tokens=512)
     assert sum(replay.cached.values()) > 1000
-
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("gemma"), window=96)
 
 
 def test_layers_with_a_sliding_window(version: str, tmp_path: Path, gemma: Served) -> None:
@@ -354,11 +195,6 @@ def test_the_log_says_what_a_plan_is_known_to_do(version: str, tmp_path: Path, s
     assert all(f"serving the plan {path}" in log for path in paths)
     assert f"{paths[0]}: the plan is unchecked" in log and f"{paths[2]}: the plan destroys the model: KL 9" in log
     assert f"{paths[1]}: " not in log
-
-
-def damages_of(plan: Plan) -> list[Damage]:
-    """Of a sound plan, and of one that destroys the model."""
-    return [Damage(plan.sha256, kl, None, top1, 100, "texts", (), {}) for kl, top1 in ((0.01, 0.99), (9.0, 0.1))]
 
 
 def test_tensor_parallel(version: str, tmp_path: Path, served: Served) -> None:
@@ -456,6 +292,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
         (served.arguments(attention_backend="KVCAL", additional_config={}), "--attention-backend KVCAL without a plan"),
         (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
+        (served.arguments(hf_overrides={"rswa_window": 64}), "R-SWA not supported"),
         (served.arguments(hf_overrides={"is_mm_prefix_lm": True}), "tokens of an image attend to each other both ways"),
         (
             served.arguments(speculative_config=DRAFTS),
@@ -472,6 +309,19 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
     found = run_in(version, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
     for start, (_, text) in zip(found["starts"], refused, strict=True):
         assert text in start["message"], start
+
+
+def test_batch_invariance_and_context_parallelism_are_refused(version: str, tmp_path: Path, served: Served) -> None:
+    start = {"starts": [served.arguments()]}
+    found = run_in(version, tmp_path / "invariance", "vllm_host.py", start, {"VLLM_BATCH_INVARIANT": "1"})
+    assert "batch invariance not supported" in found["starts"][0]["message"], found
+    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "distributed_executor_backend": "mp"}
+    start = {
+        "starts": [served.arguments(**ranks, hf_overrides={"num_key_value_heads": 1})]
+    }  # vLLM wants fewer than ranks
+    found = run_in(version, tmp_path / "ranks", "vllm_host.py", start)
+    assert "error" in found["starts"][0]
+    assert "decode context parallelism of 2, which is not served" in (tmp_path / "ranks" / "log").read_text()
 
 
 def sliding_plan(folder: Path) -> str:

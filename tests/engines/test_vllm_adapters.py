@@ -11,10 +11,11 @@ import pytest
 import torch
 from engine_replay import Replay, assert_replayed
 from safetensors.torch import save_file
-from test_vllm import SHORT, Served, prompts
-from test_vllm import served as served
-from test_vllm import version as version
+from served_models import Served, prompts
 from transformers import PreTrainedModel
+from vllm_cases import SHORT
+from vllm_cases import served as served
+from vllm_cases import version as version
 from vllm_environment import run_in
 
 pytestmark = pytest.mark.engines

@@ -14,25 +14,22 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from test_vllm import (
-    ALONE,
-    DRAFTS,
+from served_models import (
     FORMATS,
     LENGTHS,
-    SHORT,
     VOCABULARY,
     Served,
     prompts,
     random_requests,
-    serve,
+    with_sinks,
     without_queries,
 )
-from test_vllm import served as served
-from test_vllm import version as version
 from test_vllm_hybrids import Hybrid
 from test_vllm_hybrids import hybrid as hybrid
-from test_vllm_sinks import with_sinks
 from tiny_models import perturbed
+from vllm_cases import ALONE, DRAFTS, SHORT, assert_capacity, serve
+from vllm_cases import served as served
+from vllm_cases import version as version
 from vllm_environment import run_in
 
 from kvcal import Plan
@@ -70,9 +67,7 @@ def test_a_model_that_drafts(is_own: bool, version: str, tmp_path: Path, served:
     found, replay = serve(version, tmp_path, served, requests, plan, speculative_config=by(draft))
     assert sorted(replay.cached.values())[-3:] == [128, 256, 640]
     assert (replay.accepted > 100) == is_own and replay.rejected > 100, vars(replay)
-    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=drafted_bytes(draft))
-    says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
-    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
+    assert_capacity(found, plan, ONCE, draft_bytes=drafted_bytes(draft))
 
 
 def eagle(folder: Path, served: Served) -> dict[str, Any]:
@@ -89,16 +84,18 @@ def eagle(folder: Path, served: Served) -> dict[str, Any]:
 
 
 def test_an_eagle_head_drafts(version: str, tmp_path: Path, served: Served) -> None:
+    assert_a_layer_drafts(version, tmp_path, served, eagle(tmp_path / "eagle", served))
+
+
+def assert_a_layer_drafts(version: str, folder: Path, served: Served, drafts: dict[str, Any]) -> None:
     """In chunks, with windows and sinks, cold and after cached prefixes, whose last block older versions compute
-    anew."""
-    plan, drafts = without_queries(served, served.with_copies()), eagle(tmp_path / "eagle", served)
+    anew; in the blocks that kvcal predicts."""
+    plan = without_queries(served, served.with_copies())
     requests = [{"prompt": ids, "tokens": 60, "at": at} for at in (0, 70) for ids in prompts(*LENGTHS)]
     more = {"max_num_batched_tokens": 256, "speculative_config": drafts}
-    found, replay = serve(version, tmp_path, served, requests, plan, **more)
+    found, replay = serve(version, folder, served, requests, plan, **more)
     assert replay.rejected > 100 and sum(replay.cached.values()) >= 128 + 512, vars(replay)
-    page = drafted_bytes(served) // len(served.plan.layers)
-    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=page)
-    assert any(line.startswith(f"{capacity.num_blocks} blocks of 128 tokens: the plan takes") for line in found["log"])
+    assert_capacity(found, plan, ONCE, draft_bytes=drafted_bytes(served) // len(served.plan.layers))
 
 
 class WithMtp(Served):
@@ -129,16 +126,9 @@ class WithMtp(Served):
 
 
 def test_a_layer_of_the_model_drafts(version: str, tmp_path: Path) -> None:
-    """MTP, in chunks, with windows and sinks, cold and after cached prefixes, in the blocks that kvcal predicts."""
-    served = WithMtp(tmp_path / "mimo")
-    plan, drafts = without_queries(served, served.with_copies()), {"method": "mtp", "num_speculative_tokens": ONCE}
-    requests = [{"prompt": ids, "tokens": 60, "at": at} for at in (0, 70) for ids in prompts(*LENGTHS)]
-    more = {"max_num_batched_tokens": 256, "speculative_config": drafts}
-    found, replay = serve(version, tmp_path, served, requests, plan, **more)
-    assert replay.rejected > 100 and sum(replay.cached.values()) >= 128 + 512, vars(replay)
-    page = drafted_bytes(served) // len(served.plan.layers)
-    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ONCE, draft_bytes=page)
-    assert any(line.startswith(f"{capacity.num_blocks} blocks of 128 tokens: the plan takes") for line in found["log"])
+    """MTP."""
+    drafts = {"method": "mtp", "num_speculative_tokens": ONCE}
+    assert_a_layer_drafts(version, tmp_path, WithMtp(tmp_path / "mimo"), drafts)
 
 
 def test_random_requests_with_a_model_that_drafts(version: str, tmp_path: Path, served: Served) -> None:
@@ -168,7 +158,7 @@ def test_sinks_are_shared_where_there_are_drafts(version: str, tmp_path: Path, s
     assert replay.accepted > 50 and replay.rejected > 100 and sum(replay.cached.values()) > 1400, vars(replay)
     capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, ALONE - 1)
     assert capacity.ring_blocks > capacity_of("vllm", without_queries(served), 64 << 20, 1, 2048, ALONE - 1).ring_blocks
-    assert any(line.startswith(f"{capacity.num_blocks} blocks of 128 tokens") for line in found["log"])
+    assert_capacity(found, plan, ALONE - 1)
 
 
 def most_sinks(served: Served) -> Plan:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from engine_replay import assert_replayed
-from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
+from served_models import LENGTHS, Served, prompts, without_queries
 from test_vllm_drafts import eagle
 from test_vllm_hybrids import Hybrid
 from test_vllm_offload import stored
+from vllm_cases import ALONE, DRAFTS, TOKENS
 from vllm_environment import answer_of, installed_checkout
 
 from kvcal.engines.support import block_seed

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from attention_recorder import VARIABLE, attended_in
-from engine_replay import AttentionReplay
+from attention_recorder import VARIABLE
+from engine_replay import assert_attended
 from hybrid_shapes import SHAPES
-from test_vllm import FORMATS, LENGTHS, TOKENS, VOCABULARY, Served, prompts, random_requests, serve
-from test_vllm import version as version
+from served_models import FORMATS, LENGTHS, VOCABULARY, Served, prompts, random_requests
 from tiny_models import perturbed
+from vllm_cases import TOKENS, assert_capacity, serve
+from vllm_cases import version as version
 from vllm_environment import run_in
 
 from kvcal import Plan
@@ -109,9 +110,7 @@ def test_cold_and_behind_cached_prefixes(has_copies: bool, version: str, tmp_pat
     found, replay = serve(version, tmp_path, hybrid, requests, plan, block_size=tokens)
     assert sum(len(output) for _, output in found["requests"].values()) == 10 * TOKENS
     assert replay.restarts == 0 and sum(replay.cached.values()) >= tokens * (1024 // tokens), replay.cached
-    capacity = capacity_of("vllm", plan, 64 << 20, 1, 2048, state_bytes=STATE_BYTES)
-    says = f"{capacity.num_blocks} blocks of {tokens} tokens: the plan takes {capacity.page_bytes}"
-    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
+    assert_capacity(found, plan, state_bytes=STATE_BYTES)
     within = [tokens_ for tokens_ in replay.cached.values() if tokens_ % tokens]
     assert bool(within) == has_copies  # a group of sinks has vLLM look for hits by pages, and copy begun blocks
 
@@ -141,16 +140,8 @@ def test_attention_of_every_layer(version: str, tmp_path: Path, hybrid: Hybrid) 
     llm["max_num_batched_tokens"] = 512
     found = run_in(version, tmp_path, "vllm_host.py", {"llm": llm, "requests": requests}, {VARIABLE: str(file)})
     assert "error" not in found, found
-    calls, steps = [call for call, _ in attended_in(file)], found["steps"]
-    replay = AttentionReplay(hybrid.model, plan)
-    replay.attend(steps, steps, calls)
-    assert max(replay.errors) < 8 and len(replay.errors) > 400, max(replay.errors)
+    replay = assert_attended(file, found["steps"], hybrid.model, plan, 400)
     assert sum(replay.cached.values()) > 0
-    *layers, last = plan.layers
-    finer = dataclasses.replace(last, v=dataclasses.replace(last.v, num_bits=4))
-    other = AttentionReplay(hybrid.model, dataclasses.replace(plan, layers=(*layers, finer)))
-    other.attend(steps, steps, calls)
-    assert max(other.errors) > 1000
 
 
 def test_blocks_of_any_number_of_pages_answer_the_same(version: str, tmp_path: Path, hybrid: Hybrid) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from engine_replay import FROM_PEER, PROMPTS, Replay, assert_replayed
-from test_vllm import DRAFTS, SHORT, Served, prompts, without_queries
-from test_vllm import gemma as gemma
-from test_vllm import serve as serve_alone
-from test_vllm import served as served
+from served_models import Served, prompts, without_queries
 from test_vllm_offload import SIMPLE, connector
-from vllm_environment import Unavailable, answer_of, python_with_nixl, run_in, variables_in
+from vllm_cases import DRAFTS, SHORT
+from vllm_cases import gemma as gemma
+from vllm_cases import serve as serve_alone
+from vllm_cases import served as served
+from vllm_environment import answer_of, needed, python_with_nixl, run_in, variables_in
 
 from kvcal import Plan
 from kvcal.engines.support import TESTED
@@ -32,10 +33,7 @@ TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_ba
 
 @pytest.fixture(params=TESTED["vllm"])
 def version(request: pytest.FixtureRequest) -> str:
-    try:
-        python_with_nixl(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    needed(python_with_nixl, request.param)
     return request.param
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from engine_replay import Replay, assert_replayed
-from test_vllm import ALONE, DRAFTS, LENGTHS, SHORT, TOKENS, Served, prompts, random_requests, without_queries
-from test_vllm import gemma as gemma
-from test_vllm import served as served
-from test_vllm import version as version
-from test_vllm_sinks import with_sinks
+from served_models import LENGTHS, Served, prompts, random_requests, with_sinks, without_queries
+from vllm_cases import ALONE, DRAFTS, SHORT, TOKENS
+from vllm_cases import gemma as gemma
+from vllm_cases import served as served
+from vllm_cases import version as version
 from vllm_environment import run_in
 
 from kvcal import Plan

@@ -10,34 +10,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_vllm import (
-    LENGTHS,
-    SHORT,
-    TOKENS,
-    Served,
-    assert_capacity,
-    prompts,
-    random_requests,
-    serve,
-)
-from test_vllm import gemma as gemma
-from test_vllm import served as served
-from test_vllm import version as version
+from served_models import LENGTHS, Served, prompts, random_requests, with_sinks
+from vllm_cases import SHORT, TOKENS, assert_capacity, serve
+from vllm_cases import gemma as gemma
+from vllm_cases import served as served
+from vllm_cases import version as version
 from vllm_environment import python_with_vllm, run_in, variables_in
 
-from kvcal import Plan
-
 pytestmark = pytest.mark.engines
-
-
-def with_sinks(plan: Plan) -> Plan:
-    """Sinks in three of four layers, others for keys than for values."""
-    numbers = [(4, 4), (5, 0), (0, 0), (8, 4)]
-    layers = []
-    for layer, (k, v) in zip(plan.layers, numbers, strict=True):
-        keys, values = (dataclasses.replace(side, num_sink_tokens=n) for side, n in ((layer.k, k), (layer.v, v)))
-        layers.append(dataclasses.replace(layer, k=keys, v=values))
-    return dataclasses.replace(plan, layers=tuple(layers))
 
 
 @pytest.mark.parametrize("has_windows", [False, True], ids=["sinks", "windows"])

@@ -15,10 +15,11 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from attention_recorder import Attended
+from attention_recorder import Attended, attended_in
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -262,6 +263,24 @@ def assert_replayed(
     with attached_for(model, plan):
         results = replay.run(found)
     assert_answers(found, replay, results, is_greedy)
+    return replay
+
+
+def assert_attended(
+    file: Path, steps: Sequence[list[Any]], model: PreTrainedModel, plan: Plan, least: int
+) -> AttentionReplay:
+    """Attention recorded in ``file`` is ``PlanCache``'s within eight roundings, of more than ``least`` requests of
+    ``steps``. One bit more in the last layer tells."""
+    calls = [call for call, _ in attended_in(file)]
+    *layers, last = plan.layers
+    finer = dataclasses.replace(last, v=dataclasses.replace(last.v, num_bits=4))
+    replay, other = (
+        AttentionReplay(model, each) for each in (plan, dataclasses.replace(plan, layers=(*layers, finer)))
+    )
+    for each in (replay, other):
+        each.attend(steps, steps, calls)
+    assert max(replay.errors) < 8 and len(replay.errors) > least, max(replay.errors)
+    assert max(other.errors) > 1000
     return replay
 
 

@@ -42,18 +42,13 @@ def register() -> None:
             HookRegistry.register(target, getattr(sglang_draft_backends, f"{name}_backend"), HookType.REPLACE)
         last = "sglang.srt.mem_cache.allocation.get_last_loc"  # by a kernel for GPUs, but for some backends
         HookRegistry.register(last, sglang_draft_backends.last_places, HookType.REPLACE)
-    if "KVCAL_TEST_IMAGES" in os.environ:
-        HookRegistry.register(f"{sizes}.DefaultPoolConfigurator.__init__", _with_images, HookType.AROUND)
-
-
-def _with_images(original: Any, sizes: Any, kvc: Any) -> None:
-    """Of a model of text, as if it were one of images."""
-    kvc.model_config.is_multimodal, kvc.model.prepare_attn_masks = True, None
-    original(sizes, kvc)
 
 
 def _profiled(original: Any, configurator: Any, before: int) -> int:
+    """What SGLang does first of all that it does for the cache."""
     global _available
+    if "KVCAL_TEST_IMAGES" in os.environ:  # a model of text, as if it were one of images
+        configurator.model_config.is_multimodal, configurator.model.prepare_attn_masks = True, None
     _available = original(configurator, before)
     return _available
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
+
 # Before conftest gives the tests a folder of caches of their own, which goes with them.
 ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcal-tests"
 CHECKOUT = Path(__file__).parents[2]
@@ -95,6 +97,14 @@ def python_with_nixl(wanted: str) -> Path:
             run([str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", NIXL])
             (made / "nixl").touch()
     return python
+
+
+def needed(python_with: Callable[[str], Path], wanted: str) -> Path:
+    """An interpreter of such an environment; a test that cannot have it is skipped with the reason."""
+    try:
+        return python_with(wanted)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def _fill(pip: list[str], folder: Path, wanted: str) -> None:

@@ -43,7 +43,7 @@ class Ahead:
 
     def mask(self, query_BHTD: Tensor, base: str) -> Tensor:
         """[1, 1, T, num_tokens + T + read]: which of them each query of the T new ones attends to, as ``base`` takes
-        it: bool of sdpa, added numbers of eager attention. Made once for all layers."""
+        it, as numbers that are added to logits. Made once for all layers."""
         key = base, query_BHTD.dtype, query_BHTD.device
         if key not in self._masks:
             self._masks[key] = self._mask(*key)
@@ -55,9 +55,8 @@ class Ahead:
         own, decoded = exact[self.num_tokens :].unsqueeze(1), exact[self.read.start : self.read.stop]
         is_seen = (exact <= own) & ((exact < self.read.start) | (exact >= read_by))
         is_seen = torch.cat([is_seen, decoded < read_by], 1)[None, None]
-        if base == "sdpa":
-            return is_seen
-        return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill(~is_seen, torch.finfo(dtype).min)
+        hidden = -torch.inf if base == "sdpa" else torch.finfo(dtype).min
+        return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill(~is_seen, hidden)
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,15 +7,16 @@ It saves time and not memory.
 
 As attention reads the copy, nobody needs the store until a token comes to be read from a page that it has not
 packed yet. Until then new tokens wait (``Unwritten``); then those of all layers are stored, and their stripes
-packed, at once. All that asks for the store, such as a count of its bytes, has them stored first.
+packed, and decoded, at once. All that asks for the store, such as a count of its bytes, has them stored first.
 
 Within ``kvcal.attached`` chunks may be longer than a stripe, too (kvcal.stages.measuring.ahead).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ from kvcal.plan.page_format import RAW, Side
 from kvcal.stages.measuring.ahead import Ahead, ahead_of, stripes_of, tokens_ahead
 from kvcal.store.layer_store import LayerStore, NewTokens, Wanted
 from kvcal.store.padding import Rows
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.paged_tensor import PagedTensor, decode_together
+from kvcal.store.pool import Span
 from kvcal.store.state import PlanState
 from kvcal.store.unpacked import Unpacked, pack_together
 
-# Columns that a copy grows by: each growth copies it.
+# Columns that a copy grows by at least, besides a quarter: each growth copies it.
 GROWTH = 256
 
 
@@ -40,29 +42,48 @@ class Unwritten:
     layers."""
 
     def __init__(self) -> None:
-        self._waiting: dict[LayerStore, list[NewTokens]] = {}
+        self._waiting: dict[DecodedLayer, list[NewTokens]] = {}
         self.looks_ahead = False
 
-    def add(self, store: LayerStore, new: NewTokens) -> None:
-        self._waiting.setdefault(store, []).append(new)
+    def add(self, layer: DecodedLayer, new: NewTokens) -> None:
+        self._waiting.setdefault(layer, []).append(new)
 
-    def drop(self, store: LayerStore) -> None:
-        self._waiting.pop(store, None)
+    def drop(self, layer: DecodedLayer) -> None:
+        self._waiting.pop(layer, None)
 
     def clear(self) -> None:
         self._waiting = {}
 
-    def write(self, store: LayerStore) -> None:
-        """Store those of a layer, if there are any, and with them those of the others. NonFiniteActivations: NaN or
-        infinity in a stripe."""
-        if store not in self._waiting:
-            return
+    def write(self, layer: DecodedLayer) -> list[DecodedLayer]:
+        """Store those of a layer, if there are any, and with them those of the others, which are returned.
+        NonFiniteActivations: NaN or infinity in a stripe."""
+        if layer not in self._waiting:
+            return []
         waiting, self._waiting = self._waiting, {}
         unpacked: list[Unpacked] = []
-        for store, new in waiting.items():
-            keys, values = (torch.cat(x, 2) for x in zip(*((one.keys, one.values) for one in new), strict=True))
-            store.write(NewTokens(keys, values, new[0].rows, new[0].columns), None, unpacked)
+        for one, new in waiting.items():
+            keys, values = (torch.cat(x, 2) for x in zip(*((part.keys, part.values) for part in new), strict=True))
+            assert one._store is not None
+            one._store.write(NewTokens(keys, values, new[0].rows, new[0].columns), None, unpacked)
         pack_together(unpacked)
+        return list(waiting)
+
+
+class _Unread(NamedTuple):
+    """Tokens of a side to read from pages, and where to."""
+
+    store: LayerStore
+    side: Side
+    wanted: list[Wanted]
+    out: Tensor
+
+    @property
+    def part(self) -> PagedTensor:
+        return self.store.sides[self.side]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(span for one in self.wanted for span in one.spans)
 
 
 @dataclass
@@ -87,6 +108,7 @@ class DecodedLayer(PagedLayer):
         self.copies: dict[Side, Copy] = {}
         self._unwritten, self._stripes = unwritten, stripes_of(plan)
         self._ahead: Ahead | None = None
+        self._entered: dict[Side, Tensor] = {}
         self._waits = not (plan.needs_queries or state.is_scheduled or state.sources)
 
     def forget(self) -> None:
@@ -96,9 +118,8 @@ class DecodedLayer(PagedLayer):
     @property
     def store(self) -> LayerStore:
         """With all tokens."""
-        found = super().store
-        self._unwritten.write(found)
-        return found
+        self._unwritten.write(self)
+        return super().store
 
     @property
     def sides(self) -> dict[Side, PagedTensor]:
@@ -124,13 +145,14 @@ class DecodedLayer(PagedLayer):
 
     def whole(self, side: Side, states: Tensor, dtype: torch.dtype, new: NewTokens) -> Tensor:
         assert self._store is not None
-        kept = self._store.sides[side].kept(states, dtype)
-        return self._copied(side, kept, new.rows, new.columns)
+        part = self._store.sides[side]
+        self._entered[side] = part.entered(states)
+        return self._copied(side, part.left(self._entered[side], dtype), new.rows, new.columns)
 
     def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
         assert self._store is not None
         if self._waits:
-            self._unwritten.add(self._store, new)
+            self._unwritten.add(self, NewTokens(self._entered["k"], self._entered["v"], new.rows, new.columns))
         else:
             self._store.write(new, query_sum)
 
@@ -160,7 +182,7 @@ class DecodedLayer(PagedLayer):
         if self.plan.format(side) == RAW:
             return copy.dense[:, :, ahead.start : ahead.stop]
         if copy.packed[0] < ahead.stop:
-            self._take_ahead(side, copy, Rows.dense(len(copy.dense)), columns)
+            self._take_ahead()
         assert copy.ahead is not None
         return copy.ahead[:, :, ahead.start - copy.first[0] : ahead.stop - copy.first[0]]
 
@@ -173,7 +195,7 @@ class DecodedLayer(PagedLayer):
         copy = self.copies.get(side)
         if copy is None or copy.dense.shape[2] < room:
             # New columns are zero, as padding must be.
-            dense = new.new_zeros(*new.shape[:2], -(-room // GROWTH) * GROWTH, new.shape[3])
+            dense = new.new_zeros(*new.shape[:2], -(-(room + room // 4) // GROWTH) * GROWTH, new.shape[3])
             if copy is not None:
                 dense[:, :, :columns] = copy.dense[:, :, :columns]
                 copy.dense = dense
@@ -193,7 +215,7 @@ class DecodedLayer(PagedLayer):
     def _take_due(self, side: Side, copy: Copy, rows: Rows, columns: int, counts: list[int]) -> None:
         """Tokens that have come to be read from pages since, ``counts`` of every row."""
         if any(count > packed for count, packed in zip(counts, copy.packed, strict=True)):
-            self._take_ahead(side, copy, rows, columns)
+            self._take_ahead()
         assert copy.ahead is not None
         for block in rows.blocks:
             row = block.rows.start
@@ -203,18 +225,34 @@ class DecodedLayer(PagedLayer):
                 at += b - a
         copy.read = counts
 
-    def _take_ahead(self, side: Side, copy: Copy, rows: Rows, columns: int) -> None:
-        """Decode all tokens that are packed, after those that the copy has from pages."""
-        store, fmt = self.store, self.plan.format(side)
-        copy.first, copy.packed = copy.read, [fmt.tokens_packed(length) for length in rows.lengths(columns)]
-        spans = [range(copy.read[block.rows.start], copy.packed[block.rows.start]) for block in rows.blocks]
-        copy.ahead = copy.dense.new_empty(*copy.dense.shape[:2], max(map(len, spans)), copy.dense.shape[3])
-        wanted = [
-            Wanted(block.rows, tokens, tokens.stop, [(0, len(tokens))])
-            for block, tokens in zip(rows.blocks, spans, strict=True)
-            if tokens
-        ]
-        store.read_tokens(side, wanted, copy.ahead)
+    def _take_ahead(self) -> None:
+        """Decode all tokens that are packed, after those that the copies have from pages; those of layers whose
+        tokens waited, too."""
+        alike: dict[object, list[_Unread]] = {}
+        for layer in self._unwritten.write(self) or [self]:
+            for one in layer._unread():
+                alike.setdefault((one.part.kind, one.spans), []).append(one)
+        for of_kind in alike.values():
+            decoded = decode_together([one.part for one in of_kind], of_kind[0].spans, of_kind[0].out.dtype)
+            for one, pages in zip(of_kind, decoded, strict=True):
+                one.store.read_tokens(one.side, one.wanted, one.out, pages)
+
+    def _unread(self) -> Iterator[_Unread]:
+        """What to read of each side, and where to; the copies are told."""
+        rows, store = self.padding.rows, self._store
+        assert rows is not None and store is not None
+        for side, copy in self.copies.items():
+            fmt = self.plan.format(side)
+            copy.first, copy.packed = copy.read, [fmt.tokens_packed(length) for length in rows.lengths(self.columns)]
+            spans = [range(copy.read[block.rows.start], copy.packed[block.rows.start]) for block in rows.blocks]
+            copy.ahead = copy.dense.new_empty(*copy.dense.shape[:2], max(map(len, spans)), copy.dense.shape[3])
+            wanted = [
+                Wanted(block.rows, tokens, tokens.stop, [(0, len(tokens))])
+                for block, tokens in zip(rows.blocks, spans, strict=True)
+                if tokens
+            ]
+            if wanted:
+                yield _Unread(store, side, wanted, copy.ahead)
 
     def verify(self) -> None:
         """ArtifactError where the copy is not what the pages read as now; nothing is compared where nothing
@@ -243,13 +281,11 @@ class DecodedLayer(PagedLayer):
             self.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self._store is not None:
-            self._unwritten.write(self._store)
+        self._unwritten.write(self)
         super().reorder_cache(beam_idx)
         self.forget()
 
     def reset(self) -> None:
-        if self._store is not None:
-            self._unwritten.drop(self._store)
+        self._unwritten.drop(self)
         super().reset()
         self.forget()

@@ -154,7 +154,8 @@ def divergence_means(
     plans = plans if basis is None else [basis.changed(plan) for plan in plans]
     names = ", ".join(f"{side} of layer {_name(setup, indices)}" for indices, side in places)
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
-        found = divergence.deviations(loaded.model, reference, plans, *divergence.padded_texts(texts), room)
+        given = reference, plans, *divergence.padded_texts(texts)
+        found = divergence.deviations(loaded.model, *given, room, is_flip_wanted=False)
     sizes = [len(_candidates(setup, place)) for place in places]
     parts = zip(places, found.kl_Pn.split(sizes), found.kl_of_sequences(len(texts)).split(sizes), strict=True)
     means: dict[str, Mean] = {}

@@ -114,7 +114,8 @@ def _in_units(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     largest = torch.maximum(most, -least)
     shift = num_bits - 1 - torch.frexp(largest).exponent.clamp_(min=LEAST_EXPONENTS[num_bits])
     unit = _power_of_two(-shift).masked_fill_(~largest.isfinite(), torch.nan)
-    return unit, x.double().mul_(_power_of_two(shift)).round_().clamp_(max=2 ** (num_bits - 1) - 1)
+    # Exact in fp32: products with powers of two, of which what is less than a normal number rounds to 0.
+    return unit, (x * _power_of_two(shift)).round_().clamp_(max=2 ** (num_bits - 1) - 1).double()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from typing import ClassVar
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.error_feedback import factor_gains, factor_weights, round_with_feedback
-from kvcal.pages.hadamard import random_signs, rotate, unrotate
+from kvcal.pages.error_feedback import blocks, factor_gains, factor_rows, factor_weights, feed_back
+from kvcal.pages.hadamard import random_signs, rotate_channels, unrotate
 from kvcal.pages.layout_protocol import PAGE_TOKENS, PARAM_DTYPES, double_bits, require_finite, sum_by_halves
 from kvcal.pages.uniform import UniformLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
@@ -86,9 +86,12 @@ class RotatedLayout(UniformLayout):
 
     def encode_tokens(self, x: Tensor, operands: Mapping[str, Tensor], first: int) -> Tensor:
         factor = operands.get("feedback")
+        channels = x.float().flatten(0, -2).t().clone(memory_format=torch.contiguous_format)  # the fastest on a CPU
+        channels = channels.unflatten(1, x[(None,) * (4 - x.ndim)].shape[:-1]).transpose(1, 2).contiguous()
         if factor is not None and (gain := factor_gains(factor, self.head_dim)).numel():
-            x = x.float() * gain.unsqueeze(1)
-        rotated = rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float()
+            channels.mul_(_channels_first(gain.unsqueeze(1)))
+        rotated = rotate_channels(channels, _channels_first(operands["signs"]).float())
+        rotated = rotated.to(CACHE_DTYPES[self.cache_dtype]).float()
         scale_bits = self._scale_bits(rotated, has_feedback=factor is not None)
         if factor is None:
             step, start = self._grid(scale_bits)
@@ -96,7 +99,8 @@ class RotatedLayout(UniformLayout):
             codes = steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
         else:
             codes, scale_bits = self._searched(rotated, scale_bits, factor)
-        return self._records(codes, scale_bits.to(torch.uint8), first)
+        records = self._records(_channels_last(codes), _channels_last(scale_bits.to(torch.uint8)), first)
+        return records.view(*x.shape[:-2], records.shape[-1])
 
     def token_bytes(self, first: int, stop: int) -> Tensor:
         return _token_bytes(self, first, stop)
@@ -113,41 +117,65 @@ class RotatedLayout(UniformLayout):
         return unrotate(self.decode(records), operands["signs"])
 
     def _searched(self, rotated: Tensor, lowest: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and bits of scales, of the candidates from ``lowest`` on that cost least."""
-        bits = lowest + torch.arange(CANDIDATES, device=lowest.device).view(-1, *[1] * lowest.ndim)
-        step, start = self._grid(bits)
-        levels = rotated.new_full((), self.levels)
-        every = rotated.expand(CANDIDATES, *rotated.shape)
-        codes, targets = round_with_feedback(every, step, start, levels, factor)
-        errors = targets - (codes.float() * step + start)
-        squares = errors.square_().mul_(factor_weights(factor, self.head_dim).unsqueeze(1))
-        lanes = torch.nn.functional.pad(squares, (0, -self.head_dim % LANES)).unflatten(-1, (-1, LANES)).unbind(-2)
-        cost = sum_by_halves(sum(lanes[1:], lanes[0]), -1).nan_to_num_(torch.inf, torch.inf)  # NaN of an infinite scale
-        chosen = cost.argmin(0, keepdim=True).unsqueeze(-1)
-        return codes.take_along_dim(chosen, 0).squeeze(0), bits.take_along_dim(chosen, 0).squeeze(0)
+        """Codes uint8, and bits of scales, of the candidates from ``lowest`` on that cost least; channels, or groups,
+        first."""
+        own, least = rotated.flatten(2), lowest.flatten(2)
+        codes, bits = torch.empty_like(own, dtype=torch.uint8), torch.empty_like(least)
+        weights = factor_weights(factor, self.head_dim).t().unsqueeze(2)
+        more = torch.arange(CANDIDATES, device=lowest.device, dtype=lowest.dtype).view(-1, 1)
+        levels = rotated.new_full((1, 1, 1), self.levels)
+        for heads, tokens in blocks(own.shape[1], own.shape[2], own.device, CANDIDATES):
+            first, rows = least[:, heads, tokens], factor_rows(factor[heads], self.head_dim)
+            step, start = (part.flatten(2) for part in self._grid(first.unsqueeze(2) + more))
+            every = own[:, heads, tokens].unsqueeze(2).expand(-1, -1, CANDIDATES, -1).flatten(2)
+            found, targets = feed_back(every, step, start, levels, rows)
+            squares = targets.sub_((found * step).add_(start)).square_().mul_(weights[:, heads])
+            lanes = _padded(squares, -self.head_dim % LANES).unflatten(0, (-1, LANES)).unbind()
+            # NaN of an infinite scale.
+            cost = sum_by_halves(sum(lanes[1:], lanes[0]), 0).nan_to_num_(torch.inf, torch.inf)
+            chosen = cost.unflatten(1, (CANDIDATES, -1)).argmin(1)
+            best, *others = found.unflatten(2, (CANDIDATES, -1)).unbind(2)
+            for candidate, other in enumerate(others, 1):
+                best = torch.where(chosen == candidate, other, best)
+            codes[:, heads, tokens], bits[:, heads, tokens] = best, first + chosen
+        return codes.view(rotated.shape), bits.view(lowest.shape)
 
     def _grid(self, scale_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps and first levels of every channel, or of all alike, fp32, of bits of scales [..., 128,
-        num_groups]."""
+        """Steps and first levels of every channel, or of all alike, fp32, of bits of scales [num_groups, ...]."""
         scale = (scale_bits << 8).to(torch.int16).view(torch.float16)
-        is_alike = scale.shape[-1] == 1
-        step = scale.float() if is_alike else expand_groups(scale, self.group_size, -1, self.head_dim)
+        is_alike = len(scale) == 1
+        step = scale.float() if is_alike else expand_groups(scale, self.group_size, 0, self.head_dim)
         return step, self._zero(step)
 
     def _scale_bits(self, rotated: Tensor, has_feedback: bool) -> Tensor:
-        """rotated [..., 128, head_dim] fp32 -> int32 [..., 128, num_groups]: e5m2 of the scales, to nearest;
-        with feedback of the lowest candidates, rounded down. Squares of fp32 numbers are exact in fp64."""
+        """rotated fp32 [D, ...] -> int32 [num_groups, ...]: e5m2 of the scales, to nearest; with feedback of the
+        lowest candidates, rounded down. Squares of fp32 numbers are exact in fp64."""
         groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
-        sums = torch.nn.functional.pad(rotated.double().square_(), (0, groups * size - self.head_dim))
-        sums = sums.unflatten(-1, (groups, size))
+        squares = _padded(rotated.double().square_(), groups * size - self.head_dim).unflatten(0, (groups, size))
         missing = (1 << (size - 1).bit_length()) - size
         counts = (self.head_dim - size * torch.arange(groups, device=rotated.device)).clamp_(max=size)
-        rms = (sum_by_halves(torch.nn.functional.pad(sums, (0, missing)), -1) / counts).sqrt_()
+        sums = sum_by_halves(_padded(squares.transpose(0, 1), missing), 0)
+        rms = (sums / counts.view(-1, *[1] * (sums.ndim - 1))).sqrt_()
         step = STEPS[self.num_bits] * (LOWEST if has_feedback else 1.0)
         half = (rms * step).float().half()
         reason = f"a group of {size} values holds NaN, infinity, or has a norm beyond float16"
         require_finite(half.float(), f"keys or values cannot be quantized: {reason}", hint="check the model's outputs")
         return (half.view(torch.int16).int() + (0 if has_feedback else 0x80)) >> 8
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    """What broadcasts to [M, n, T, D] -> [D, n, M, T]."""
+    return x[(None,) * (4 - x.ndim)].permute(3, 1, 0, 2)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Inverse of :func:`_channels_first`."""
+    return x.permute(2, 1, 3, 0)
+
+
+def _padded(x: Tensor, more: int) -> Tensor:
+    """x with so many zeros more in its first dimension."""
+    return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
 
 
 @functools.cache
