@@ -100,9 +100,10 @@ class ValuesCodec(PageCodec):
 
 def scalar(rotated: Tensor, layout: RotatedLayout, factor: Tensor) -> Tensor:
     """rotated [M, n, 128, D] as scalar codes with error feedback read it back, still rotated."""
-    codes, scale_bits = layout._searched(rotated, layout._scale_bits(rotated, has_feedback=True), factor)
+    channels = rotated.permute(3, 1, 0, 2).contiguous()
+    codes, scale_bits = layout._searched(channels, layout._scale_bits(channels, has_feedback=True), factor)
     step, start = layout._grid(scale_bits)
-    return codes.float() * step + start
+    return (codes.float() * step + start).permute(2, 1, 3, 0)
 
 
 @dataclass(frozen=True, eq=False)

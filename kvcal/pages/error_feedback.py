@@ -135,13 +135,13 @@ def feed_back(
     [1, n, M] of channels that are alike; ``rows`` of the factor. Codes are fp32."""
     targets = values.clone(memory_format=torch.contiguous_format)
     codes, pushed, error = torch.empty_like(targets), torch.empty_like(targets), torch.empty_like(targets[0])
-    step, least = torch.where(scale == 0, torch.inf, scale), values.new_zeros(())
+    step = torch.where(scale == 0, torch.inf, scale)
     grid = (part.expand(len(values), -1, -1).unbind() for part in (scale, step, zero, levels))
-    sub, mul, clamp = torch.sub, torch.mul, torch.clamp
+    sub, mul, minimum = torch.sub, torch.mul, torch.minimum
     # Views of all channels at once: on a CPU, to make one takes as long as to add 1,000 numbers.
     channels = zip(values.unbind(), targets.unbind(), codes.unbind(), *grid, strict=True)
     for channel, (own, due, found, size, divisor, lowest, most) in enumerate(channels):
-        clamp(sub(due, lowest, out=found).div_(divisor).round_(), least, most, out=found)
+        minimum(sub(due, lowest, out=found).div_(divisor).round_().clamp_(min=0.0), most, out=found)
         decoded = mul(found, size, out=error).add_(lowest)
         if raw_dtype is not None:
             decoded = torch.where(most == 0, due.to(raw_dtype).float(), decoded)

@@ -274,7 +274,8 @@ def deviations(
             for number, start, logits_BmV in fed:
                 first = int(torch.searchsorted(wanted_M, start))
                 scored_Bm = scored_BM[:, first : first + logits_BmV.shape[1]]
-                logits_nV, sequence_n = logits_BmV[scored_Bm.to(logits_BmV.device)], scored_Bm.nonzero()[:, 0]
+                is_all, sequence_n = bool(scored_Bm.all()), scored_Bm.nonzero()[:, 0]
+                logits_nV = logits_BmV.flatten(0, 1) if is_all else logits_BmV[scored_Bm.to(logits_BmV.device)]
                 top_n = logits_nV.argmax(-1) if is_flip_wanted else sequence_n
                 if number == 0:
                     reference_nV, reference_n = logits_nV, top_n
@@ -313,7 +314,7 @@ def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
         d_nV -= (probability_nV * d_nV).sum(-1, keepdim=True)
         is_small_n = d_nV.amax(-1) < LARGEST_EXPONENT
         mean_n = (probability_nV * d_nV).sum(-1).double()
-        excess_n = (d_nV.expm1() - d_nV).mul_(probability_nV).sum(-1).double()
+        excess_n = d_nV.expm1().sub_(d_nV).mul_(probability_nV).sum(-1).double()
         kl_n = ((mean_n + excess_n).log1p() - mean_n).clamp(min=0.0)
         if not bool(is_small_n.all()):
             log_p, log_q = p_nV.double().log_softmax(-1), q_nV.double().log_softmax(-1)

@@ -14,6 +14,7 @@ import pytest
 from test_claims import table_of
 
 from kvcal.kernels.decode import block_shape
+from kvcal.systems.basis.rotated import DISTORTION
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEASURED = sorted((DOCS / "measured").glob("*.md"))
@@ -231,6 +232,31 @@ def test_finer_choices_and_other_codes_are_compared_as_measured(
         lost = [ratio(column(plan["answers"][kind], 2), column(base["answers"][kind], 2)) for kind in kinds]
         for cell, pair in zip(cells, [ratio(plan["kl"], base["kl"]), *lost], strict=True):
             require_pair(cell, pair)
+
+
+def test_costs_of_heads_tell_what_the_page_says() -> None:
+    """Losses of the noted widths: cost at 2 bits above the floor of bf16, by the law of squared errors."""
+    page = (DOCS / "measured/2026-11-29-choice-of-bits.md").read_text()
+    found = choices()["Qwen2.5-Coder-0.5B"]["costs of heads"]
+    table = table_of(page, "Qwen2.5-Coder-0.5B, on two cores")
+    assert len(found["costs"]) == 19
+    for (bits, chosen, weighed, cell), row in zip(table, found["choices"], strict=True):
+        for told, texts in ((chosen, row["chosen_on"]), (weighed, row["weighed_on"])):
+            assert told == ("both texts" if texts == [0, 1] else f"text {texts[0] + 1}")
+        losses = dict.fromkeys(row["widths"], 0.0)
+        for way, widths in row["widths"].items():
+            for cost, of_layer in zip(found["costs"].values(), widths, strict=True):
+                above = {
+                    key: statistics.mean(cost[key][text] - found["floor"][text] for text in row["weighed_on"])
+                    for key in cost
+                }
+                whole = max(above["all"], 1e-6)
+                share = min(max(above["first"] / whole, 0.02), 0.98)
+                parts = zip((share, 1 - share), of_layer, strict=True)
+                losses[way] += sum(whole * part * DISTORTION[width] / DISTORTION[2] for part, width in parts)
+        one, other = (sum(map(sum, widths)) for widths in row["widths"].values())
+        assert one == other and float(bits) == row["bits"]
+        require_pair(cell, (losses["by head"] / losses["by layer"], 0.0))
 
 
 def test_plans_since_longer_contests_are_compared_as_measured() -> None:
@@ -503,3 +529,22 @@ def test_the_page_of_rows_is_measured() -> None:
     for name, share, before in table_of((DOCS / "measured/2026-11-29-plans.md").read_text(), "## Rows"):
         require_pair(share, rows_of(name, "2026-11-29") or (0, 0))
         require_pair(before, rows_of(name) or (0, 0))
+
+
+def test_texts_and_plans_on_a_cpu_are_measured() -> None:
+    found = json.loads((DATA / "2026-11-29-texts-on-a-cpu.json").read_text())
+    page = (DOCS / "measured/2026-11-29-texts-on-a-cpu.md").read_text()
+    rows = table_of(page, "CPU seconds to read texts")
+    assert [when for _, when, *_ in rows] == ["before", "now"] * 2
+    for texts, when, raw, packed, factor in rows:
+        name = texts.replace(" ", "").replace(",", "")
+        (row,) = (one for one in found["texts"][when] if one["texts"] == name)
+        for cell, key in ((raw, "16_bits_s"), (packed, "packed_s")):
+            require_pair(cell, (statistics.mean(row[key]), 0))
+        require_pair(factor, ratio(row["packed_s"], row["16_bits_s"]))
+    for (_, *cells), seconds in zip(
+        table_of(page, "CPU seconds of `kvcal plan`"), found["plans_s"].values(), strict=True
+    ):
+        assert [int(cell) for cell in cells] == [seconds["before"], seconds["now"]]
+    told = table_of((DOCS / "real.md").read_text(), "## How long it takes")
+    assert f"{found['plans_s']['--bits 2.5']['now']} s of one core" in [row[1] for row in told]

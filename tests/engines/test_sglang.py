@@ -84,6 +84,7 @@ def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
             "started with CUDA graphs of prompts",
         ),
         ({"prefill_attention_backend": "torch_native"}, "started with --prefill-attention-backend torch_native, which"),
+        ({"enable_torch_compile": True}, "started with --enable-torch-compile, which is not served"),
         ({"enable_hierarchical_cache": True}, "--hicache-mem-layout page_first, expected layer_first or page_first"),
     ],
 )

@@ -292,6 +292,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
         (served.arguments(attention_backend="KVCAL", additional_config={}), "--attention-backend KVCAL without a plan"),
         (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
+        (served.arguments(hf_overrides={"rswa_window": 64}), "R-SWA not supported"),
         (served.arguments(hf_overrides={"is_mm_prefix_lm": True}), "tokens of an image attend to each other both ways"),
         (
             served.arguments(speculative_config=DRAFTS),
@@ -308,6 +309,19 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
     found = run_in(version, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
     for start, (_, text) in zip(found["starts"], refused, strict=True):
         assert text in start["message"], start
+
+
+def test_batch_invariance_and_context_parallelism_are_refused(version: str, tmp_path: Path, served: Served) -> None:
+    start = {"starts": [served.arguments()]}
+    found = run_in(version, tmp_path / "invariance", "vllm_host.py", start, {"VLLM_BATCH_INVARIANT": "1"})
+    assert "batch invariance not supported" in found["starts"][0]["message"], found
+    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "distributed_executor_backend": "mp"}
+    start = {
+        "starts": [served.arguments(**ranks, hf_overrides={"num_key_value_heads": 1})]
+    }  # vLLM wants fewer than ranks
+    found = run_in(version, tmp_path / "ranks", "vllm_host.py", start)
+    assert "error" in found["starts"][0]
+    assert "decode context parallelism of 2, which is not served" in (tmp_path / "ranks" / "log").read_text()
 
 
 def sliding_plan(folder: Path) -> str:

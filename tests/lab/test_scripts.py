@@ -21,11 +21,13 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal import Folder, Workload, build_plan, load_model, load_recipe, with_knobs
 from kvcal.geometry import Geometry
+from kvcal.plan.plan import save_plan
 from kvcal.progress import SILENT
 from kvcal.stages.check_damage import measure_damage
 from kvcal.stages.divergence import deviations, feed, unquantized_plan
 from kvcal.stages.generate import complete
 from kvcal.stages.measuring.dense_layer import UnreadPages
+from kvcal.stages.pipeline import baseline_plan
 
 LAB = Path(__file__).parents[2] / "lab"
 Script = Callable[..., dict[str, Any]]  # of the fixture lab_script
@@ -294,3 +296,14 @@ def test_places_of_records_are_where_they_begin(small_model: Path, lab_script: S
     texts = script["looked_up"](loaded, "rows", 1, 640)
     for begin in script["records"](loaded, texts.tokens_BT[0], len(texts.answers[0])):
         assert '{"order"' in loaded.tokenizer.decode(texts.tokens_BT[0, begin : begin + 12].tolist())
+
+
+def test_texts_are_timed_next_to_16_bits(tmp_path: Path, lab_script: Script, small_model: Path) -> None:
+    loaded = load_model(str(small_model), device="cpu")
+    save_plan(baseline_plan(load_recipe("kivi-2"), loaded, Workload(2, 300)), tmp_path / "plan.safetensors")
+    out = tmp_path / "text.json"
+    texts = ("--texts", "1x300", "2x200", "--rounds", 2)
+    lab_script("bench_text", tmp_path / "plan.safetensors", "--model", small_model, *texts, "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["texts"] for row in rows] == ["1x300", "2x200"]
+    assert all(len(row[name]) == 2 and min(row[name]) > 0 for row in rows for name in ("16_bits_s", "packed_s"))

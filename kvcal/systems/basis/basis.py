@@ -110,8 +110,7 @@ def rounded(matrix: Tensor) -> Tensor:
 def _in_units(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """x fp32 [..., D] as integers of so many bits, in fp64, and the unit of each row [..., 1], a power of
     two; NaN of a row with a number that is not finite."""
-    least, most = x.aminmax(dim=-1, keepdim=True)
-    largest = torch.maximum(most, -least)
+    largest = x.abs().amax(-1, keepdim=True)
     shift = num_bits - 1 - torch.frexp(largest).exponent.clamp_(min=LEAST_EXPONENTS[num_bits])
     unit = _power_of_two(-shift).masked_fill_(~largest.isfinite(), torch.nan)
     # Exact in fp32: products with powers of two, of which what is less than a normal number rounds to 0.

@@ -48,14 +48,16 @@ def key_costs(
     for head in range(num_heads):
         keys, values, cost = (x.float() for x in (k_post_NTD[head // group], v_NTD[head // group], cost_HDD[head]))
         costs_T = ((values @ cost) * values).sum(1)
-        for rows in at.split(max(1, SCORES_AT_ONCE // tokens)):
-            queries, seen = q_post_HTD[head, rows].float(), rows[:, None] >= at
-            weights = ((queries @ keys.T) * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+        for first in range(0, tokens, max(1, SCORES_AT_ONCE // tokens)):
+            rows = at[first : first + max(1, SCORES_AT_ONCE // tokens)]
+            queries = q_post_HTD[head, rows].float()
+            # In place: on a CPU memory for another matrix takes as long as a pass over it.
+            weights = (queries @ keys.T).mul_(scale).masked_fill_(at > rows[:, None], -torch.inf).softmax(-1)
             output = weights @ values
             turned = output @ cost
-            distance = costs_T - 2 * (turned @ values.T) + (turned * output).sum(1, keepdim=True)
-            packed = (rows[:, None] - at >= max(window, 1)) & (at >= sinks)
-            costs_TT = weights.square() * distance.clamp_min_(0.0) * packed
+            distance = (turned @ values.T).mul_(-2).add_(costs_T).add_((turned * output).sum(1, keepdim=True))
+            costs_TT = weights.square_().mul_(distance.clamp_min_(0.0)).tril_(first - max(window, 1))  # packed ones
+            costs_TT[:, :sinks] = 0.0
             exact = queries.double()
             total[head // group] += (exact * costs_TT.sum(1).double()[:, None]).T @ exact
             keys_NT[head // group] += costs_TT.sum(0)

@@ -87,7 +87,7 @@ class RotatedLayout(UniformLayout):
     def encode_tokens(self, x: Tensor, operands: Mapping[str, Tensor], first: int) -> Tensor:
         factor = operands.get("feedback")
         channels = x.float().flatten(0, -2).t().clone(memory_format=torch.contiguous_format)  # the fastest on a CPU
-        channels = channels.unflatten(1, x.shape[:-1]).transpose(1, 2).contiguous()
+        channels = channels.unflatten(1, x[(None,) * (4 - x.ndim)].shape[:-1]).transpose(1, 2).contiguous()
         if factor is not None and (gain := factor_gains(factor, self.head_dim)).numel():
             channels.mul_(_channels_first(gain.unsqueeze(1)))
         rotated = rotate_channels(channels, _channels_first(operands["signs"]).float())
@@ -99,7 +99,8 @@ class RotatedLayout(UniformLayout):
             codes = steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
         else:
             codes, scale_bits = self._searched(rotated, scale_bits, factor)
-        return self._records(_channels_last(codes), _channels_last(scale_bits.to(torch.uint8)), first)
+        records = self._records(_channels_last(codes), _channels_last(scale_bits.to(torch.uint8)), first)
+        return records.view(*x.shape[:-2], records.shape[-1])
 
     def token_bytes(self, first: int, stop: int) -> Tensor:
         return _token_bytes(self, first, stop)
@@ -118,8 +119,8 @@ class RotatedLayout(UniformLayout):
     def _searched(self, rotated: Tensor, lowest: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         """Codes uint8, and bits of scales, of the candidates from ``lowest`` on that cost least; channels, or groups,
         first."""
-        codes, bits = torch.empty_like(rotated, dtype=torch.uint8), torch.empty_like(lowest)
-        own, least, codes_found, bits_found = (part.flatten(2) for part in (rotated, lowest, codes, bits))
+        own, least = rotated.flatten(2), lowest.flatten(2)
+        codes, bits = torch.empty_like(own, dtype=torch.uint8), torch.empty_like(least)
         weights = factor_weights(factor, self.head_dim).t().unsqueeze(2)
         more = torch.arange(CANDIDATES, device=lowest.device, dtype=lowest.dtype).view(-1, 1)
         levels = rotated.new_full((1, 1, 1), self.levels)
@@ -136,8 +137,8 @@ class RotatedLayout(UniformLayout):
             best, *others = found.unflatten(2, (CANDIDATES, -1)).unbind(2)
             for candidate, other in enumerate(others, 1):
                 best = torch.where(chosen == candidate, other, best)
-            codes_found[:, heads, tokens], bits_found[:, heads, tokens] = best, first + chosen
-        return codes, bits
+            codes[:, heads, tokens], bits[:, heads, tokens] = best, first + chosen
+        return codes.view(rotated.shape), bits.view(lowest.shape)
 
     def _grid(self, scale_bits: Tensor) -> tuple[Tensor, Tensor]:
         """Steps and first levels of every channel, or of all alike, fp32, of bits of scales [num_groups, ...]."""
