@@ -39,7 +39,7 @@ def run(
     served: Served, folder: Path, rounds: Sequence[list[list[int]]], plan: Plan | None = None, tokens: int = TOKENS,
     together: bool = False, weights: str | None = None, **more: Any,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
-    """The record of SGLang's run, and its log; ``together``: requests of a round run at once; ``weights``: see sglang_host."""
+    """SGLang's record, and its log; ``together``: requests of a round run at once; ``weights``: see sglang_host."""
     given = {"rounds": rounds, "tokens": tokens, "together": together, "weights": weights}
     given["engine"] = arguments(served, **more)
     found, log = run_sglang(VERSION, folder, served.write("plan.safetensors", plan), given)
