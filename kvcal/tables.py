@@ -138,7 +138,7 @@ def widths_table(report: WidthsReport) -> View:
         ratio = "" if one.ratio is None else format_measured(one.ratio, one.ratio * (one.log_error or 0.0))
         rows.append((name, f"{one.bits:.3f}", f"{one.kl:.4g}", look_ups, ratio))
     title = f"The choice by layer and fixed widths, on {report.num_texts} texts of select of {report.num_tokens} tokens"
-    return View(title, ("plan", "bits", "KL of text", "KL of look-ups", "by layer's KL over this one's"), rows)
+    return View(title, ("plan", "bits", "KL of text", "KL of look-ups", "first plan's KL over this one's"), rows)
 
 
 def plan_table(plan: Plan, workload: Workload, damage: Damage | None) -> View:

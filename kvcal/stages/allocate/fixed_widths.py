@@ -85,8 +85,8 @@ class WidthsReport:
     def sentence(self) -> str:
         """The choice, and by how much, for people."""
         others = [one for one in self.plans if one.ratio is not None]
-        said = "; ".join(f"{one.ratio:.2f} of that of {one.name}" for one in others)
-        return f"{self.shipped} ships; KL {self.plans[0].name} is {said}, on {self.num_texts} texts"
+        said = "; ".join(f"{one.ratio:.2f} of that of '{one.name}'" for one in others)
+        return f"'{self.shipped}' ships; KL of '{self.plans[0].name}' is {said}, on {self.num_texts} texts"
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,6 +104,7 @@ def test_a_plan_in_one_command_and_another_budget_by_hand(model: LoadedModel, tm
     assert widths["shipped"] in {one["name"] for one in widths["plans"]} and len(widths["plans"]) > 1
     shown = ran_well("inspect", out / "three" / "plan.safetensors", "--why", 0).out
     assert f"{widths['shipped']} (ships)" in shown and "The plan that ships (" in " ".join(shown.split())
+    assert "first plan's" in shown and widths["plans"][0].get("ratio") is None
     assert why["ships"] == widths["shipped"]
     ran_well("allocate", out, "--bits", "4", "--name", "four", "--batch", "8", "--context", "8192")
     ran_well("compile", out / "four", "-o", out / "four" / "plan.safetensors")
