@@ -54,7 +54,9 @@ def eval_command(
     limits: GateOptions,
     posed: options.TaskOptions,
     recipe: options.RecipeOption = "default",
-    out: options.Out = Path("artifacts/eval"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results; made if needed. Default: artifacts/MODEL/eval.")
+    ] = None,
     allow_damage: options.AllowDamage = False,
 ) -> None:
     """Measure a plan on its model, next to 16 bits: KL, top-1 agreement, perplexity and tasks.
@@ -84,8 +86,8 @@ def eval_command(
     gates.require_measured((*base.evaluate.embedded_tasks, *base.evaluate.harness_tasks))
     if base.evaluate.harness_tasks:
         harness.require_tasks(base.evaluate)
-    folder = artifacts.Folder.create(out)
     verify_stage.require_same_config(loaded_plan, model)
+    folder = artifacts.Folder.create(out or Path("artifacts") / loaded_plan.model.id.rpartition("/")[2] / "eval")
     with given.reporting() as reporter:
         loaded = given.load(model)
         verify_stage.require_same_model(loaded_plan, loaded)

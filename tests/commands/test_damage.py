@@ -160,6 +160,16 @@ def test_an_evaluation_refuses_it_after_its_table(destroyed: tuple[Path, int], t
     assert ran_well(*arguments, "--allow-damage").json["damage"] == done.json["damage"]
 
 
+def test_evaluations_of_each_model_have_a_folder(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --out, so that a second model does not meet the artifacts of the first."""
+    monkeypatch.chdir(tmp_path)
+    save_plan(unquantized_plan(loaded.identity, loaded.geometry), tmp_path / "plan.safetensors")
+    ran_well("eval", "plan.safetensors", "--model", MODEL, "--tasks", "", "--samples", 1, "--seq-len", 400)
+    assert (tmp_path / "artifacts" / MODEL / "eval/evaluation.json").is_file()
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A model, and a plan of 2 bits for it."""
