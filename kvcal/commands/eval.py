@@ -86,8 +86,8 @@ def eval_command(
     gates.require_measured((*base.evaluate.embedded_tasks, *base.evaluate.harness_tasks))
     if base.evaluate.harness_tasks:
         harness.require_tasks(base.evaluate)
-    verify_stage.require_same_config(loaded_plan, model)
     folder = artifacts.Folder.create(out or Path("artifacts") / loaded_plan.model.id.rpartition("/")[2] / "eval")
+    verify_stage.require_same_config(loaded_plan, model)
     with given.reporting() as reporter:
         loaded = given.load(model)
         verify_stage.require_same_model(loaded_plan, loaded)
