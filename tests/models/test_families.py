@@ -35,7 +35,7 @@ def test_every_family_has_a_row() -> None:
         ("nemotron_h", "default"),
         ("gemma3_text", "default"),
         ("deepseek_v3", "sensitivity"),
-        ("bigbird_pegasus", "kivi-2"),
+        ("bigbird_pegasus", "default"),  # its products are rounded by where they lie
         ("bloom", "kivi-2"),
         ("prophetnet", ""),
         ("falcon_mamba", ""),
