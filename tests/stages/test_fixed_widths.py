@@ -276,7 +276,7 @@ def test_fixed_widths_that_win_are_the_plan(
     plan = build_plan(model, Folder.create(tmp_path), short(3.5), reporter=listener)
     report = report_of(plan)
     assert report is not None and report.shipped != PROGRAM
-    assert any(f"{report.shipped} ships" in said for said in listener.said)
+    assert any(f"'{report.shipped}' ships" in said for said in listener.said)
     assert [one.bits for one in report.plans if one.name == report.shipped] == [plan.bits_per_value()]
     assert plan.bits_per_value() <= 3.5 and len(widths(plan.layers, "k")) + len(widths(plan.layers, "v")) <= 3
     again = build_plan(model, Folder.create(tmp_path), short(3.5), reporter=listener)
