@@ -50,9 +50,10 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvcal needs Python 3.11 or newer; '$(PYTHON)' is" \
 	    "$$($(PYTHON) --version 2>&1 | head -n 1). hint: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
-	@echo "setting up $(VENV): pinned packages, some minutes the first time" >&2
+	@echo "setting up $(VENV), some minutes the first time: torch" >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "$$(grep '^torch==' requirements.lock)"
+	@echo "setting up $(VENV): $$(grep -c '==' requirements.lock) pinned packages" >&2
 	@$(PIP) --requirement requirements.lock
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -272,7 +272,7 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
             tensors[name] = StoredTensor(NAMES[about["dtype"]], tuple(about["shape"]), about["data"])
         stated, found = head.pop("digest"), _digest(head, tensors)
         if found != stated:
-            found, stated = (_shorten(canonical_json(digest), 0) for digest in (found, stated))
+            found, stated = (_shorten(canonical_json(digest).strip('"'), 0) for digest in (found, stated))
             raise ArtifactError(f"{path} is corrupt: its content has the digest {found}, expected {stated}")
         _check_finite(tensors, str(path))
     except ArtifactError as refused:
