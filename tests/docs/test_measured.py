@@ -548,3 +548,18 @@ def test_texts_and_plans_on_a_cpu_are_measured() -> None:
         assert [int(cell) for cell in cells] == [seconds["before"], seconds["now"]]
     told = table_of((DOCS / "real.md").read_text(), "## How long it takes")
     assert f"{found['plans_s']['--bits 2.5']['now']} s of one core" in [row[1] for row in told]
+
+
+def test_acceptance_is_that_of_the_data() -> None:
+    found = json.loads((DATA / "2026-11-29-acceptance.json").read_text())
+    rows = table_of((DOCS / "measured/2026-11-29-acceptance.md").read_text(), "Eight texts of 1,024 tokens")
+    assert len(rows) == len(found["plans"]) == 7
+    for name, bits, kl, accepted, change, by_place in rows:
+        of = found["plans"][name]
+        assert bits == f"{of['bits']:.2f}" and of["num_prefixes"] == 301
+        require_pair(kl, (1000 * of["kl"][0], 1000 * of["kl"][1]))
+        require_pair(accepted, (of["accepted"], of["accepted_se"]))
+        assert [float(share) for share in by_place.split(", ")] == pytest.approx(of["by_place"], abs=0.0005)
+        if name != "16-bit":
+            require_pair(change[1:], (abs(of["change"]), of["change_se"]))
+            assert change[0] == "+-"[of["change"] < 0] and abs(of["change"]) <= 2 * of["change_se"]
