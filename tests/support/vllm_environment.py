@@ -68,9 +68,10 @@ def environment(engine: str, wanted: str, fill: Fill, needed: Sequence[str]) -> 
             if not ready.exists():
                 shutil.rmtree(made, ignore_errors=True)
                 run([sys.executable, "-m", "venv", str(made)])
-                paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-                site = next(made.glob("lib/python*/site-packages"))
-                (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
+            paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}  # an earlier clone's may be gone
+            site = next(made.glob("lib/python*/site-packages"))
+            (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
+            if not ready.exists():
                 fill(pip, made, wanted)
             if not ready.exists() or ready.read_text() != has_needed:
                 run([*pip, "install", *needed])
