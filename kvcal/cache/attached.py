@@ -52,8 +52,8 @@ def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager
 
 
 def decoding(model: PreTrainedModel, plan: Plan) -> AbstractContextManager[None]:
-    """The context to generate in with a dynamic cache of the plan: on a GPU ``attached``, so that kernels read its
-    pages, unless the model's attention cannot be replaced; elsewhere as ``attached_for``."""
+    """The context to generate in with a dynamic cache of the plan: on a GPU ``attached``, so that kernels read
+    its pages, unless the model's attention cannot be replaced; elsewhere as ``attached_for``."""
     if model.device.type == "cuda":
         with suppress(UnsupportedModel), attached(model):
             return attached(model)

@@ -40,7 +40,7 @@ from kvcal.store.state import PlanState
 
 # Types of devices on which kernels take steps.
 STEPPED = {"cuda"}
-DENSE_STEPS = "every step decodes all pages: call the model within `with kvcal.attached(model):`, and kernels read them"
+DENSE_STEPS = "every step decodes all pages; within `with kvcal.attached(model):` kernels read them packed"
 
 
 class PagedLayer(AttentionLayer):
@@ -83,8 +83,8 @@ class PagedLayer(AttentionLayer):
         return (key_states, value_states) if self._awaits_step else self._update(key_states, value_states)
 
     def _is_step(self, key_states: Tensor) -> bool:
-        """Whether kernels store these new tokens of every row, none of them padding, and attend to all. Warns where
-        they would, if the model were attached."""
+        """Whether kernels store these new tokens of every row, none of them padding, and attend to all. Warns
+        where they would, if the model were attached."""
         rows, (batch, _, tokens, _) = self.padding.rows, key_states.shape
         is_real = rows is not None and rows.batch == batch and 0 < self.columns >= rows.width
         if not (self.is_stepped and is_real and tokens <= self.state.step_tokens):

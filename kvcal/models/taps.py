@@ -135,9 +135,8 @@ def tap(
 
 
 def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None:
-    """Compare the taps with the model itself on two tiny sequences, the second left-padded: keys and values that the
-    model hands to ``Cache.update``, and logits, equal to rounding. Raises UnsupportedModel.
-    """
+    """Compare the taps with the model itself on two tiny sequences, the second left-padded: keys and values
+    that the model hands to ``Cache.update``, and logits, equal to rounding. Raises UnsupportedModel."""
     geometry = geometry or geometry_of(model)
     ids = probe_ids(model, 2, 5)
     mask = torch.ones_like(ids)

@@ -170,7 +170,7 @@ def test_where_no_text_reads_from_a_page_the_program_ships_and_it_is_said(
     short_texts = sequences(DataSpec("tasks", 2, 128), model, "select")
     contest = replace(Contest.of(Job(short(3.5), model, folder, SILENT)), data=(short_texts,))
     assert contest.decided(program, profile, spec, 0, listener) is program
-    assert ["no text of select reads from a quantized page" in said for said in listener.said] == [True]
+    assert ["no text of select reads a quantized page" in said for said in listener.said] == [True]
 
 
 def texts(count: int, num_tokens: int) -> list[Text]:

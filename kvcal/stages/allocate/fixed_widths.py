@@ -121,7 +121,7 @@ class Contest:
             return program
         texts = self._texts()
         if not all(texts):
-            reporter.say(f"allocate: {PROGRAM} ships unmeasured: no text of select reads from a quantized page")
+            reporter.say(f"allocate: {PROGRAM} ships unmeasured: no text of select reads a quantized page")
             return program
         plans = {name: self.basis.planned(allocation) for name, allocation in found.items()}
         report = compared(self._measured(plans, texts, reporter), texts, plans)

@@ -238,7 +238,7 @@ class DecodedLayer(PagedLayer):
                 one.store.read_tokens(one.side, one.wanted, one.out, pages)
 
     def _unread(self) -> Iterator[_Unread]:
-        """What to read of each side, and where to; the copies are told."""
+        """Tokens of each side to read, and their places; the copies are told."""
         rows, store = self.padding.rows, self._store
         assert rows is not None and store is not None
         for side, copy in self.copies.items():

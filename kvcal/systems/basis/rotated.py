@@ -164,7 +164,7 @@ class RotatedLayout(UniformLayout):
 
 
 def _channels_first(x: Tensor) -> Tensor:
-    """What broadcasts to [M, n, T, D] -> [D, n, M, T]."""
+    """x, which broadcasts to [M, n, T, D] -> [D, n, M, T]."""
     return x[(None,) * (4 - x.ndim)].permute(3, 1, 0, 2)
 
 
