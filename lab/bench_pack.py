@@ -3,16 +3,19 @@
     python lab/bench_pack.py
     python lab/bench_pack.py --step-tokens 128 64 32 --prompt-tokens 64 32 --bits 2 3 --prompt 32768
     python lab/bench_pack.py --stripe-tokens 16 32 128
+    python lab/bench_pack.py --stripe-tokens 16 --with-feedback --prompt --cold
 
 Needs a CUDA device. One layer of 8 KV heads of 128 channels, bf16, 8 sinks, a window of 64. For `append`:
 microseconds of a launch in a CUDA graph of 20, each of which packs the pages, or the stripes, that so many of all
-sequences complete. ``--step-tokens``, ``--prompt-tokens``: of a part that a block packs, at most. Factors are random:
-which codes are chosen takes no time.
+sequences complete. ``--cold``: also behind a pass over 128 MiB, whose own time is taken off, so that neither code
+nor factors are in caches, as in a step of a model. ``--step-tokens``, ``--prompt-tokens``: of a part that a block
+packs, at most. Factors are random: which codes are chosen takes no time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -30,6 +33,24 @@ from kvcal.plan.page_format import SIDES, Format, Side
 
 HEADS, DIM, GROUP, LAUNCHES, REPLAYS = 8, 128, 4, 20, 15
 STEPS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (8, 2), (8, 4), (38, 0), (38, 1), (38, 38), (152, 0), (152, 152))
+
+
+@functools.cache
+def swept() -> Tensor:
+    return torch.zeros(2**27, dtype=torch.uint8, device="cuda")
+
+
+def cold_us(launch: Callable[[], None]) -> float:
+    """Microseconds of a launch that finds nothing of its own in caches."""
+
+    def sweep() -> None:
+        swept().add_(1)
+
+    def both() -> None:
+        sweep()
+        launch()
+
+    return graph_us(both) - graph_us(sweep)
 
 
 def graph_us(launch: Callable[[], None]) -> float:
@@ -62,7 +83,9 @@ def transform_of(has_feedback: bool) -> PageTransform:
     return PageTransform(nothing, nothing, factor(False), factor(True), signs, signs)
 
 
-def append_us(variant: Variant, batch: int, complete: int) -> float:
+def append_us(variant: Variant, batch: int, complete: int, is_cold: bool) -> str:
+    """Such as "11.7", or "11.7 (18.2 cold)"."""
+
     def tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
@@ -81,7 +104,11 @@ def append_us(variant: Variant, batch: int, complete: int) -> float:
     new, queries = tensor(batch, HEADS, DIM), tensor(batch, HEADS * GROUP, DIM)
     statistic = QueryStatistic(nothing, nothing)
     transform = transform_of(variant.k_feedback)
-    found = graph_us(lambda: ops.launch_append(new, new, queries, k, v, statistic, place, transform, error, variant))
+
+    def launch() -> None:
+        ops.launch_append(new, new, queries, k, v, statistic, place, transform, error, variant)
+
+    found = f"{graph_us(launch):.1f}" + (f" ({cold_us(launch):.1f} cold)" if is_cold else "")
     assert int(error) == 0
     return found
 
@@ -117,10 +144,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=list(packing.PROMPT_TOKENS[:1]))
     parser.add_argument("--stripe-tokens", type=int, nargs="+", default=[16, 32, 128])
     parser.add_argument("--bits", type=int, nargs="+", default=[2])
-    parser.add_argument("--prompt", type=int, nargs="+", default=[2048, 32768])
+    parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 32768])
+    parser.add_argument("--with-feedback", action="store_true", help="with it alone")
+    parser.add_argument("--cold", action="store_true")
     given = parser.parse_args()
     print(torch.cuda.get_device_name())
-    for bits, stripe, fed in itertools.product(given.bits, given.stripe_tokens, (True, False)):
+    feedback = (True,) if given.with_feedback else (True, False)
+    for bits, stripe, fed in itertools.product(given.bits, given.stripe_tokens, feedback):
         fmt = Format(bits, "token", 128, 8, 64, quantizer="rotated", stripe_tokens=stripe)
         variant = Variant(fmt, fmt, DIM, "bfloat16", GROUP, False, False, k_feedback=fed, v_feedback=fed, v_gain=fed)
         print(f"{bits} bits, {'with' if fed else 'without'} feedback, {stripe} tokens at once")
@@ -129,13 +159,14 @@ def main() -> None:
             ops._append_kernel.cache_clear()
             kernel, shape, _ = ops._append_kernel(variant, False, 0)
             times = (
-                f"{done}/{batch} {append_us(variant, batch, done):.1f}" for batch, done in STEPS[: None if fed else 5]
+                f"{done}/{batch} {append_us(variant, batch, done, given.cold)}"
+                for batch, done in STEPS[: None if fed else 5]
             )
             needs = f"{shape.shared_bytes} bytes, {kernel.registers} registers"
             print(
                 f"  append, up to {tokens} tokens a part, {needs}; us by complete/all: {', '.join(times)}", flush=True
             )
-        for tokens in given.prompt_tokens:
+        for tokens in given.prompt_tokens if given.prompt else []:
             packing.PROMPT_TOKENS = (tokens,)
             ops._side_kernel.cache_clear()
             prompts = (f"{count} {prompt_ms(variant, count):.3f}" for count in given.prompt)

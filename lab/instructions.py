@@ -82,11 +82,11 @@ def loop_with(code: Code, operation: str) -> tuple[int, int]:
 
 
 def chain(code: Code) -> Counter[str]:
-    """Of error feedback, a warp: 128 channels of eight tokens with one scale. Eight loops of fp32 that contain no
-    other, four turns each, in the code of both sides."""
+    """Of error feedback, a warp: 128 channels of eight tokens with one scale. The longest loops of fp32 but that over
+    all eights, one a side, a turn for each block of 16 channels."""
     found = Counter[str]()
-    for one in (counted(code[slice(*loop)]) for loop in loops(code) if _size(loop) < 500):
-        found += Counter({kind: 2 * number for kind, number in one.items()} if one["fp32"] > 60 else {})
+    for one in (counted(code[slice(*loop)]) for loop in loops(code) if _size(loop) < 1000):
+        found += Counter({kind: 4 * number for kind, number in one.items()} if one["fp32"] > 200 else {})
     return found
 
 

@@ -25,6 +25,7 @@ STORED_HEADS = 16  # of a token that a block stores, while others pack stripes
 STEP_TOKENS, PROMPT_TOKENS = (128, 64, 32), (64, 32)
 LEAST_TOKENS = 32  # of a part of ``append``, where few pages are complete
 FEW, FEW_THREADS = 8, 384  # tokens of a stripe that a block packs, and its threads, as in csrc/pack_eight.cuh
+BLOCK_BYTES = 1024  # of shared memory that an SM keeps for each block, besides what the block asks for
 LARGE_TOKENS, LARGE_TEAM = (
     (32,),
     4,
@@ -36,7 +37,7 @@ BLOCK, KEPT_BLOCKS, COST_LANES = 16, 4, 8  # of channels, as in csrc/feedback.cu
 class PackShape:
     """Tokens that a block packs of a rotated page, 0 where no page is; its threads and dynamic shared memory.
     ``has_whole_pages``: of a side that is packed by one block a page. ``stripe_tokens``: packed by a step.
-    ``team``: warps that share the chains of one."""
+    ``team``: warps that share the chains of one. ``blocks_of_sm``: that an SM has room for, in a step."""
 
     part_tokens: int
     threads: int
@@ -44,6 +45,7 @@ class PackShape:
     has_whole_pages: bool
     stripe_tokens: int
     team: int = 1
+    blocks_of_sm: int = 1
 
     @property
     def blocks_of_page(self) -> int:
@@ -56,7 +58,7 @@ class PackShape:
         comes_in_eights = self.part_tokens == FEW
         parts = -(-self.stripe_tokens // (FEW if comes_in_eights else LEAST_TOKENS))
         storing = -(-pages // STORED_HEADS) if comes_in_eights else 0
-        dealt = min(pages * parts + storing, num_sms) if self.part_tokens else 0
+        dealt = min(pages * parts + storing, num_sms * self.blocks_of_sm) if self.part_tokens else 0
         return max(dealt, pages) if self.has_whole_pages else dealt
 
     @property
@@ -71,7 +73,9 @@ def append_shape(variant: Variant, room: int) -> PackShape:
     """Of a GPU whose blocks get ``room`` bytes of shared memory (kvcal.kernels.decode)."""
     stripe = min(variant.format(side).stripe_tokens for side in SIDES)
     if stripe < PAGE_TOKENS and variant.head_dim <= MAX_STAGED_DIM:
-        return PackShape(FEW, FEW_THREADS, max(_few_bytes(variant, side) for side in SIDES), False, stripe)
+        needed = max(_few_bytes(variant, side) for side in SIDES)
+        blocks = 2 if 2 * needed + BLOCK_BYTES <= room else 1
+        return PackShape(FEW, FEW_THREADS, needed, False, stripe, blocks_of_sm=blocks)
     return _shape(variant, SIDES, STEP_TOKENS, room)
 
 
@@ -126,7 +130,7 @@ def _few_bytes(variant: Variant, side: Side) -> int:
     has_feedback = variant.k_feedback if side == "k" else variant.v_feedback
     columns, groups = padded_channels(dim), -(-dim // layout.group_size)
     words = columns // BLOCK * -(-layout.num_bits // 2)
-    found = FEW * (2 * (dim + 8) + 4 * (columns + 4) + 4 * words + 4 * CANDIDATES + 4 + groups) + 64
+    found = FEW * (2 * (dim + 8) + 4 * (columns + 4) + 4 * words + 4 * CANDIDATES + 4 + groups) + 4 * dim + 64
     if has_feedback:
-        found += 4 * columns * (columns + 1) + 4 * FEW * (CANDIDATES - 1) * words
+        found += 4 * columns * (columns + 1) + 4 * FEW * (CANDIDATES * (columns + 4) + (CANDIDATES - 1) * words)
     return found

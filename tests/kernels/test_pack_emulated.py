@@ -76,22 +76,26 @@ def test_a_prompt_is_packed_as_the_codec_does(case: Case) -> None:
     assert int(error) == 0 and not len(wrong), (len(wrong), wrong[:3].tolist())
 
 
-# Values beside every tie of a step, and others of every size, whose code is not the nearest of 0 ... 255, half to even.
+# Values beside every tie of a step, and others of every size, whose code is not the nearest, half to even.
 WRONG_CODES = """#include "cuda_on_cpu.h"
 typedef unsigned u32;
 %s
-static int is_wrong(float y, float step) {
-    const float code = Grid(step, 0.0f).code<255>(y) - MAGIC;
-    return code != fminf(nearbyintf(fmaxf(y / step, 0.0f)), 255.0f);
+template <unsigned LEVELS> static int is_wrong(float y, float step) {
+    const float code = Grid(step, 0.0f).code<LEVELS>(y) - MAGIC;
+    return code != fminf(nearbyintf(fmaxf(y / step, 0.0f)), LEVELS);
+}
+template <unsigned LEVELS> static int number_of_wrong(float step) {
+    int count = 0;
+    for (int i = 0; i <= LEVELS; i++) {
+        const unsigned tie = __float_as_uint((i + 0.5f) * step);
+        for (int apart = -300; apart <= 300; apart++) count += is_wrong<LEVELS>(__uint_as_float(tie + apart), step);
+    }
+    for (unsigned bits = 0x30000000; bits < 0x70000000; bits += 2039)
+        count += is_wrong<LEVELS>(__uint_as_float(bits), step);
+    return count + is_wrong<LEVELS>(0.0f, step) + is_wrong<LEVELS>(-step, step);
 }
 extern "C" int wrong_codes(float step) {
-    int count = 0;
-    for (int i = 0; i < 256; i++) {
-        const unsigned tie = __float_as_uint((i + 0.5f) * step);
-        for (int apart = -300; apart <= 300; apart++) count += is_wrong(__uint_as_float(tie + apart), step);
-    }
-    for (unsigned bits = 0x30000000; bits < 0x70000000; bits += 2039) count += is_wrong(__uint_as_float(bits), step);
-    return count + is_wrong(0.0f, step) + is_wrong(-step, step);
+    return number_of_wrong<1>(step) + number_of_wrong<3>(step) + number_of_wrong<7>(step) + number_of_wrong<255>(step);
 }
 """
 

@@ -75,11 +75,11 @@ def test_measured_rows_are_within_the_stated_errors(lab_script: Script, capsys: 
 
 
 def test_loops_are_told_by_what_they_hold(lab_script: Script) -> None:
-    """As nvdisasm lists them: the loop of products within another, and four chains' turns of one of two sides."""
+    """As nvdisasm lists them: the loop of products within another, and eight blocks of chains of one of two sides."""
     script = lab_script("instructions")
     products = [".L_x_0:", "LDS R4, [R2]", ".L_x_1:", "IMMA.16832.S8.S8 R8, R4, R6, R8", "IADD3 R2, R2, 1, RZ"]
     products += ["@P0 BRA `(.L_x_1)", "FADD R1, R1, R2", "@!P1 BRA `(.L_x_0)"]
-    chain = [".L_x_2:", *["FFMA R1, R2, R3, R1"] * 61, "@P2 BRA `(.L_x_2)", "@P3 BRA `(.L_x_3)", "DADD R2, R2, R4"]
+    chain = [".L_x_2:", *["FFMA R1, R2, R3, R1"] * 201, "@P2 BRA `(.L_x_2)", "@P3 BRA `(.L_x_3)", "DADD R2, R2, R4"]
     lines = [*products, *chain, ".L_x_3:", "EXIT"]
     listing = "\n".join(
         line if line.startswith(".") else f"        /*{n:04x}*/    {line} ;" for n, line in enumerate(lines)
@@ -88,7 +88,7 @@ def test_loops_are_told_by_what_they_hold(lab_script: Script) -> None:
     assert len(code) == sum(not line.startswith(".") for line in lines) and code[4:6] == [("FADD", None), ("BRA", 0)]
     assert script["loop_with"](code, "IMMA") == (1, 4)
     assert script["counted"](code[1:4]) == {"products of bytes": 1, "other integers": 1, "control": 1}
-    assert script["chain"](code) == {"fp32": 2 * 61, "control": 2}
+    assert script["chain"](code) == {"fp32": 4 * 201, "control": 4}
     assert script["counted"](code)["fp64"] == 1
 
 

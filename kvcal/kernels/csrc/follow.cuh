@@ -2,8 +2,8 @@
 // do before they wait is hidden ("programmatic dependent launch", compute capability 9.0 and later; nothing before).
 //
 // `enter`, `append`, `decode` and `leave` are launched to follow (kvcal/kernels/compile.py). Each waits on every path that lets it
-// end, since whoever follows it waits for it alone. `enter` reads nothing but matrices before it waits, `append` nothing, and
-// both wait before they let the next one start. So `decode` may read what was there before the step, such as lengths, before it
+// end, since whoever follows it waits for it alone. `enter` reads nothing but matrices before it waits, `append`
+// nothing but factors and signs, and lengths to guess from. Both wait before they let the next one start. So `decode` may read what was there before the step, such as lengths, before it
 // waits for all else; and `leave` its matrix.
 
 #define KV_INLINE __device__ __forceinline__

@@ -66,9 +66,8 @@ struct Step {
     int* error;
 
     // Whether the step completes a stripe, or a page where these are packed whole.
-    KV_INLINE bool completes_stripe(int sequence) const {
-        return lengths[sequence] % STRIPE >= STRIPE - QUERY_TOKENS;
-    }
+    KV_INLINE bool completes_stripe(int sequence) const { return is_last(lengths[sequence]); }
+    KV_INLINE static bool is_last(int tokens) { return tokens % STRIPE >= STRIPE - QUERY_TOKENS; }
     // The first token of the stripe that the next token lies in, within its page.
     KV_INLINE int stripe_start(int sequence) const { return lengths[sequence] % KV_PAGE_TOKENS / STRIPE * STRIPE; }
 };
@@ -188,6 +187,28 @@ struct Completed {
         return __ballot_sync(0xffffffffu, sequence < step.sequences && step.completes_stripe(sequence));
     }
 
+    // Whether the block of this number will have one, of so many blocks for each: before the kernel has waited, when lengths may be out of
+    // date. So they are read past caches, by one warp, which tells the others.
+    KV_INLINE bool may_have_work(void* memory, int blocks) const {
+        volatile int* found = (volatile int*)memory;
+        if (threadIdx.x < 32) {
+            int count = 0;
+#pragma unroll 1
+            for (int first = 0; first < step.sequences; first += 32) {
+                const int sequence = first + threadIdx.x;
+                const int tokens = ((const volatile int*)step.lengths)[kv_min(sequence, step.sequences - 1)];
+                count += __popc(__ballot_sync(0xffffffffu, sequence < step.sequences && Step::is_last(tokens)));
+            }
+            if (threadIdx.x == 0) {
+                *found = count;
+            }
+        }
+        __syncthreads();
+        const bool has_work = blockIdx.x < *found * blocks;
+        __syncthreads();
+        return has_work;
+    }
+
     KV_INLINE int count() const {
         int count = 0;
 #pragma unroll 4
@@ -209,6 +230,33 @@ struct Completed {
             found &= found - 1;
         }
         return first + __ffs(found) - 1;
+    }
+};
+
+// What a block holds that is the same for all eights of a head and side (``prepare_eight``): of an item, side by side.
+struct Preparation {
+    const Store &k, &v;
+    const Step& step;
+    void* memory;
+    int item = -1;
+
+    KV_INLINE void prepare(int item_) {
+        if (IN_EIGHTS && item != item_) {
+            if (Keys::is_rotated && item_ < step.heads) {
+                of_side<Keys>(k, item_);
+            } else {
+                of_side<Values>(v, item_ % step.heads);
+            }
+            item = item_;
+        }
+    }
+
+    template <class S>
+    KV_INLINE void of_side(const Store& store, int head) const {
+        if constexpr (IN_EIGHTS && S::is_rotated) {
+            prepare_eight<S>(*(FewScratch<S>*)memory, store.feedback + head * FACTOR<S>, store.signs);
+            __syncthreads();
+        }
     }
 };
 
@@ -249,7 +297,7 @@ KV_INLINE void append_part(
 //   k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], the factors of error feedback, or 0
 //   k_signs, v_signs  int8 [D], of rotated pages, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
-extern "C" __global__ void __launch_bounds__(THREADS) append(
+extern "C" __global__ void __launch_bounds__(THREADS, IN_EIGHTS + 1) append(
     const unsigned short* k_new, long long k_row_stride, long long k_head_stride, const unsigned short* v_new,
     long long v_row_stride, long long v_head_stride, const unsigned short* q, long long q_row_stride,
     long long q_head_stride, float* query_sum, long long query_sum_stride, int* query_since,
@@ -260,8 +308,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
     const signed char* k_signs, const signed char* v_signs, int* error, long long heads,
     long long sequences TOKEN_PARAMETERS) {
-    kv_wait_for_previous();
-    kv_let_next_start();
 #if QUERY_TOKENS == 1
     const long long k_token_stride = 0, v_token_stride = 0;
 #endif
@@ -275,6 +321,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
         v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
         v_page_stride, v_feedback, v_signs};
     const int of_side = step.sequences * step.heads;
+#if PART_TOKENS
+    const Completed completed{step};
+    const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
+    Preparation preparation{k, v, step, memory};
+    if (IN_EIGHTS && completed.may_have_work(memory, of_sequence * (STRIPE / FEW))) {
+        preparation.prepare(blockIdx.x % of_sequence);
+    }
+#endif
+    kv_wait_for_previous();
+    kv_let_next_start();
     if (!IN_EIGHTS) {
         store_tokens(k, v, step, 0);
     }
@@ -294,8 +350,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
         }
     }
 #if PART_TOKENS
-    const Completed completed{step};
-    const int of_sequence = (Keys::is_rotated + Values::is_rotated) * step.heads;
     const int pages = completed.count() * of_sequence;
     // Few pages are dealt to all blocks, 32 tokens each: a block takes as long for 32 as one warp does.
     int parts = IN_EIGHTS ? STRIPE / FEW : HAS_STRIPES ? 1 : KV_PAGE_TOKENS / PART_TOKENS;
@@ -303,14 +357,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
         parts *= 2;
     }
     const int count = IN_EIGHTS ? FEW : HAS_STRIPES ? 32 : KV_PAGE_TOKENS / parts;
-    if (IN_EIGHTS) {  // by blocks that pack nothing, if there are any
-        store_tokens(k, v, step, pages * parts < gridDim.x ? pages * parts : 0);
+    // A block packs eights of one head and side, if there are blocks for all of them.
+    int packing = gridDim.x;
+    if (IN_EIGHTS) {
+        packing -= packing < of_sequence ? 0 : packing % of_sequence;
+        const int first_idle = kv_min(pages * parts, packing);
+        store_tokens(k, v, step, first_idle < gridDim.x ? first_idle : 0);  // by blocks that pack nothing, if there are any
     }
-    for (int unit = blockIdx.x; unit < pages * parts; unit += gridDim.x) {
-        const int page = unit / parts, sequence = completed.number(page / of_sequence);
-        const int item = page % of_sequence, head = item % step.heads;
-        const int first = (HAS_STRIPES ? step.stripe_start(sequence) : 0) + unit % parts * count;
+    for (int unit = blockIdx.x; blockIdx.x < packing && unit < pages * parts; unit += packing) {
+        const int item = unit % of_sequence, head = item % step.heads, part = unit / of_sequence % parts;
+        const int sequence = completed.number(unit / of_sequence / parts);
+        const int first = (HAS_STRIPES ? step.stripe_start(sequence) : 0) + part * count;
         const Tokens tokens{first, count, first, first + kv_min(count, STRIPE)};
+        preparation.prepare(item);
         if (Keys::is_rotated && item < step.heads) {
             append_part<Keys>(k, step, memory, sequence, head, tokens);
         } else {

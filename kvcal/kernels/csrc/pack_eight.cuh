@@ -2,13 +2,15 @@
 // that a stripe occupies several SMs: its time is that of the channels of one token, which are rounded one after the other.
 //
 // With error feedback a chain is a token with one candidate for its scales (feedback.cuh has them 32 to a warp, for many tokens).
-// Here four lanes have a chain, and its targets in registers: a lane has 4 channels of every block of 16. All four round each channel.
-// So an error is where it is needed at once: the target after it takes it in first, all others while the next channel is rounded, for
-// which that target is passed on before. A target is summed up in the order of the channels, as on a CPU.
+// Here a warp has eight of them. Four lanes round each channel, all of them the same: an error is where it is needed at once. Each has
+// four of the targets in a block of 16 channels, and of the next block. The target after a channel takes its error in first, those of the
+// block while the next channel is rounded, those of the next block during the next four channels.
+// Two more warps sum up what all blocks before add to the block after the next. So a target is summed up in the order of the channels, as
+// on a CPU; and the code is one short loop, which a step that packs has to fetch, since other kernels have driven it from caches.
 
 #include "rotated_token.cuh"
 
-enum { SHARING = 4, FEW_CHAINS = FEW * CANDIDATES };
+enum { SHARING = 4, FEW_CHAINS = FEW * CANDIDATES, HELPERS = 2, FEW_WARPS = 4 * CANDIDATES };
 
 // Sizes, and shared memory, of eight tokens.
 template <class S>
@@ -16,30 +18,37 @@ struct FewScratch {
     static constexpr int groups = Page<S>::groups, blocks = Page<S>::padded / BLOCK, words = WORDS<S>;
     static constexpr int chains = S::has_feedback ? FEW_CHAINS : FEW;
     static constexpr int stride = Page<S>::padded + 4, columns = Page<S>::padded;
+    static constexpr int lanes = kv_min(32, kv_hadamard_block(kv_min(S::group, S::dim) | S::dim));  // that rotate a token
 
     alignas(16) unsigned short tile[FEW * Page<S>::stride];  // tokens as they come
     alignas(16) float x[FEW * stride];                       // rotated
+    // Of each chain, errors of channels; and targets of the block after the next one to be rounded.
+    alignas(16) float errors[S::has_feedback ? FEW_CHAINS * stride : 4];
     // U, from its diagonal on, which holds the costs; 0 for channels beyond the last. More of a row is loaded than there is.
     alignas(16) float factor[S::has_feedback ? columns * columns + blocks * BLOCK : 4];
+    float turn[S::dim];  // signs and gains
     unsigned codes[blocks * words * chains];
     float cost[FEW_CHAINS];
     int chain[FEW];                     // whose codes a token takes
     unsigned char lowest[groups * FEW];  // bits of its scales, or of the lowest candidates
 };
 
-// U in fp32, by all warps from the first on: a row each, and all that it loads at once.
-template <class S, int FIRST_WARP>
-KV_INLINE void spread_factor(FewScratch<S>& scratch, const unsigned short* factor, int warp) {
+// What is the same for all tokens of a head, by the whole block: U in fp32, a row a warp, and all that it loads at once.
+template <class S>
+KV_INLINE void prepare_eight(FewScratch<S>& scratch, const unsigned short* feedback, const signed char* signs) {
     constexpr int COLUMNS = FewScratch<S>::columns, PARTS = kv_ceil_div(COLUMNS, 32);
-    constexpr int WARPS = THREADS / 32 - FIRST_WARP, ROWS = kv_min(kv_ceil_div(COLUMNS, WARPS), 13);
+    constexpr int WARPS = THREADS / 32, ROWS = kv_min(kv_ceil_div(COLUMNS, WARPS), 11);
     const int lane = threadIdx.x % 32;
+    if (threadIdx.x < S::dim) {
+        scratch.turn[threadIdx.x] = turn_of<S>(feedback, signs, threadIdx.x);
+    }
 #pragma unroll 1
-    for (int row = warp - FIRST_WARP; row < COLUMNS; row += ROWS * WARPS) {
+    for (int row = threadIdx.x / 32; S::has_feedback && row < COLUMNS; row += ROWS * WARPS) {
         unsigned short found[ROWS][PARTS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int at = row + i * WARPS;
-            const unsigned short* of_row = factor + at * (2 * S::dim - at - 1) / 2;
+            const unsigned short* of_row = feedback + at * (2 * S::dim - at - 1) / 2;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 const int column = 32 * part + lane;
@@ -60,18 +69,19 @@ KV_INLINE void spread_factor(FewScratch<S>& scratch, const unsigned short* facto
     }
 }
 
-// The tokens from `first` of the page on, rotated, and their scales: by the first two warps, of which each needs nothing of the other.
+// The tokens from `first` of the page on, rotated, and their scales: by as many warps as they have lanes for, of which each needs
+// nothing of the others.
 template <class S>
 KV_INLINE void rotate_eight(const Source& source, FewScratch<S>& scratch, int first, int* error) {
-    constexpr int LANES = 8, OWN = S::dim / LANES, LOADS = S::dim / 8, HALF = FEW / 2;
-    const Turn<S, LANES> turn(source);
-    const int half = threadIdx.x / 32 * HALF, token = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    constexpr int LANES = FewScratch<S>::lanes, OWN = S::dim / LANES, LOADS = S::dim / 8, TOKENS = 32 / LANES;
+    const int token = threadIdx.x / LANES, lane = threadIdx.x % LANES;
 #pragma unroll
-    for (int i = threadIdx.x % 32; i < HALF * LOADS; i += 32) {
-        const int at = half + i / LOADS, load = i % LOADS;
+    for (int i = threadIdx.x % 32; i < TOKENS * LOADS; i += 32) {
+        const int at = threadIdx.x / 32 * TOKENS + i / LOADS, load = i % LOADS;
         ((uint4*)(scratch.tile + at * Page<S>::stride))[load] = ((const uint4*)source.at(first + at))[load];
     }
     __syncwarp();
+    const Turn<S, LANES> turn([&](int channel) { return scratch.turn[channel]; });
     float x[OWN];
     rotate_token<S, LANES>(x, scratch.tile + token * Page<S>::stride, source, turn);
 #pragma unroll
@@ -106,119 +116,152 @@ KV_INLINE void round_eight(FewScratch<S>& scratch) {
     }
 }
 
-// A lane's part of a chain.
+KV_INLINE void load_four(float (&to)[4], const float* from) {
+    const float4 four = *(const float4*)from;
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+
+KV_INLINE void take_in_four(float (&target)[4], const float (&factor)[4], float error) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        target[i] = __fadd_rn(target[i], __fmul_rn(factor[i], error));
+    }
+}
+
+// The warps of a candidate wait for each other.
+KV_INLINE void candidate_sync(int number) {
+    const int id = 1 + number, count = 32 * (1 + HELPERS);
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+// Codes and costs of all chains of one candidate, by a warp. A lane's targets are its four channels of a block, and of the next one.
 template <class S>
-struct Chain {
-    enum { BLOCKS = FewScratch<S>::blocks, COLUMNS = FewScratch<S>::columns };
-    FewScratch<S>& scratch;
-    int token, number, lane;  // the candidate's number, and the lane's among the four
-    Grid grid;
-    float due, error;  // the target to be rounded, and the error before it, which no other target has yet
-    // Costs of every eighth channel. Even lanes have those of the first four channels of eight, odd lanes the others.
-    float squares[4];
-
-    KV_INLINE Chain(FewScratch<S>& scratch_, int number_)
-        : scratch(scratch_), token(threadIdx.x % 32 / SHARING), number(number_), lane(threadIdx.x % SHARING), grid(0.0f, 0.0f),
-          due(values(0)[0]), error(0.0f), squares{} {}
-
-    KV_INLINE const float* values(int block) const { return scratch.x + token * FewScratch<S>::stride + block * BLOCK; }
-
-    // Rounds the blocks from AT on. Their targets are this lane's channels of every block; row: the factors with which these take in
-    // the error before.
-    template <int AT>
-    KV_INLINE void round(float (&target)[BLOCKS - AT][4], float4 (&row)[BLOCKS - AT]) {
-        constexpr unsigned LEVELS = (1u << S::bits) - 1;
-        constexpr int TARGETS = BLOCKS - AT;
-        if (AT * BLOCK % S::group == 0) {
-            grid = Grid(kv_float_of_e5m2(scratch.lowest[AT * BLOCK / S::group * FEW + token] + number), Page<S>::mean_code);
-        }
-        unsigned codes[WORDS<S>] = {};
+KV_INLINE void round_chains(FewScratch<S>& scratch, int number) {
+    constexpr int BLOCKS = FewScratch<S>::blocks, COLUMNS = FewScratch<S>::columns, QUADS = BLOCK / 4, HANDOVER = 2;
+    constexpr unsigned LEVELS = (1u << S::bits) - 1;
+    static_assert(FEW * SHARING == 32 && QUADS == SHARING, "a warp has the chains of a candidate, a lane four channels");
+    const int token = threadIdx.x % 32 / SHARING, lane = threadIdx.x % SHARING;
+    const float* values = scratch.x + token * FewScratch<S>::stride;
+    float* errors = scratch.errors + (number * FEW + token) * FewScratch<S>::stride;
+    float next[4], squares[2] = {};
+    Grid grid(0.0f, 0.0f);
+    load_four(next, values + 4 * lane);
+    float due = __shfl_sync(0xffffffffu, next[0], 0, SHARING);
 #pragma unroll 1
-        for (int quad = 0; quad < BLOCK / 4; ++quad) {
-            const float4 x = *(const float4*)(values(AT) + 4 * quad);
-            const float value[4] = {x.x, x.y, x.z, x.w};
-            const bool has_squares = quad % 2 == lane % 2;
-            unsigned four[WORDS<S>] = {};
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float* diagonal = scratch.factor + block * BLOCK * (COLUMNS + 1);
+        const float* rows = diagonal + 4 * lane;
+        if (block * BLOCK % S::group == 0) {
+            grid = Grid(kv_float_of_e5m2(scratch.lowest[block * BLOCK / S::group * FEW + token] + number), Page<S>::mean_code);
+        }
+        float target[4] = {next[0], next[1], next[2], next[3]}, error[BLOCK], row[4];
+        unsigned codes[WORDS<S>] = {};
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+            if (quad == HANDOVER && block + 1 < BLOCKS) {
+                if (block > 0) {
+                    candidate_sync(number);
+                }
+                load_four(next, (block > 0 ? errors : values) + BLOCK + 4 * lane);
+            }
+            float value[4], u[4][4], of_due[4], own_rest = 0.0f;
+            load_four(value, values + 4 * quad);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float* factor = scratch.factor + (AT * BLOCK + k) * COLUMNS + AT * BLOCK + quad * 4 * COLUMNS;
-                const float cost = factor[4 * quad + k], of_next = factor[4 * quad + k + 1];
-                float4 next_row[TARGETS];
-#pragma unroll
-                for (int i = 0; i < TARGETS; ++i) {
-                    next_row[i] = *(const float4*)(factor + i * BLOCK + 4 * lane);
-                }
-                __syncwarp();  // else the compiler loads everything where it is used, and waits for it
-#pragma unroll
-                for (int i = 0; i < TARGETS; ++i) {
-                    target[i][0] = __fadd_rn(target[i][0], __fmul_rn(row[i].x, error));
-                    target[i][1] = __fadd_rn(target[i][1], __fmul_rn(row[i].y, error));
-                    target[i][2] = __fadd_rn(target[i][2], __fmul_rn(row[i].z, error));
-                    target[i][3] = __fadd_rn(target[i][3], __fmul_rn(row[i].w, error));
-                    row[i] = next_row[i];
-                }
-                const bool is_last = k == 3 && quad == BLOCK / 4 - 1;  // what follows is of the next block
-                const float found = is_last ? target[kv_min(1, TARGETS - 1)][0] : target[0][(k + 1) % 4];
-                const float next = __shfl_sync(0xffffffffu, found, (k == 3 ? quad + 1 : quad) % SHARING, SHARING);
-                const float code = grid.code<LEVELS>(due), decoded = grid.decoded(code), rest = __fsub_rn(due, decoded);
-                error = __fsub_rn(value[k], decoded);
-                due = __fadd_rn(next, __fmul_rn(of_next, error));
-                const float square = __fmul_rn(__fmul_rn(rest, rest), cost);
-                squares[k] = has_squares ? __fadd_rn(squares[k], square) : squares[k];
-                append_code<S>(four, k, code);
+                of_due[k] = diagonal[(4 * quad + k) * (COLUMNS + 1) + 1];
+                load_four(u[k], rows + (4 * quad + k) * COLUMNS);
             }
 #pragma unroll
-            for (int word = 0; word < WORDS<S>; ++word) {
-                codes[word] |= four[word] << (word < S::bits / 2 ? 8 : 4) * quad;
+            for (int k = 0; k < 4; ++k) {
+                const int channel = 4 * quad + k;
+                if (channel > 0) {
+                    take_in_four(target, row, error[kv_max(channel - 1, 0)]);
+                }
+                const float later = __shfl_sync(0xffffffffu, target[(k + 1) % 4], (channel + 1) % BLOCK / 4, SHARING);
+                const float code = grid.code<LEVELS>(due), decoded = grid.decoded(code), rest = __fsub_rn(due, decoded);
+                error[channel] = __fsub_rn(value[k], decoded);
+                append_code<S>(codes, channel, code);
+                own_rest = lane == k ? rest : own_rest;
+                due = __fadd_rn(later, __fmul_rn(of_due[k], error[channel]));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    row[i] = u[k][i];
+                }
+#pragma unroll
+                for (int i = quad == HANDOVER ? 2 * k : channel - 4; quad >= HANDOVER && i <= (quad == HANDOVER ? 2 * k + 1 : channel - 4); ++i) {
+                    float factor[4];
+                    load_four(factor, rows + i * COLUMNS + BLOCK);
+                    take_in_four(next, factor, error[i]);
+                }
+            }
+            // Costs of every eighth channel.
+            const float cost = diagonal[(4 * quad + lane) * (COLUMNS + 1)];
+            squares[quad % 2] = __fadd_rn(squares[quad % 2], __fmul_rn(__fmul_rn(own_rest, own_rest), cost));
+            if (lane == 0) {
+                *(float4*)(errors + 4 * quad) =
+                    make_float4(error[4 * quad], error[4 * quad + 1], error[4 * quad + 2], error[4 * quad + 3]);
             }
         }
 #pragma unroll
+        for (int channel = BLOCK - 4; channel < BLOCK; ++channel) {
+            float factor[4];
+            load_four(factor, rows + channel * COLUMNS + BLOCK);
+            take_in_four(next, factor, error[channel]);
+        }
+        due = __shfl_sync(0xffffffffu, next[0], 0, SHARING);
+#pragma unroll
         for (int word = 0; word < WORDS<S>; ++word) {
-            if (S::dim % BLOCK && AT == BLOCKS - 1) {  // channels beyond the last
+            if (S::dim % BLOCK && block == BLOCKS - 1) {  // channels beyond the last
                 codes[word] &= word < S::bits / 2 ? 0xffff : 0xff;
             }
             if (lane == 0) {
-                scratch.codes[(AT * WORDS<S> + word) * FEW_CHAINS + number * FEW + token] = codes[word];
+                scratch.codes[(block * WORDS<S> + word) * FEW_CHAINS + number * FEW + token] = codes[word];
             }
         }
-        if constexpr (AT + 1 < BLOCKS) {
-            float later[BLOCKS - AT - 1][4];
-            float4 of_later[BLOCKS - AT - 1];
+        if (block + 2 < BLOCKS) {
+            candidate_sync(number);
+        }
+        values += BLOCK, errors += BLOCK;
+    }
+    float sum = __fadd_rn(squares[0], squares[1]);
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
+    if (lane == 0) {
+        scratch.cost[number * FEW + token] = sum;
+    }
+}
+
+// Targets of each block after the first two, with the errors of all blocks but the one before it: by the helpers of a candidate, two
+// channels a lane.
+template <class S>
+KV_INLINE void sum_up_targets(FewScratch<S>& scratch, int number, int helper) {
+    constexpr int COLUMNS = FewScratch<S>::columns;
+    const int token = threadIdx.x % 32 / SHARING, channel = BLOCK / HELPERS * helper + threadIdx.x % SHARING * 2;
+    float* errors = scratch.errors + (number * FEW + token) * FewScratch<S>::stride;
+#pragma unroll 1
+    for (int block = 2; block < FewScratch<S>::blocks; ++block) {
+        const int at = block * BLOCK + channel;
+        const float* first = scratch.x + token * FewScratch<S>::stride + at;
+        float target[2] = {first[0], first[1]};
+#pragma unroll 1
+        for (int before = 0; before < block - 1; ++before) {
+            if (before == block - 2) {
+                candidate_sync(number);  // its errors are there
+            }
 #pragma unroll
-            for (int i = 0; i < BLOCKS - AT - 1; ++i) {
+            for (int quad = 0; quad < BLOCK / 4; ++quad) {
+                float error[4];
+                load_four(error, errors + before * BLOCK + 4 * quad);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    later[i][k] = target[i + 1][k];
+                    const uint2 u = *(const uint2*)(scratch.factor + (before * BLOCK + 4 * quad + k) * COLUMNS + at);
+                    target[0] = __fadd_rn(target[0], __fmul_rn(__uint_as_float(u.x), error[k]));
+                    target[1] = __fadd_rn(target[1], __fmul_rn(__uint_as_float(u.y), error[k]));
                 }
-                of_later[i] = row[i + 1];
             }
-            round<AT + 1>(later, of_later);
         }
-    }
-};
-
-// Codes and costs of all chains of one candidate, by a warp.
-template <class S>
-KV_INLINE void choose_codes_of_eight(FewScratch<S>& scratch, int number) {
-    constexpr int BLOCKS = FewScratch<S>::blocks;
-    static_assert(FEW * SHARING == 32, "a warp has the chains of a candidate");
-    Chain<S> chain(scratch, number);
-    float target[BLOCKS][4];
-    float4 row[BLOCKS];
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-        const float4 x = *(const float4*)(chain.values(i) + 4 * chain.lane);
-        target[i][0] = x.x, target[i][1] = x.y, target[i][2] = x.z, target[i][3] = x.w;
-        row[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    chain.template round<0>(target, row);
-    float sum[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        sum[i] = __fadd_rn(chain.squares[i], __shfl_xor_sync(0xffffffffu, chain.squares[i], 1));
-    }
-    if (chain.lane == 0) {
-        scratch.cost[number * FEW + chain.token] = __fadd_rn(__fadd_rn(sum[0], sum[2]), __fadd_rn(sum[1], sum[3]));
+        errors[at] = target[0], errors[at + 1] = target[1];
+        candidate_sync(number);
     }
 }
 
@@ -303,27 +346,30 @@ KV_INLINE void choose_scale(FewScratch<S>& scratch, unsigned char* record, int f
     }
 }
 
-// The eight tokens of a page from `first` on, by the whole block.
+// The eight tokens of a page from `first` on, by the whole block, which is prepared. Warps i and i + 4 share a scheduler: chains have one
+// to themselves with one helper each, and the other helpers have the fourth.
 template <class S>
 KV_INLINE void pack_eight(const Source& source, FewScratch<S>& scratch, unsigned char* record, int first, int* error) {
-    constexpr int ROTATING = 2, CHAIN_THREADS = 32 * CANDIDATES;
+    constexpr int ROTATING = FEW * FewScratch<S>::lanes / 32, CLEARING = 2 * SHARING;
     static_assert(sizeof(FewScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than eight tokens take");
-    static_assert(S::stripe % FEW == 0 && THREADS > CHAIN_THREADS, "some warps are left to clear");
+    static_assert(S::stripe % FEW == 0 && THREADS == 32 * FEW_WARPS && CANDIDATES == 3 && HELPERS == 2, "a part for each warp");
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // which lets the compiler know that a warp stays together
     if (warp < ROTATING) {
         rotate_eight<S>(source, scratch, first, error);
-    } else if constexpr (S::has_feedback) {
-        spread_factor<S, ROTATING>(scratch, source.feedback, warp);
     }
     __syncthreads();
-    if (warp >= CANDIDATES) {
-        if (first < S::stripe) {
-            clear_rest<S>(record, first, Member{(int)threadIdx.x - CHAIN_THREADS, THREADS - CHAIN_THREADS});
+    if (warp < CANDIDATES) {
+        if constexpr (S::has_feedback) {
+            round_chains<S>(scratch, warp);
+        } else {
+            round_eight<S>(scratch);
         }
-    } else if constexpr (S::has_feedback) {
-        choose_codes_of_eight<S>(scratch, warp);
-    } else {
-        round_eight<S>(scratch);
+    } else if (warp % 4 == 3 || warp < CLEARING) {
+        if constexpr (S::has_feedback) {
+            sum_up_targets<S>(scratch, warp % 4 == 3 ? warp / 4 : warp - 4, warp % 4 == 3);
+        }
+    } else if (first < S::stripe) {
+        clear_rest<S>(record, first, Member{(int)threadIdx.x - 32 * CLEARING, 32 * CANDIDATES});
     }
     __syncthreads();
     if (threadIdx.x < FEW) {

@@ -139,7 +139,7 @@ KV_INLINE void pack_part(
     const Source& source, PartScratch<S>& scratch, unsigned char* record, const Tokens& tokens, int* error) {
     const int count = tokens.count;
     static_assert(sizeof(PartScratch<S>) <= PART_BYTES, "kvcal.kernels.packing asks for less than a part takes");
-    const Turn<S, 8> turn(source);
+    const Turn<S, 8> turn([&](int channel) { return turn_of<S>(source.feedback, source.signs, channel); });
     if constexpr (S::has_feedback && !Part<S>::is_large) {
         fetch_factor<S>(source.feedback, scratch);
     }

@@ -9,20 +9,23 @@ enum { BLOCK = 16 };  // channels whose codes fill a word of every plane
 template <class S>
 constexpr int WORDS = S::bits / 2 + S::bits % 2;  // of a block: of every plane one
 
-// What a lane multiplies its channels with, before they are rotated: signs and gains. A product with both is
-// rounded once.
+// What a channel is multiplied with before it is rotated: its sign and gain. A product with both is rounded once.
+template <class S>
+KV_INLINE float turn_of(const unsigned short* feedback, const signed char* signs, int channel) {
+    const float sign = (float)signs[channel];
+    return S::has_gain ? sign * kv_float_of<KV_FLOAT16>(feedback[FACTOR<S> - S::dim + channel]) : sign;
+}
+
+// The same of all channels of a lane.
 template <class S, int LANES>
 struct Turn {
     float by[S::dim / LANES];
 
-    KV_INLINE Turn(const Source& source) {
+    template <class F>
+    KV_INLINE Turn(F of_channel) {
 #pragma unroll
         for (int i = 0; i < S::dim / LANES; ++i) {
-            const int channel = LANES * i + threadIdx.x % LANES;
-            by[i] = (float)source.signs[channel];
-            if constexpr (S::has_gain) {
-                by[i] = by[i] * kv_float_of<KV_FLOAT16>(source.feedback[FACTOR<S> - S::dim + channel]);
-            }
+            by[i] = of_channel(LANES * i + threadIdx.x % LANES);
         }
     }
 };
@@ -104,12 +107,12 @@ struct Grid {
     KV_INLINE Grid(float step_, float mean_code)
         : step(step_), inverse(kv_reciprocal_of_e5m2(step_)), zero(__fmul_rn(step_, -mean_code)) {}
 
-    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein), as
+    // The code nearest to x, plus MAGIC. The quotient is rounded to nearest (Markstein); below 3 no tie is missed without that. Both
     // tests/kernels/test_pack_emulated.py tries for every step.
     template <unsigned LEVELS>
     KV_INLINE float code(float x) const {
         const float y = __fsub_rn(x, zero), about = __fmul_rn(y, inverse);
-        const float quotient = __fmaf_rn(__fmaf_rn(-about, step, y), inverse, about);
+        const float quotient = LEVELS <= 3 ? about : __fmaf_rn(__fmaf_rn(-about, step, y), inverse, about);
         return __fadd_rn(fminf(fmaxf(quotient, 0.0f), (float)LEVELS), MAGIC);
     }
 
