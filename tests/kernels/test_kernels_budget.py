@@ -101,8 +101,8 @@ def test_decode_and_append_stay_in_their_budgets(name: str) -> None:
 
 @pytest.mark.parametrize("capability", CHIPS)
 def test_two_blocks_that_pack_eight_tokens_have_room_on_a_multiprocessor(capability: tuple[int, int]) -> None:
-    """Of 24 warps with 80 registers each. Blocks of 16 channels are looped over, not unrolled. Only norms are fp64, some
-    30 instructions a side: consumer cards have it at a 64th of the speed of fp32."""
+    """Of 24 warps with 80 registers a thread. Blocks of 16 channels are looped over, not unrolled. Only norms are fp64,
+    some 30 instructions a side: consumer cards have it at a 64th of the speed of fp32."""
     of = replace(variant(STRIPES, STRIPES), k_feedback=True, v_feedback=True, v_gain=True)
     assert_append(of, 4800, capability)
     found = resources(cubin("pack", append_defines(of, False, shared_room(capability)), arch_of(capability)))["append"]

@@ -4,7 +4,7 @@
 // With error feedback a chain is a token with one candidate for its scales (feedback.cuh has them 32 to a warp, for many tokens).
 // Here a warp has eight of them. Four lanes round each channel, all of them the same: an error is where it is needed at once. Each has
 // four of the targets in a block of 16 channels, and of the next block. The target after a channel takes its error in first, those of the
-// block while the next channel is rounded, those of the next block during the next four channels.
+// block while the next channel is rounded, those of the next block in the second half of the block.
 // Two more warps sum up what all blocks before add to the block after the next. So a target is summed up in the order of the channels, as
 // on a CPU; and the code is one short loop, which a step that packs has to fetch, since other kernels have driven it from caches.
 
@@ -174,6 +174,8 @@ KV_INLINE void round_chains(FewScratch<S>& scratch, int number) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const int channel = 4 * quad + k;
+                // The next block's targets take in what came before they were handed over, two errors at a time, then one.
+                const int last_of_next = quad < HANDOVER ? -1 : quad == HANDOVER ? 2 * k + 1 : channel - 4;
                 if (channel > 0) {
                     take_in_four(target, row, error[kv_max(channel - 1, 0)]);
                 }
@@ -188,7 +190,7 @@ KV_INLINE void round_chains(FewScratch<S>& scratch, int number) {
                     row[i] = u[k][i];
                 }
 #pragma unroll
-                for (int i = quad == HANDOVER ? 2 * k : channel - 4; quad >= HANDOVER && i <= (quad == HANDOVER ? 2 * k + 1 : channel - 4); ++i) {
+                for (int i = quad == HANDOVER ? 2 * k : kv_max(channel - 4, 0); i <= last_of_next; ++i) {
                     float factor[4];
                     load_four(factor, rows + i * COLUMNS + BLOCK);
                     take_in_four(next, factor, error[i]);
