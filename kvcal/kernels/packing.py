@@ -66,6 +66,7 @@ class PackShape:
         if not self.part_tokens:
             return {}
         found = {"PART_TOKENS": self.part_tokens, "PART_THREADS": self.threads, "PART_BYTES": self.shared_bytes}
+        found |= {"PART_BLOCKS": self.blocks_of_sm} if self.blocks_of_sm > 1 else {}
         return found | ({"PART_TEAM": self.team} if self.team > 1 else {})
 
 

@@ -6,10 +6,13 @@
 #error "pages are packed from float16 or bfloat16"
 #endif
 
-// Tokens that a block packs of a rotated page at most, its threads, and the warps that share the chains of one.
+// Tokens that a block packs of a rotated page at most, its threads, the warps that share the chains of one, and blocks of an SM.
 #ifndef PART_TOKENS
 #define PART_TOKENS 0
 #define PART_THREADS 256
+#endif
+#ifndef PART_BLOCKS
+#define PART_BLOCKS 1
 #endif
 #ifndef PART_TEAM
 #define PART_TEAM 1
