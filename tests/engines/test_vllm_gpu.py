@@ -18,6 +18,7 @@ from engine_replay import assert_replayed
 from served_models import LENGTHS, Served, prompts, without_queries
 from test_vllm_drafts import eagle
 from test_vllm_hybrids import Hybrid
+from test_vllm_nixl import peer
 from test_vllm_offload import stored
 from vllm_cases import ALONE, DRAFTS, TOKENS
 from vllm_environment import answer_of, installed_checkout
@@ -225,3 +226,27 @@ def test_two_stages_of_a_pipeline(graphs: dict[str, Any], tmp_path: Path, served
     given = {"additional_config": {"kvcal_plan": served.write("stages.safetensors", plan)}, **stages, **graphs}
     replay = assert_replayed(serve(tmp_path, served, twice(130, 300), **given), served.model, plan, is_greedy=False)
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no NIXL in this environment")
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_prompts_in_one_engine_and_answers_in_another(gpus: int, tmp_path: Path, served: Served) -> None:
+    """NIXL reads packed blocks from one GPU's memory into its own or another one's, cold, and when both engines have
+    pages of the prompts; with sinks and windows, in graphs."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("one GPU")
+    plan = without_queries(served, served.with_copies())
+    path = served.write("peers.safetensors", plan)
+    own = {
+        name: served.arguments(path, kv_transfer_config=peer(role), **ON_GPU | GRAPHS)
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+    }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    requests = [{"prompt": ids, "tokens": 40, "at": at} for at in (0, 70) for ids in prompts(5, 129, 300, 700)]
+    scenario = own | {"requests": requests, "gpus": {"prefill": visible[0], "decode": visible[gpus - 1]}}
+    found = run(tmp_path, "vllm_pair.py", scenario)
+    assert "error" not in found, found["trace"]
+    assert not found["failed"] and len(found["outputs"]) == 8
+    assert all(first == last for first, last in found["free"].values()), found["free"]
+    replay = assert_replayed(found, served.model, plan, is_greedy=False)
+    assert [replay.cached[str(number)] for number in range(8)] == [4, 128, 299, 699] * 2

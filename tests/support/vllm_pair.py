@@ -4,7 +4,7 @@ what a router does between them, step by step.
     {"prefill": arguments of LLM, "decode": arguments of LLM,
      "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": [engine, steps after it came there],
                    "alone": whether it goes to the second one at once}, ...],
-     "wait": steps for which the second engine is not run, at most}
+     "wait": steps for which the second engine is not run, at most, "gpus": {engine: CUDA_VISIBLE_DEVICES of it}}
     -> {"steps", "requests": as of vllm_host, of both engines: names of the first one's requests begin with PROMPTS, and
         its blocks come from BLOCKS on,
         "outputs": as of vllm_host, of the second one's, "failed": requests that ended otherwise,
@@ -33,9 +33,11 @@ STEPS = 20_000
 TO_COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}  # what a router says to the first engine
 
 
-def engine(name: str, port: int, arguments: dict[str, Any], pipe: Any) -> None:
+def engine(name: str, port: int, gpus: str | None, arguments: dict[str, Any], pipe: Any) -> None:
     """In a process of its own: answers what the router asks."""
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     try:
         Engine(name, arguments).serve(pipe)
     except Exception as error:  # noqa: BLE001  (the test looks at it)
@@ -109,7 +111,8 @@ class Router:
         spawn = multiprocessing.get_context("spawn")
         for name in NAMES:
             self.pipes[name], theirs = spawn.Pipe()
-            process = spawn.Process(target=engine, args=(name, free_port(), scenario[name], theirs))
+            gpus = scenario.get("gpus", {}).get(name)
+            process = spawn.Process(target=engine, args=(name, free_port(), gpus, scenario[name], theirs))
             process.start()
             self.processes.append(process)
 
