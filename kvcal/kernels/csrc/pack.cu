@@ -297,7 +297,7 @@ KV_INLINE void append_part(
 //   k_feedback, v_feedback  fp16 [n, D (D + 1) / 2], the factors of error feedback, or 0
 //   k_signs, v_signs  int8 [D], of rotated pages, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
-extern "C" __global__ void __launch_bounds__(THREADS, PART_BLOCKS) append(
+extern "C" __global__ void __launch_bounds__(PART_BOUNDS) append(
     const unsigned short* k_new, long long k_row_stride, long long k_head_stride, const unsigned short* v_new,
     long long v_row_stride, long long v_head_stride, const unsigned short* q, long long q_row_stride,
     long long q_head_stride, float* query_sum, long long query_sum_stride, int* query_since,

@@ -33,11 +33,18 @@ struct FewScratch {
     unsigned char lowest[groups * FEW];  // bits of its scales, or of the lowest candidates
 };
 
+// Rows of a factor whose loads a warp has on their way. Before compute capability 9.0 more spill where two blocks share an SM.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+enum { ROWS_AT_ONCE = PART_BLOCKS > 1 ? 4 : 11 };
+#else
+enum { ROWS_AT_ONCE = 11 };
+#endif
+
 // What is the same for all tokens of a head, by the whole block: U in fp32, a row a warp, and all that it loads at once.
 template <class S>
 KV_INLINE void prepare_eight(FewScratch<S>& scratch, const unsigned short* feedback, const signed char* signs) {
     constexpr int COLUMNS = FewScratch<S>::columns, PARTS = kv_ceil_div(COLUMNS, 32);
-    constexpr int WARPS = THREADS / 32, ROWS = kv_min(kv_ceil_div(COLUMNS, WARPS), 11);
+    constexpr int WARPS = THREADS / 32, ROWS = kv_min(kv_ceil_div(COLUMNS, WARPS), ROWS_AT_ONCE);
     const int lane = threadIdx.x % 32;
     if (threadIdx.x < S::dim) {
         scratch.turn[threadIdx.x] = turn_of<S>(feedback, signs, threadIdx.x);

@@ -6,13 +6,17 @@
 #error "pages are packed from float16 or bfloat16"
 #endif
 
-// Tokens that a block packs of a rotated page at most, its threads, the warps that share the chains of one, and blocks of an SM.
+// Tokens that a block packs of a rotated page at most, its threads, the warps that share the chains of one. Blocks of an SM
+// bound registers only where it has room for several.
 #ifndef PART_TOKENS
 #define PART_TOKENS 0
 #define PART_THREADS 256
 #endif
-#ifndef PART_BLOCKS
+#ifdef PART_BLOCKS
+#define PART_BOUNDS PART_THREADS, PART_BLOCKS
+#else
 #define PART_BLOCKS 1
+#define PART_BOUNDS PART_THREADS
 #endif
 #ifndef PART_TEAM
 #define PART_TEAM 1
