@@ -413,7 +413,7 @@ def test_packing_and_steps_in_a_basis_are_measured() -> None:
         told = [cell for pair in zip(with_bases[1:], without[1:], strict=True) for cell in pair]
         for cell, row in zip(told, found["steps"], strict=True):
             require_pair(cell, (row["mean_us"], 0))
-    *earlier, (_, *in_stripes) = others
+    *earlier, (_, *in_stripes), (_, *by_one_loop) = others
     for (_, *cells), cache in zip(earlier, ("2.5 bits", "16 bits"), strict=True):
         for cell, case in zip(cells, ("1x4096", "8x32768", "38x32768"), strict=True):
             require_pair(cell.replace(",", ""), (speeds("layers")[case, cache]["mean_us"], 0))
@@ -422,11 +422,66 @@ def test_packing_and_steps_in_a_basis_are_measured() -> None:
     }
     for cell, case in zip(in_stripes, ("1x4096", "8x32768", "38x32768"), strict=True):
         require_pair(cell, (rows[case, "2.5 bits"]["mean_us"], 0))
+    for cell, of in zip(by_one_loop, require_eights(page, found["eights"]), strict=True):
+        require_pair(cell, (of["mean_us"], 0))
     for case, cache, *cells, packing, _ in table_of((DOCS / "measured/2026-11-29-stripes.md").read_text(), "# Steps"):
         row = rows[case.replace(" ", ""), cache]
         for cell, key in zip(cells, ("us", "mean_us", "us_99", "longest_us"), strict=True):
             require_pair(cell.replace(",", ""), (row.get(key, 0), 0))
         require_pair(packing, (row.get("packing", 0), 0), 100)
+
+
+def require_eights(page: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tables of stripes before they were packed by one loop, and now; the rows of stripes of 16 now."""
+    counts, *rows = table_of(page, "µs of `append` at 2 bits", with_head=True)
+    assert [row[0] for row in rows] == [f"{size}, {when}" for size in (16, 32) for when in found["append"]]
+    for label, *cells in rows:
+        size, when = label.split(", ")
+        for count, cell in zip(counts[1:], cells, strict=True):
+            require_pair(cell, tuple(found["append"][when][size]["append_us"][count]))
+    before, now = ({(row["case"], row["cache"]): row for row in found["layers"][when]} for when in ("before", "now"))
+    own, steps = [], table_of(page, "2.5 bits, before → now")
+    for shape, size, *cells in steps:
+        key = shape.replace(" ", ""), "2.5 bits" if size == "16" else f"2.5 bits, stripes of {size}"
+        for cell, name in zip(cells, ("us", "mean_us", "us_99", "packing"), strict=True):
+            require_pair(cell, (before[key][name], now[key][name]), 100 if name == "packing" else 1)
+        own += [now[key]] if size == "16" else []
+    assert len(steps) == 6
+    return own
+
+
+def test_hybrids_drafts_and_the_hosts_part_are_measured() -> None:
+    found = json.loads((DATA / "2026-11-29-hybrids-and-drafts-speed.json").read_text())
+    page = (DOCS / "measured/2026-11-29-hybrids-and-drafts-speed.md").read_text()
+    rows = table_of(page, "7.45 GiB for each cache")
+    assert len(rows) == 6
+    for kind, cache, sequences, median, rates, of_bf16, of_fp8, first in rows:
+        results = found[kind]["results"]["32768"]
+        of = results[cache.replace("bf16", "bfloat16")]
+        every = {name: sorted(one["tokens_per_s"] for one in row["passes"]) for name, row in results.items()}
+        least, rate, most = every[cache.replace("bf16", "bfloat16")]
+        assert int(sequences) == of["sequences"] and rates == f"{rate:,.0f} ({least:,.0f}, {most:,.0f})"
+        steps = [1e3 * seconds for one in of["passes"] for seconds in one["step_s"]]
+        for cell, value in (
+            (median, statistics.median(steps)), (of_bf16, rate / every["bfloat16"][1]),
+            (of_fp8, rate / every["fp8"][1]), (first, statistics.median(of["first_token_s"])),
+        ):  # fmt: skip
+            require_pair(cell, (value, 0))
+    parts = ("schedule", "execute", "sample", "update")
+    for cache, sequences, waits, count, schedule, host, gpu, whole in table_of(page, "ms of a step's parts"):
+        (of,) = (one for one in found["host"]["steps"] if one["cache"].replace("bfloat16", "bf16") == cache)
+        steps = [step for step in of["steps_ms"] if (step["wait"] > 0.5) == (waits == "yes")]
+        assert (int(sequences), int(count)) == (of["sequences"], len(steps))
+        for cell, names in ((schedule, parts[:1]), (host, parts), (gpu, ("gpu",)), (whole, ("period",))):
+            require_pair(cell, (statistics.median(sum(step[name] for name in names) for step in steps), 0))
+    eager = {(row["case"], row["cache"]): row for row in (*found["generate"], *found["texts"])}
+    for tokens, cache, median, mean, share in table_of(page, "ms of an eager step"):
+        case = tokens.replace(" ", "").replace(",", "") if "x" in tokens.split() else "4096 tokens"
+        name = {"2.5 bits, attached": "2.5 bits", "2 bits, no basis": "2 bits, no basis (reference)"}.get(cache, cache)
+        row = eager[case, name]
+        cells = ((median, row["ms"]), (mean, row.get("mean_ms", 0)), (share, row.get("of_16_bits", 1)))
+        for cell, value in cells:
+            require_pair(cell.replace(",", ""), (value, 0))
 
 
 LOOPS = {
