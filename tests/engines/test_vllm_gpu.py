@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
+import math
 import os
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +17,25 @@ from typing import Any
 
 import pytest
 import torch
-from engine_replay import assert_replayed
-from served_models import LENGTHS, Served, prompts, without_queries
+import transformers as hf
+from engine_replay import MEDIAN, MOST, Replay, assert_answers, assert_replayed
+from safetensors.torch import load_file, save_file
+from served_models import FORMATS, LENGTHS, VOCABULARY, Served, prompts, without_queries
 from test_vllm_drafts import eagle
 from test_vllm_hybrids import Hybrid
 from test_vllm_nixl import peer
 from test_vllm_offload import stored
+from tiny_models import perturbed
 from vllm_cases import ALONE, DRAFTS, TOKENS
 from vllm_environment import answer_of, installed_checkout
 
+from kvcal import Plan
+from kvcal.cache.attached import attached_for
 from kvcal.engines.support import block_seed
+from kvcal.geometry import AttentionGeometry
+from kvcal.models.load import identity_of
+from kvcal.models.supported_layers import geometry_of
+from kvcal.plan.plan import LayerPlan, Workload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,6 +170,90 @@ def test_states_beside_pages(runner: int, tmp_path: Path) -> None:
         assert runs[1]["outputs"][name] == [tokens, pytest.approx(chances, abs=1e-4)]
     replay = assert_replayed(runs[0], hybrid.model, plan, False)
     assert sum(replay.cached.values()) >= 384 + 768, replay.cached
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_drafts_beside_states(runner: int, tmp_path: Path) -> None:
+    """The same with drafts of n-grams: a step stores states of all of its tokens, of which the next one takes that of
+    the last accepted token."""
+    hybrid = Hybrid(tmp_path / "hybrid", channels=512, convolved=3, cache_dtype="bfloat16")
+    plan = without_queries(hybrid, hybrid.with_copies())
+    more = {"additional_config": {"kvcal_plan": hybrid.write("copies.safetensors", plan)}, "block_size": 384}
+    more |= {"speculative_config": DRAFTS, "max_num_batched_tokens": 512}
+    requests = twice(5, 380, 700, 1025, tokens=60)
+    for graphs in ({}, GRAPHS):
+        replay = assert_replayed(serve(tmp_path, hybrid, requests, runner, **more, **graphs), hybrid.model, plan, False,
+                                 alone=ALONE)  # fmt: skip
+        assert sum(replay.cached.values()) >= 384 + 768, replay.cached
+        assert replay.accepted > 20 and replay.rejected > 100, vars(replay)
+
+
+class GatedDeltaNet(Served):
+    """A random Qwen3-Next, or Qwen3.5 without images, in bfloat16: layers with a state, every third one with
+    attention, and a layer that drafts. Of its plan no channels are chosen by queries."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        torch.manual_seed(0)
+        config = getattr(hf, f"{kind}Config")(
+            hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=128, linear_num_key_heads=1, linear_num_value_heads=2, vocab_size=VOCABULARY,
+            layer_types=["linear_attention", "linear_attention", "full_attention"] * 2, max_position_embeddings=32768,
+            bos_token_id=1, eos_token_id=None, pad_token_id=0, num_experts=2, num_experts_per_tok=2,
+            moe_intermediate_size=64, shared_expert_intermediate_size=64, num_nextn_predict_layers=1,
+            mtp_num_hidden_layers=1,
+        )  # fmt: skip
+        model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.1).bfloat16()
+        self.folder = folder
+        model.save_pretrained(folder)
+        self._add_drafting_layer()
+        self.model = model.float()
+        formats = itertools.cycle(FORMATS[:2])
+        layers = tuple(
+            LayerPlan(layer, *next(formats)) if isinstance(layer, AttentionGeometry) else LayerPlan(layer)
+            for layer in geometry_of(self.model, cache_dtype="bfloat16").layers
+        )
+        self.plan = Plan(identity_of(folder, "tiny"), "bfloat16", layers, Workload(2, 700), {})
+
+    def _add_drafting_layer(self) -> None:
+        """The last layer again, which reads hidden states through random weights."""
+        path, size = self.folder / "model.safetensors", 128
+        weights = load_file(path)
+        last = {name: weights[name].clone() for name in weights if ".layers.5." in name}
+        weights |= {f"mtp.layers.0.{name.split('.layers.5.')[1]}": tensor for name, tensor in last.items()}
+        for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+            weights[f"mtp.{name}.weight"] = torch.zeros(size, dtype=torch.bfloat16)
+        weights["mtp.fc.weight"] = torch.randn(size, 2 * size).bfloat16() * 0.1
+        save_file(weights, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5Text"])
+def test_drafts_beside_a_gated_delta_net(kind: str, tmp_path: Path) -> None:
+    """Of n-grams and of a layer of the model, cold and after cached prefixes, prompts in chunks; eager and in graphs.
+    vLLM's kernels for such states compute in bfloat16. So log-probabilities may be as far from the reference as
+    without drafts; a state of another token puts them units away."""
+    model = GatedDeltaNet(tmp_path / "model", kind)
+    given = {
+        "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "block_size": 384, "max_num_batched_tokens": 512,
+        "additional_config": {"kvcal_plan": model.write("plan.safetensors"), "gdn_prefill_backend": "triton"},
+    }  # fmt: skip
+    mtp = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": "TRITON_ATTN"}
+    limits = math.inf, math.inf
+    for drafts in (None, DRAFTS, mtp):
+        for graphs in ({}, GRAPHS):
+            more = given | graphs | ({} if drafts is None else {"speculative_config": drafts})
+            found = serve(tmp_path, model, twice(5, 380, 700, 1025, tokens=60), **more)
+            replay = Replay(model.model, model.plan, 1 if drafts is None else 1 + drafts["num_speculative_tokens"])
+            with attached_for(model.model, model.plan):
+                results = replay.run(found)
+            assert_answers(found, replay, results, limits=limits)
+            assert sum(replay.cached.values()) >= 384, replay.cached
+            if drafts is None:
+                far, middle = max(replay.distances), statistics.median(replay.distances)
+                assert far < 1 and middle < 0.1, (far, middle)
+                limits = max(3 * far, 2 * MOST), max(3 * middle, 2 * MEDIAN)
+            else:
+                assert replay.rejected > 100, vars(replay)
+                assert replay.accepted > 20 or drafts is mtp, vars(replay)
 
 
 @pytest.mark.parametrize("runner", [1, 2])

@@ -72,17 +72,20 @@ class Hybrid(Served):
 @pytest.mark.parametrize("name", SHAPES)
 def test_vllms_planner_has_the_predicted_blocks(name: str, version: str, tmp_path: Path) -> None:
     """Bytes of a state by vLLM's own class methods, groups, bytes of a block, and blocks of a request, on 1 to 8
-    ranks; without prefix caching, with it and sinks, and with drafts."""
+    ranks; without prefix caching, with it and sinks, and with drafts, of n-grams or of a layer of the model."""
     more = {"recent_window": 64, "num_sink_tokens": 0}
     sinks = more | {"num_sink_tokens": 8}
     cases = [
-        [name, bits, ranks, drafts, has_prefixes, context, formats]
+        [name, bits, ranks, drafts, has_prefixes, context, formats, by_mtp]
         for bits, context in ((2, 32768), (3, 8192), (4, 131072)) for ranks in (1, 2, 4, 8)
-        for drafts, has_prefixes, formats in ((0, False, more), (0, True, sinks), (3, True, more))
+        for drafts, has_prefixes, formats, by_mtp in (
+            (0, False, more, False), (0, True, sinks, False), (3, True, more, False), (3, True, sinks, True),
+            (3, False, more, True),
+        )
     ]  # fmt: skip
     found = run_in(version, tmp_path, "vllm_planner.py", cases)
     assert all(one["vllm"] == one["kvcal"] for one in found), list(zip(cases, found, strict=True))
-    assert len(found) == 36 and max(one["pages_per_block"] for one in found) > 1
+    assert len(found) == 60 and max(one["pages_per_block"] for one in found) > 1
 
 
 @pytest.fixture(scope="module")

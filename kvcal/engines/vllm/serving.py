@@ -267,6 +267,8 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield "drafts of a model that makes all of them at once"
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
+    if drafts is not None and config.model_config.is_hybrid and config.device_config.device_type == "cpu":
+        yield "drafts beside states on a CPU: a step of vLLM's convolutions has one token a request there"
     yield from refused_connectors(config, drafts is not None and drafts.method in DRAFT_MODELS)
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
@@ -301,8 +303,9 @@ def _pool_of(shard: HeadShard, config: VllmConfig) -> VllmPool:
 
 
 def state_bytes(config: VllmConfig) -> int:
-    """Bytes of the state of a layer on a rank, by vLLM's own count; 0 of a model without states.
-    UnsupportedModel where its layers have unequal ones."""
+    """Bytes of the state of a layer on a rank, by vLLM's own count; 0 of a model without states. Layers of short
+    convolutions keep an input for each draft, which the count of their model leaves out. UnsupportedModel where
+    layers have unequal states."""
     model_config = config.model_config
     if not model_config.is_hybrid:
         return 0
@@ -310,7 +313,11 @@ def state_bytes(config: VllmConfig) -> int:
     if getattr(model, "get_mamba_specs_from_config", None) is not None:
         raise UnsupportedModel("states of unequal bytes are not served with a plan")
     shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    if len(shapes) == 1:
+        inputs = model_config.hf_text_config.conv_L_cache - 1
+        return nbytes // inputs * (inputs + config.num_speculative_tokens)
+    return nbytes
 
 
 def _served_model(config: VllmConfig) -> ServedModel:
