@@ -190,7 +190,8 @@ def test_drafts_beside_states(runner: int, tmp_path: Path) -> None:
 
 class GatedDeltaNet(Served):
     """A random Qwen3-Next, or Qwen3.5 without images, in bfloat16: layers with a state, every third one with
-    attention, and a layer that drafts. Of its plan no channels are chosen by queries."""
+    attention, and a layer that drafts. Most tokens are followed by the next one of eight, so that many drafts are
+    right. Of its plan no channels are chosen by queries."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         torch.manual_seed(0)
@@ -202,9 +203,12 @@ class GatedDeltaNet(Served):
             moe_intermediate_size=64, shared_expert_intermediate_size=64, num_nextn_predict_layers=1,
             mtp_num_hidden_layers=1,
         )  # fmt: skip
-        model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.1).bfloat16()
+        model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.1)
+        own = model.get_input_embeddings().weight.detach()
+        model.lm_head.weight.data = own.view(-1, 8, own.shape[1]).roll(-1, 1).flatten(0, 1).clone()
+        own *= 6
         self.folder = folder
-        model.save_pretrained(folder)
+        model.bfloat16().save_pretrained(folder)
         self._add_drafting_layer()
         self.model = model.float()
         formats = itertools.cycle(FORMATS[:2])
@@ -215,14 +219,14 @@ class GatedDeltaNet(Served):
         self.plan = Plan(identity_of(folder, "tiny"), "bfloat16", layers, Workload(2, 700), {})
 
     def _add_drafting_layer(self) -> None:
-        """The last layer again, which reads hidden states through random weights."""
+        """The last layer again, which reads embeddings, and hidden states through random weights."""
         path, size = self.folder / "model.safetensors", 128
         weights = load_file(path)
         last = {name: weights[name].clone() for name in weights if ".layers.5." in name}
         weights |= {f"mtp.layers.0.{name.split('.layers.5.')[1]}": tensor for name, tensor in last.items()}
         for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
             weights[f"mtp.{name}.weight"] = torch.zeros(size, dtype=torch.bfloat16)
-        weights["mtp.fc.weight"] = torch.randn(size, 2 * size).bfloat16() * 0.1
+        weights["mtp.fc.weight"] = torch.cat([3 * torch.eye(size), 0.1 * torch.randn(size, size)], 1).bfloat16()
         save_file(weights, path, {"format": "pt"})
 
 
@@ -252,8 +256,7 @@ def test_drafts_beside_a_gated_delta_net(kind: str, tmp_path: Path) -> None:
                 assert far < 1 and middle < 0.1, (far, middle)
                 limits = max(3 * far, 2 * MOST), max(3 * middle, 2 * MEDIAN)
             else:
-                assert replay.rejected > 100, vars(replay)
-                assert replay.accepted > 20 or drafts is mtp, vars(replay)
+                assert replay.accepted > 50 and replay.rejected > 50, vars(replay)
 
 
 @pytest.mark.parametrize("runner", [1, 2])
