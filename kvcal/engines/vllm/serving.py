@@ -268,7 +268,10 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
     if drafts is not None and config.model_config.is_hybrid and config.device_config.device_type == "cpu":
-        yield "drafts beside states on a CPU: a step of vLLM's convolutions has one token a request there"
+        yield (
+            "drafts beside states on a CPU, where vLLM's short convolutions take one token a step, and prefix caching "
+            "copies states of accepted tokens by Triton alone"
+        )
     yield from refused_connectors(config, drafts is not None and drafts.method in DRAFT_MODELS)
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
