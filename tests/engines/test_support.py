@@ -119,7 +119,9 @@ def test_layers_without_pages_are_refused() -> None:
         require_served(replace(mixed, model=replace(mixed.model, model_type="gpt_oss")), False, "sglang")
     for engine, model_type in (("vllm", "jamba"), ("sglang", "qwen3_next")):
         hybrid = replace(plan, layers=(plan.layers[0], layers[2]), model=replace(plan.model, model_type=model_type))
-        with pytest.raises(UnsupportedModel, match=f"layers 2: a state: drafts beside states .* tried in {engine}") as no:
+        with pytest.raises(
+            UnsupportedModel, match=f"layers 2: a state: drafts beside states .* tried in {engine}"
+        ) as no:
             require_served(hybrid, False, engine, 2)
         assert no.value.hint == DRAFTS
     require_served(replace(hybrid, model=replace(plan.model, model_type="qwen3_next")), is_cuda=False, lookahead=2)
