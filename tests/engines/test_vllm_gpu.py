@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from engine_replay import MEDIAN, MOST, Replay, assert_answers, assert_replayed
 from safetensors.torch import load_file, save_file
-from served_models import FORMATS, LENGTHS, VOCABULARY, Served, prompts, without_queries
+from served_models import FORMATS, LENGTHS, VOCABULARY, Served, in_cycles, prompts, without_queries
 from test_vllm_drafts import eagle
 from test_vllm_hybrids import Hybrid
 from test_vllm_nixl import peer
@@ -176,7 +176,7 @@ def test_states_beside_pages(runner: int, tmp_path: Path) -> None:
 def test_drafts_beside_states(runner: int, tmp_path: Path) -> None:
     """The same with drafts of n-grams: a step stores states of all of its tokens, of which the next one takes that of
     the last accepted token."""
-    hybrid = Hybrid(tmp_path / "hybrid", channels=512, convolved=3, cache_dtype="bfloat16")
+    hybrid = Hybrid(tmp_path / "hybrid", channels=512, convolved=3, cache_dtype="bfloat16", share=1 / 80)
     plan = without_queries(hybrid, hybrid.with_copies())
     more = {"additional_config": {"kvcal_plan": hybrid.write("copies.safetensors", plan)}, "block_size": 384}
     more |= {"speculative_config": DRAFTS, "max_num_batched_tokens": 512}
@@ -185,13 +185,12 @@ def test_drafts_beside_states(runner: int, tmp_path: Path) -> None:
         replay = assert_replayed(serve(tmp_path, hybrid, requests, runner, **more, **graphs), hybrid.model, plan, False,
                                  alone=ALONE)  # fmt: skip
         assert sum(replay.cached.values()) >= 384 + 768, replay.cached
-        assert replay.accepted > 0 and replay.rejected > 100, vars(replay)
+        assert replay.accepted > 20 and replay.rejected > 50, vars(replay)
 
 
 class GatedDeltaNet(Served):
     """A random Qwen3-Next, or Qwen3.5 without images, in bfloat16: layers with a state, every third one with
-    attention, and a layer that drafts. Most tokens are followed by the next one of eight, so that many drafts are
-    right. Of its plan no channels are chosen by queries."""
+    attention, and a layer that drafts; many drafts are right. Of its plan no channels are chosen by queries."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         torch.manual_seed(0)
@@ -205,9 +204,7 @@ class GatedDeltaNet(Served):
             **(experts if kind == "Qwen3Next" else {}),
         )  # fmt: skip
         model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.1)
-        own = model.get_input_embeddings().weight.detach()
-        model.lm_head.weight.data = own.view(-1, 8, own.shape[1]).roll(-1, 1).flatten(0, 1).clone()
-        own *= 6
+        in_cycles(model, 6)
         self.folder = folder
         model.bfloat16().save_pretrained(folder)
         self._add_drafting_layer()

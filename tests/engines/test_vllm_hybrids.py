@@ -35,11 +35,13 @@ STATE_BYTES = 64 * 64 * 4
 
 
 class Hybrid(Served):
-    """A random LFM2 of 4 convolutions and 2 layers of attention in a folder, and a plan for it."""
+    """A random LFM2 of 4 convolutions and 2 layers of attention in a folder, and a plan for it. ``share``: of
+    what layers add to embeddings; with a small one many tokens come again, and drafts are right."""
 
     def __init__(
-        self, folder: Path, channels: int = 64, convolved: int = CONVOLVED, cache_dtype: CacheDtype = "float32"
-    ) -> None:
+        self, folder: Path, channels: int = 64, convolved: int = CONVOLVED, cache_dtype: CacheDtype = "float32",
+        share: float = 1,
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
         config = hf.Lfm2Config(
             hidden_size=channels, conv_dim=channels, intermediate_size=96, block_dim=channels,
@@ -50,6 +52,9 @@ class Hybrid(Served):
         )  # fmt: skip
         self.model = hf.Lfm2ForCausalLM(config)
         perturbed(self.model, 0.15)
+        for name, weight in self.model.named_parameters():
+            if name.endswith(("out_proj.weight", "w2.weight")):
+                weight.data *= share
         self.folder = folder
         self.model.save_pretrained(folder)
         formats = iter(FORMATS[1:])
