@@ -185,7 +185,7 @@ def test_drafts_beside_states(runner: int, tmp_path: Path) -> None:
         replay = assert_replayed(serve(tmp_path, hybrid, requests, runner, **more, **graphs), hybrid.model, plan, False,
                                  alone=ALONE)  # fmt: skip
         assert sum(replay.cached.values()) >= 384 + 768, replay.cached
-        assert replay.accepted > 20 and replay.rejected > 50, vars(replay)
+        assert replay.accepted > 20 and replay.rejected > 20, vars(replay)
 
 
 class GatedDeltaNet(Served):
@@ -255,7 +255,7 @@ def test_drafts_beside_a_gated_delta_net(kind: str, tmp_path: Path) -> None:
                 assert far < 1 and middle < 0.1, (far, middle)
                 limits = max(3 * far, 2 * MOST), max(3 * middle, 2 * MEDIAN)
             else:
-                assert replay.accepted > 50 and replay.rejected > 50, vars(replay)
+                assert replay.accepted > 10 and replay.rejected > 50, vars(replay)
 
 
 @pytest.mark.parametrize("runner", [1, 2])

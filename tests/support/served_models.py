@@ -121,8 +121,8 @@ def without_queries(served: Served, plan: Plan | None = None) -> Plan:
     """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
     chosen = FORMATS[1][0].boost
     layers = [
-        dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen)) if layer.is_paged and layer.k.needs_queries
-        else layer for layer in (plan or served.plan).layers
+        dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen))
+        if layer.is_paged and layer.k.needs_queries else layer for layer in (plan or served.plan).layers
     ]  # fmt: skip
     return dataclasses.replace(plan or served.plan, layers=tuple(layers))
 
