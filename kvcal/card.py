@@ -7,8 +7,11 @@ The verdict is the worst of its findings, by limits that the page states:
     infeasible  more bytes than a limit, or than a request needs in the engine's memory
     regression  it destroys the model (kvcal.plan.damage), is beyond a limit of quality, or worse than another
                 card's plan by more than two standard errors of the difference
-    unchecked   not measured next to 16 bits, or not on the texts and tasks of the other card
+    unchecked   not evaluated next to 16 bits, or not on the texts and tasks of the other card
     accept      none of these
+
+The check for damage that lies next to a plan reads few texts, chosen to find what destroys a model. So it is
+shown, and refuses a plan, but is no evaluation: no plan is accepted by it, and no further limit is held against it.
 
 A card is compared with by its front matter, which holds its figures. Its template is card.md.
 """
@@ -32,7 +35,7 @@ from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, InfeasibleBudget, UnsupportedModel
 from kvcal.folder import Folder
 from kvcal.geometry import StateGeometry
-from kvcal.plan.damage import LIMITS, MAX_KL, MIN_KL, MIN_TOP1, is_destroyed
+from kvcal.plan.damage import LIMITS, MAX_KL, MIN_KL, MIN_TOP1, Damage, is_destroyed, load_damage
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.quantities import format_bytes, format_kl
 from kvcal.recipe import BUDGET_KINDS
@@ -44,6 +47,7 @@ FILE, LIBRARY = "README.md", "kvcal"
 ERRORS = 2  # of a difference, beyond which it is one
 FP8_BITS = 8
 LEFT_OUT = ("generated", "bits at tasks' lengths")  # of an evaluation's columns
+LIMIT_OF_DAMAGE = LIMITS.removeprefix("allowed: ")
 MARKED = f"library_name: {LIBRARY}\n"
 Verdict = Literal["accept", "unchecked", "regression", "infeasible"]
 WORSE: tuple[Verdict, ...] = ("accept", "unchecked", "regression", "infeasible")
@@ -115,7 +119,8 @@ def write_card(folder: Folder, gates: Gates, last: Path | None = None, memory: i
         raise ArtifactError(f"{last} is of {before.model}, the plan of {plan.model.id}", "name a card of this model")
     evaluation, row = _measured(folder, plan)
     figures = _figures(plan, evaluation, row)
-    findings, fits = list(_findings(figures, row, gates, before)), None
+    damage = load_damage(folder.plan, plan)
+    findings, fits = list(_findings(figures, row, damage, gates, before)), None
     if memory is not None:
         fits, finding = _in_engine(plan, memory)
         findings.append(finding)
@@ -123,7 +128,7 @@ def write_card(folder: Folder, gates: Gates, last: Path | None = None, memory: i
     environment = Environment(keep_trailing_newline=True)
     environment.filters["cell"] = _cell
     template = environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
-    page = template.render(_page(folder, plan, figures, evaluation, findings, fits))
+    page = template.render(_page(folder, plan, figures, evaluation, damage, findings, fits))
     write_text_atomic(path, f"---\n{_front_matter(figures, evaluation)}\n---\n\n{page}")
     return Card(path, figures, tuple(findings))
 
@@ -164,16 +169,19 @@ def _figures(plan: Plan, evaluation: Evaluation | None, row: Row | None) -> Figu
     return Figures("accept", *common, measured_with, text.kl, text.kl_se, text.top1_agreement, tasks)
 
 
-def _findings(figures: Figures, row: Row | None, gates: Gates, before: Figures | None) -> Iterator[Finding]:
+def _findings(
+    figures: Figures, row: Row | None, damage: Damage | None, gates: Gates, before: Figures | None
+) -> Iterator[Finding]:
     if gates.max_bytes is not None:
         verdict: Verdict = "accept" if figures.nbytes <= gates.max_bytes else "infeasible"
         yield Finding("bytes", str(gates.max_bytes), str(figures.nbytes), verdict)
+    if damage is not None and (row is None or not damage.is_of_evaluation):
+        what = f"check for damage, {damage.num_tokens} tokens"
+        yield _not_destroyed(what, damage.kl, damage.kl_error, damage.top1)
     if row is None or figures.kl is None or figures.top1 is None:
-        yield Finding("KL to 16 bits", f"{MAX_KL:g}", "", "unchecked")
+        yield Finding("evaluation next to 16 bits", "there is one", "none", "unchecked")
         return
-    destroyed = is_destroyed(figures.kl, figures.top1)
-    shown = f"{format_kl(figures.kl, figures.kl_error)}, top-1 {figures.top1:.1%}"
-    yield Finding("damage", LIMITS.removeprefix("allowed: "), shown, "regression" if destroyed else "accept")
+    yield _not_destroyed("damage", figures.kl, figures.kl_error, figures.top1)
     is_there = {task: task in figures.tasks or (task == ALL_TASKS and bool(row.tasks)) for task in gates.min_accuracy}
     known = {task: share for task, share in gates.min_accuracy.items() if is_there[task]}
     for one in replace(gates, min_accuracy=known, max_bytes=None).results(row):
@@ -185,6 +193,11 @@ def _findings(figures: Figures, row: Row | None, gates: Gates, before: Figures |
             yield Finding(f"min accuracy {task}", f"{gates.min_accuracy[task]:g}", "", "unchecked")
     if before is not None:
         yield from _against(figures, before)
+
+
+def _not_destroyed(what: str, kl: float, kl_error: float | None, top1: float) -> Finding:
+    shown = f"{format_kl(kl, kl_error)}, top-1 {top1:.1%}"
+    return Finding(what, LIMIT_OF_DAMAGE, shown, "regression" if is_destroyed(kl, top1) else "accept")
 
 
 def _against(ours: Figures, theirs: Figures) -> Iterator[Finding]:
@@ -223,8 +236,8 @@ def _in_engine(plan: Plan, memory: int) -> tuple[Capacity | None, Finding]:
 
 
 def _page(
-    folder: Folder, plan: Plan, figures: Figures, evaluation: Evaluation | None, findings: list[Finding],
-    fits: Capacity | None,
+    folder: Folder, plan: Plan, figures: Figures, evaluation: Evaluation | None, damage: Damage | None,
+    findings: list[Finding], fits: Capacity | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The values that the template shows."""
     columns: list[tuple[str, tuple[str, ...]]] = []
@@ -237,6 +250,8 @@ def _page(
         unchecked.append("look-ups (`kvcal eval --tasks rows:4096,late:4096` measures them)")
     reasons = [f"{one.what}: {one.measured or 'not measured'}" for one in findings if one.verdict == figures.verdict]
     because = "All that was measured is within the limits." if figures.verdict == "accept" else "; ".join(reasons) + "."
+    if damage is not None and figures.verdict == "unchecked":
+        because += f" The check for damage is within its limits: {damage}."
     try:
         require_served(plan, True, "vllm")
         refused = None
@@ -256,6 +271,7 @@ def _page(
         "figures": figures,
         "because": because,
         "facts": _facts(folder, plan),
+        "damage": damage,
         "texts": "" if evaluation is None else evaluation.data,
         "columns": [head for head, _ in columns],
         "rows": list(zip(*(cells for _, cells in columns), strict=True)),

@@ -6,10 +6,9 @@
     python lab/bench_vllm.py --drafts 3 --caches kvcal bfloat16 fp8 --bits 2.5 --context 32768
 
 Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and
-dummy weights; or that of Qwen3-Next, every fourth layer with full attention and the others with a state; but
-for dense layers in place of experts, and 4 KV heads of 128 in place of 2 of 256, of which kernels do not read
-rotated pages. With drafts a model of one layer guesses tokens, of which random weights accept next to none:
-tokens a second are those of steps that verify, and grow by what a real model accepts.
+dummy weights; or that of Qwen3-Next, every fourth layer with full attention and the others with a state, whose
+prompts Triton's kernels compute; but for dense layers in place of experts. With drafts a model of one layer
+guesses tokens: tokens a second are one a request and step that verifies, and grow by what a real model accepts.
 
 Plans are those of --plan, or what the default recipe makes of this shape at each of --bits (``shared``:
 random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes are cached, as
@@ -93,9 +92,11 @@ class ServedByVllm:
             drafts = {"method": "draft_model", "model": str(folder / DRAFT), "num_speculative_tokens": given.drafts}
             reads = {} if plan is None or is_tiny else {"attention_backend": "TRITON_ATTN"}  # blocks side by side
             arguments["speculative_config"] = drafts | reads
+        arguments["additional_config"] = {"gdn_prefill_backend": "triton"} if given.shape == "hybrid" else {}
         if plan is not None:
             tokens = vllm_pool(HeadShard(plan, step_tokens=1 + given.drafts), state, draft_bytes=drafted).block_tokens
-            arguments |= {"block_size": tokens, "additional_config": {"kvcal_plan": str(path)}}
+            arguments |= {"block_size": tokens}
+            arguments["additional_config"] |= {"kvcal_plan": str(path)}
         elif cache != "bfloat16":
             arguments["kv_cache_dtype"] = cache
         if is_tiny:
@@ -126,7 +127,8 @@ class ServedByVllm:
             self.first_token_seconds(context // 2)  # warms up
             yield {"ready_s": time.perf_counter() - start}
             # While later prompts are computed, earlier ones already have new tokens.
-            room = steps + 2 * WARM_STEPS * (self.given.passes + 1) + count * -(-context // BATCHED)
+            made = steps + 2 * WARM_STEPS * (self.given.passes + 1) + count * -(-context // BATCHED)
+            room = (1 + self.given.drafts) * made
             prompt = context - room
             yield {"first_token_s": first_tokens(lambda prompt=prompt: self.first_token_seconds(prompt))}
             start = time.perf_counter()

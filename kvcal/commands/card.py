@@ -41,7 +41,8 @@ def card(
     The card is what a hub or a registry shows: model, digest, command, bits, KL and look-ups next to 16 bits,
     capacity, the serving command, and a verdict, by limits that it states: accept, regression, infeasible or
     unchecked. Exit code 7 for a regression and for what is infeasible; the card is written all the same. Its
-    figures are those of `kvcal eval --out DIR` or `kvcal compare`; nothing is measured.
+    figures are those of `kvcal eval --out DIR` or `kvcal compare`; nothing is measured. What `kvcal plan` and
+    `kvcal inspect --model` found of a plan's damage is shown: it may refuse a plan, and accepts none.
 
     The report needs no network. `kvcal plan`, `run`, `search`, `compare`, `tune` and `eval` write it, too. In
     a folder without a plan, it is all that is written.

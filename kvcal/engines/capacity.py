@@ -244,6 +244,15 @@ class Placed(NamedTuple):
         return [one._replace(num_blocks=num_blocks, block_bytes=fullest) for one in found]
 
 
+class PageNumbers(NamedTuple):
+    """Of pages in vLLM's memory: number n begins at byte n times ``unit``. Page p of block b has the number b times
+    ``of_block`` plus p times ``of_page``."""
+
+    unit: int
+    of_block: int
+    of_page: int
+
+
 class Window(NamedTuple):
     """Layers of one sliding window: ``tokens`` of a block; ``num_groups`` of layers, whose blocks are other
     ones; the blocks that a request of any length holds in each group, at most."""
@@ -265,7 +274,7 @@ class VllmPool:
                  as many layers as one has room for
         states   of layers that keep one, vLLM's own: in groups of as many layers as a block has room for, each with
                  a block, another one where prefixes are cached, and one a draft
-        drafts   of a model's layers, vLLM's own at 16 bits: next to the page of a block
+        drafts   of a model's layers, vLLM's own at 16 bits: behind the pages of a block
 
     Stages of a pipeline have as many blocks, with the same numbers, each in memory of its own: shares of equal
     bytes, and rings and sinks in as many blocks. A stage with more layers has larger blocks.
@@ -334,6 +343,15 @@ class VllmPool:
         windows = (self.window(tokens).tokens * nbytes for tokens, (_, nbytes) in self.shard.windows.items())
         pages = self.share_bytes * len(self.shard.blocks) * self.pages_per_block
         return max(self.rings.block_bytes, self.sinks.block_bytes, pages + self.draft_bytes, *windows)
+
+    def page_numbers(self, stride: int) -> PageNumbers:
+        """Where blocks lie ``stride`` bytes apart. Kernels multiply a page's number by one distance. Keys of drafts lie
+        behind the pages of each block: then that of all pages divides those of blocks and of a block's pages."""
+        if self.pages_per_block == 1:
+            return PageNumbers(stride, 1, 0)
+        distance = self.share_bytes * len(self.shard.blocks)
+        unit = math.gcd(stride, distance)
+        return PageNumbers(unit, stride // unit, distance // unit)
 
     @property
     def ring_blocks(self) -> int:

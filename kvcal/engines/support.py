@@ -39,8 +39,8 @@ BOTH_WAYS = "tokens of an image attend to each other both ways, and attention wi
 WITHOUT_IMAGES = "serve it without images:"
 # Models for which SGLang takes backends of a list of its own.
 CLOSED_IN_SGLANG = ("gpt_oss",)
-# Models with states, beside which drafts were tried in vLLM.
-DRAFTED = ("lfm2", "qwen3_5_text", "qwen3_next")
+# Models with states beside which drafts, of n-grams, are served in vLLM.
+DRAFTED = ("lfm2",)
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
@@ -55,8 +55,9 @@ def refusals(
     can."""
     yield from choice.not_served(layer, engine)
     if lookahead and layer.geometry.state_bytes and (engine != "vllm" or model_type not in DRAFTED):
-        tried = f", but for {', '.join(DRAFTED)}" if engine == "vllm" else ""
-        yield f"a state: drafts beside states were not tried in {engine}{tried}"
+        others = f" other than {', '.join(DRAFTED)}'s" if engine == "vllm" else ""
+        ended = ", but for Qwen3-Next's and Qwen3.5's: there they ended in an illegal memory access"
+        yield f"a state: drafts beside states{others} were not tried in {engine}{ended if others else ''}"
     if lookahead and engine == "sglang" and SLIDING_WINDOW in layer.geometry_ways():
         yield f"{SLIDING_WINDOW.name}: drafts beside sliding windows were not tried in SGLang"
     if layer.is_paged and not layer.attention.is_latent:

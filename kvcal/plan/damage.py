@@ -15,6 +15,7 @@ from kvcal.records import read_json, write_json
 from kvcal.strict import STRICT, Amount, Count, Share
 
 DAMAGE, DAMAGE_SCHEMA = "damage", 1
+OF_EVALUATION: Mapping[str, Any] = {"evaluation": True}  # inputs of figures that an evaluation has measured
 
 # A plan is destroyed beyond MAX_KL nats per token, or below MIN_TOP1 where KL is above MIN_KL: a model that
 # is sure of nothing changes its most likely token for nothing.
@@ -52,6 +53,11 @@ class Damage:
     texts: str
     worst: tuple[SideDamage, ...]
     inputs: dict[str, Any]
+
+    @property
+    def is_of_evaluation(self) -> bool:
+        """Whether the figures are those of an evaluation's row."""
+        return self.inputs == OF_EVALUATION
 
     @property
     def is_destroyed(self) -> bool:

@@ -26,7 +26,7 @@ from kvcal.folder import compute_dtype, model_inputs, sequences
 from kvcal.models.files import embedded_models
 from kvcal.models.load import LoadedModel
 from kvcal.pages.layout_protocol import PAGE_TOKENS
-from kvcal.plan.damage import Damage, SideDamage, concern, load_damage, save_damage
+from kvcal.plan.damage import OF_EVALUATION, Damage, SideDamage, concern, load_damage, save_damage
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan
@@ -82,8 +82,8 @@ def _kept(damage: Damage, path: Path | None) -> Damage:
 
 def damage_of_row(plan: Plan, loaded: LoadedModel, row: Row, path: Path, reporter: Reporter) -> Damage:
     """The same of a plan that an evaluation has measured already, on its texts."""
-    text, inputs = row.text, {"evaluation": True}
-    kl, tokens = max(text.kl, 0.0), text.num_loss_tokens
+    text = row.text
+    kl, tokens, inputs = max(text.kl, 0.0), text.num_loss_tokens, dict(OF_EVALUATION)
     found = Damage(row.plan_sha256, kl, text.kl_se, text.top1_agreement, tokens, "the evaluation's", (), inputs)
     damage = _kept(found, path)
     if damage.is_destroyed:

@@ -16,6 +16,7 @@ from hybrid_shapes import SHAPES
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import card as cards
+from kvcal.plan.damage import Damage, damage_path, load_damage, save_damage
 from kvcal.plan.plan import Plan, load_plan, save_plan
 from kvcal.quantities import format_bytes
 from kvcal.stages.evaluate.stage import Evaluation, load_evaluation, save_evaluation
@@ -142,6 +143,59 @@ def test_what_nothing_measured_is_unchecked(folder: Path) -> None:
     assert "**Verdict: unchecked.**" in page and "kvcal eval plan.safetensors --model model --out ." in page
     assert "look-ups (`kvcal eval --tasks rows:4096,late:4096` measures them): unchecked" in page
     assert "fp8 (`--set 'evaluate.against=[\"fp8\"]'` measures it): unchecked" in page
+
+
+def with_check(folder: Path, kl: float, top1: float, **changes: Any) -> None:
+    """The folder with a check for damage that found so much."""
+    path = folder / "plan.safetensors"
+    check = Damage(load_plan(path).sha256, kl, 0.002, top1, 784, "some texts", (), {"fingerprint": "f"})
+    save_damage(replace(check, **changes), path)
+
+
+def test_a_check_for_damage_is_shown_and_accepts_no_plan(folder: Path) -> None:
+    (folder / "evaluation.json").unlink()
+    with_check(folder, 0.0123, 0.956)
+    done = ran_well("card", folder, "--max-kl", 0.001, "--json")
+    found = {one["what"]: one for one in done.json["findings"]}
+    assert verdict(done) == "unchecked" and done.json["kl"] is None  # no other card is compared with it
+    assert found["check for damage, 784 tokens"]["measured"] == "0.012 ± 0.002, top-1 95.6%"
+    assert found["check for damage, 784 tokens"]["verdict"] == "accept"
+    assert found["evaluation next to 16 bits"]["verdict"] == "unchecked" and len(found) == 2
+    page = (folder / "README.md").read_text()
+    head, _, rest = page.partition("## Measured")
+    assert (
+        "**Verdict: unchecked.** evaluation next to 16 bits: none. The check for damage is within its limits: KL"
+        in head
+    )
+    said = "KL 0.0123 ± 0.002 nats a token, top-1 95.6% of 16 bits"
+    assert f"The check for damage alone, over 784 tokens of some texts: {said}." in rest
+    assert "Nothing next to this plan measured it" not in page
+    with_check(folder, 0.0123, 0.956, plan_sha256="0" * 64)  # of another plan
+    done = ran_well("card", folder, "--json")
+    assert [one["what"] for one in done.json["findings"]] == ["evaluation next to 16 bits"]
+    assert "Nothing next to this plan measured it" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_a_check_that_finds_damage_refuses_the_plan(is_evaluated: bool, folder: Path) -> None:
+    """At positions of no evaluation, too."""
+    if not is_evaluated:
+        (folder / "evaluation.json").unlink()
+    with_check(folder, 0.7, 0.5)
+    done = run_kvcal("card", folder, "--json")
+    assert done.code == 7 and verdict(done) == "regression"
+    assert "regression: check for damage, 784 tokens: 0.70" in done.err and "limit KL up to 0.5" in done.err
+
+
+def test_a_plan_that_was_inspected_is_not_said_to_be_unmeasured(made: Path, folder: Path) -> None:
+    """What `kvcal inspect` shows, the card shows."""
+    (folder / "evaluation.json").unlink()
+    damage_path(folder / "plan.safetensors").unlink(missing_ok=True)
+    ran_well("inspect", folder / "plan.safetensors", "--model", made.parent / "model", "--allow-damage")
+    damage = load_damage(folder / "plan.safetensors", load_plan(folder / "plan.safetensors"))
+    assert damage is not None
+    done = run_kvcal("card", folder, "--json")
+    assert f"check for damage, {damage.num_tokens} tokens" in [one["what"] for one in done.json["findings"]]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
-import math
 import os
-import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,25 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from engine_replay import MEDIAN, MOST, Replay, assert_answers, assert_replayed
-from safetensors.torch import load_file, save_file
-from served_models import FORMATS, LENGTHS, VOCABULARY, Served, in_cycles, prompts, without_queries
+from engine_replay import MOST, assert_replayed
+from served_models import LENGTHS, Served, prompts, without_queries
 from test_vllm_drafts import eagle
 from test_vllm_hybrids import Hybrid
 from test_vllm_nixl import peer
 from test_vllm_offload import stored
-from tiny_models import perturbed
 from vllm_cases import ALONE, DRAFTS, TOKENS
 from vllm_environment import answer_of, installed_checkout
 
-from kvcal import Plan
-from kvcal.cache.attached import attached_for
 from kvcal.engines.support import block_seed
-from kvcal.geometry import AttentionGeometry
-from kvcal.models.load import identity_of
-from kvcal.models.supported_layers import geometry_of
-from kvcal.plan.plan import LayerPlan, Workload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -188,79 +176,10 @@ def test_drafts_beside_states(runner: int, tmp_path: Path) -> None:
         assert replay.accepted > 20 and replay.rejected > 20, vars(replay)
 
 
-class GatedDeltaNet(Served):
-    """A random Qwen3-Next, or Qwen3.5 without images, in bfloat16: layers with a state, every third one with
-    attention, and a layer that drafts; many drafts are right. Of its plan no channels are chosen by queries."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        torch.manual_seed(0)
-        experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-        experts |= {"shared_expert_intermediate_size": 64}
-        config = getattr(hf, f"{kind}Config")(
-            hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=128, linear_num_key_heads=1, linear_num_value_heads=2, vocab_size=VOCABULARY,
-            layer_types=["linear_attention", "linear_attention", "full_attention"] * 2, max_position_embeddings=32768,
-            bos_token_id=1, eos_token_id=None, pad_token_id=0, num_nextn_predict_layers=1, mtp_num_hidden_layers=1,
-            **(experts if kind == "Qwen3Next" else {}),
-        )  # fmt: skip
-        model = perturbed(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0.1)
-        in_cycles(model, 6)
-        self.folder = folder
-        model.bfloat16().save_pretrained(folder)
-        self._add_drafting_layer()
-        self.model = model.float()
-        formats = itertools.cycle(FORMATS[:2])
-        layers = tuple(
-            LayerPlan(layer, *next(formats)) if isinstance(layer, AttentionGeometry) else LayerPlan(layer)
-            for layer in geometry_of(self.model, cache_dtype="bfloat16").layers
-        )
-        self.plan = Plan(identity_of(folder, "tiny"), "bfloat16", layers, Workload(2, 700), {})
-
-    def _add_drafting_layer(self) -> None:
-        """The last layer again, which reads embeddings, and hidden states through random weights."""
-        path, size = self.folder / "model.safetensors", 128
-        weights = load_file(path)
-        last = {name: weights[name].clone() for name in weights if ".layers.5." in name}
-        weights |= {f"mtp.layers.0.{name.split('.layers.5.')[1]}": tensor for name, tensor in last.items()}
-        for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
-            weights[f"mtp.{name}.weight"] = torch.zeros(size, dtype=torch.bfloat16)
-        weights["mtp.fc.weight"] = torch.cat([3 * torch.eye(size), 0.1 * torch.randn(size, size)], 1).bfloat16()
-        save_file(weights, path, {"format": "pt"})
-
-
-@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5Text"])
-def test_drafts_beside_a_gated_delta_net(kind: str, tmp_path: Path) -> None:
-    """Of n-grams and of a layer of the model, cold and after cached prefixes, prompts in chunks; eager and in graphs.
-    vLLM's kernels for such states compute in bfloat16. So log-probabilities may be as far from the reference as
-    without drafts; a state of another token puts them units away."""
-    model = GatedDeltaNet(tmp_path / "model", kind)
-    given = {
-        "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "block_size": 384, "max_num_batched_tokens": 512,
-        "additional_config": {"kvcal_plan": model.write("plan.safetensors"), "gdn_prefill_backend": "triton"},
-    }  # fmt: skip
-    mtp = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": "TRITON_ATTN"}
-    limits = math.inf, math.inf
-    for drafts in (None, DRAFTS, mtp):
-        for graphs in ({}, GRAPHS):
-            more = given | graphs | ({} if drafts is None else {"speculative_config": drafts})
-            found = serve(tmp_path, model, twice(5, 380, 700, 1025, tokens=60), **more)
-            replay = Replay(model.model, model.plan, 1 if drafts is None else 1 + drafts["num_speculative_tokens"])
-            with attached_for(model.model, model.plan):
-                results = replay.run(found)
-            assert_answers(found, replay, results, limits=limits)
-            # With MTP vLLM computes a prefix's last block anew.
-            assert drafts is mtp or sum(replay.cached.values()) >= 384 + 768, replay.cached
-            if drafts is None:
-                far, middle = max(replay.distances), statistics.median(replay.distances)
-                assert far < 1 and middle < 0.1, (far, middle)
-                limits = max(3 * far, 2 * MOST), max(3 * middle, 2 * MEDIAN)
-            else:
-                assert replay.accepted > 10 and replay.rejected > 50, vars(replay)
-
-
 @pytest.mark.parametrize("runner", [1, 2])
 def test_a_model_that_drafts(runner: int, tmp_path: Path, served: Served) -> None:
-    """The model itself, in bf16, with windows and sinks, cold and after cached prefixes; eager and in graphs."""
+    """The model itself, in bf16, with windows and sinks, cold and after cached prefixes; eager and in graphs, which
+    are of more rows: what it drafts may differ there, then steps do, and roundings."""
     plan = without_queries(served, served.with_copies())
     drafts = {"method": "draft_model", "model": str(served.folder), "num_speculative_tokens": 3}
     given = {
@@ -268,7 +187,11 @@ def test_a_model_that_drafts(runner: int, tmp_path: Path, served: Served) -> Non
         "speculative_config": drafts | {"attention_backend": "TRITON_ATTN"},
     }  # fmt: skip
     runs = [serve(tmp_path, served, twice(5, 120, 250, 380), runner, **given, **more) for more in ({}, GRAPHS)]
-    assert runs[0]["outputs"] == runs[1]["outputs"]
+    for name, (tokens, chances) in runs[0]["outputs"].items():
+        others, their_chances = runs[1]["outputs"][name]
+        same = [one == other for one, other in zip(tokens, others, strict=True)]
+        count = same.index(False) if False in same else len(same)
+        assert count > 0 and chances[:count] == pytest.approx(their_chances[:count], abs=MOST)
     steps = [entry for step in runs[0]["steps"] for entry in step if entry[4]]
     accepted = sum(entry[5] - entry[2] + entry[4] for entry in steps) / sum(entry[4] for entry in steps)
     assert accepted > 0.2, accepted

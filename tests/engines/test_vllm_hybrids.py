@@ -77,7 +77,8 @@ class Hybrid(Served):
 @pytest.mark.parametrize("name", SHAPES)
 def test_vllms_planner_has_the_predicted_blocks(name: str, version: str, tmp_path: Path) -> None:
     """Bytes of a state by vLLM's own class methods, groups, bytes of a block, and blocks of a request, on 1 to 8
-    ranks; without prefix caching, with it and sinks, and with drafts, of n-grams or of a layer of the model."""
+    ranks; without prefix caching, with it and sinks, and with drafts, of n-grams or of a layer of the model, whose
+    keys lie behind the pages."""
     more = {"recent_window": 64, "num_sink_tokens": 0}
     sinks = more | {"num_sink_tokens": 8}
     cases = [

@@ -1,5 +1,6 @@
 """Acceptance of drafts: equal to a loop of greedy decoding, and what is refused."""
 
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 
@@ -11,11 +12,12 @@ from tiny_models import TINY_MODELS
 from torch import Tensor
 
 from kvcal import PlanCache
+from kvcal.cache import paged_layer
 from kvcal.data.reading import EvaluateSpec
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import Plan
+from kvcal.plan.plan import Format, Plan
 from kvcal.progress import SILENT
 from kvcal.stages.divergence import unquantized_plan
 from kvcal.stages.evaluate import drafts as stage
@@ -83,6 +85,23 @@ def test_equals_greedy_decoding(pair: tuple) -> None:
     assert found.accepted == pytest.approx(float(taken.sum()) / number / NUM_DRAFTS)
     assert found.change == pytest.approx(float((taken - at_16_bits).sum()) / number / NUM_DRAFTS)
     assert pair == KIVI_2 or found.change < 0
+
+
+STRIPES = (Format(2, "token", 32, 0, 16, quantizer="rotated", stripe_tokens=16),) * 2
+
+
+@pytest.mark.parametrize("pair", [COARSE, STRIPES], ids=["coarse", "stripes"])
+def test_a_copy_is_read_as_the_pages_would_be(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels would take steps, which is told of pages that are decoded at every one."""
+    monkeypatch.setattr(paged_layer, "STEPPED", {"cpu"})
+    loaded, data = loaded_model(), text(260, 200, 200)
+    plan = make_plan(loaded, pair)
+    with warnings.catch_warnings(action="error", category=SlowPath):
+        found = measured(loaded, plan, data, "layers:2")
+    monkeypatch.setattr(stage, "DecodedCache", PlanCache)
+    with pytest.warns(SlowPath):
+        assert measured(loaded, plan, data, "layers:2") == found
+    assert found.change < 0
 
 
 def test_errors_are_those_of_pairs() -> None:

@@ -109,14 +109,6 @@ class Served:
         } | more  # fmt: skip
 
 
-def in_cycles(model: hf.PreTrainedModel, scale: float) -> None:
-    """Have most tokens followed by the one before, of eight that make a cycle, so that many drafts are right.
-    ``scale``: of embeddings, which outweigh what layers add to them."""
-    own = model.get_input_embeddings().weight.detach()
-    model.lm_head.weight.data = own.view(-1, 8, own.shape[1]).roll(-1, 1).flatten(0, 1).clone()
-    own *= scale
-
-
 def without_queries(served: Served, plan: Plan | None = None) -> Plan:
     """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
     chosen = FORMATS[1][0].boost

@@ -3,8 +3,9 @@ their states.
 
     [[name, bits, ranks, drafts, has prefixes, context, formats' other keys, whether a layer of the model
     drafts], ...]
-    -> [{"vllm": [bytes of a state, groups of states, bytes of a block, blocks of a request of the context],
-         "kvcal": [the same, as predicted], "pages_per_block": of the prediction}, ...]
+    -> [{"vllm": [bytes of a state, groups of states, bytes of a block, blocks of a request of the context, the byte
+         of a block where keys of the layer that drafts begin],
+         "kvcal": [the same, as predicted, and where its pages end], "pages_per_block": of the prediction}, ...]
 """
 
 from __future__ import annotations
@@ -142,12 +143,16 @@ def planned(
         -(-group.kv_cache_spec.max_memory_usage_bytes(config) // group.kv_cache_spec.page_size_bytes)
         for group in groups
     )
+    tensors = planner.get_kv_cache_config_from_groups(config, groups, 1 << 30).kv_cache_tensors
+    behind = next((one.offset for one in tensors if one.layers[0].startswith("mtp.")), 0)
+    unit, _, of_page = pool.page_numbers(block_bytes)
+    last, page = unit * of_page * (pool.pages_per_block - 1), pool.share_bytes * len(shard.blocks)
     firsts = [next(iter(group.kv_cache_spec.kv_cache_specs.values())) if hasattr(group.kv_cache_spec, "kv_cache_specs")
               else group.kv_cache_spec for group in groups]  # fmt: skip
     of_states = sum(isinstance(spec, MambaSpec) for spec in firsts)
     return {
-        "vllm": [nbytes, of_states, block_bytes, needed],
-        "kvcal": [own, pool.state_groups, pool.block_bytes, pool.blocks(context)],
+        "vllm": [nbytes, of_states, block_bytes, needed, behind],
+        "kvcal": [own, pool.state_groups, pool.block_bytes, pool.blocks(context), last + page if by_mtp else 0],
         "pages_per_block": pool.pages_per_block,
     }  # fmt: skip
 

@@ -26,7 +26,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvcal.engines.capacity import VllmPool, vllm_pool
+from kvcal.engines.capacity import PageNumbers, VllmPool, vllm_pool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
@@ -147,10 +147,15 @@ class Serving:
             for name, past, blocks in begun if past and past % PAGE_TOKENS == 0
         ]  # fmt: skip
 
+    @property
+    def page_numbers(self) -> PageNumbers:
+        """Of vLLM's memory, as it is now."""
+        return self.pool.page_numbers(self.first.kv_cache.stride(0) * self.first.kv_cache.itemsize)
+
     def pages_of(self, blocks: Sequence[int]) -> list[int]:
-        """The pages of these blocks, which lie side by side in each."""
-        count = self.pool.pages_per_block
-        return [block * count + page for block in blocks for page in range(count)]
+        """The numbers of these blocks' pages."""
+        (_, of_block, of_page), pages = self.page_numbers, range(self.pool.pages_per_block)
+        return [block * of_block + page * of_page for block in blocks for page in pages]
 
     def begin(self) -> None:
         """Bring windows to the rings of requests that begin."""
@@ -267,6 +272,8 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield "drafts of a model that makes all of them at once"
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
+    if drafts is not None and config.model_config.is_hybrid and drafts.method in DRAFT_MODELS:
+        yield "drafts of a model beside states"
     if drafts is not None and config.model_config.is_hybrid and config.device_config.device_type == "cpu":
         yield (
             "drafts beside states on a CPU, where vLLM's short convolutions take one token a step, and prefix caching "

@@ -27,7 +27,6 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.folder import tokenizer_of
@@ -38,6 +37,7 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.stages.divergence import feed, unquantized_plan
 from kvcal.stages.evaluate.text import TextBatch, ratio_and_error, text_batches
+from kvcal.stages.measuring.cache import DecodedCache
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 NUM_DRAFTS = 4
@@ -179,8 +179,7 @@ def _accepted(
     total = sum(len(one.places) for one in proposed)
     done = 0
     for one in proposed:
-        cache, fed = PlanCache(plan, loaded.model.config, lookahead=NUM_DRAFTS - 1), 0
-        cache.state.is_attached = True  # caches are fed in lockstep, without kernels: that is no news
+        cache, fed = DecodedCache(plan, loaded.model.config, lookahead=NUM_DRAFTS - 1), 0
         cache.activate_past_recording()  # sliding windows take tokens back
         for place, tokens_Bk, counts_B in zip(one.places, one.tokens_PBk, one.counts_PB, strict=True):
             for _ in feed(loaded.model, cache, one.text.input_ids_BT[:, fed : place - 1]):

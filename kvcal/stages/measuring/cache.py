@@ -85,11 +85,13 @@ def looking_ahead(model: PreTrainedModel, caches: Sequence[PlanCache]) -> Iterat
 
 
 class DecodedCache(PlanCache):
-    """A dynamic cache whose pages are decoded once. ``attention_mask``, errors: as PlanCache."""
+    """A dynamic cache whose pages are decoded once. ``attention_mask``, ``lookahead``, errors: as PlanCache."""
 
-    def __init__(self, plan: Plan, config: PretrainedConfig, attention_mask: Tensor | None = None) -> None:
+    def __init__(
+        self, plan: Plan, config: PretrainedConfig, attention_mask: Tensor | None = None, lookahead: int = 0
+    ) -> None:
         self._unwritten = Unwritten()
-        super().__init__(plan, config, attention_mask)
+        super().__init__(plan, config, attention_mask, lookahead=lookahead)
 
     def empty_layers(self) -> list[Any]:
         """Layers that also keep a state of linear attention keep no copy."""
