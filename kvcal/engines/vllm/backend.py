@@ -263,12 +263,16 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         count = self._serving.pool.pages_per_block
         if count == 1:
             return blocks
-        rows, width = self._lengths.shape[0], blocks.shape[1] * count
+        rows, width, (_, of_block, of_page) = (
+            self._lengths.shape[0],
+            blocks.shape[1] * count,
+            self._serving.page_numbers,
+        )
         if self._table.shape != (rows, width):
             self._table = torch.zeros(rows, width, dtype=torch.int32, device=blocks.device)
-            self._page = torch.arange(count, dtype=torch.int32, device=blocks.device)
-        table, (_, of_block, of_page) = self._table[: len(blocks)], self._serving.page_numbers
-        torch.add(of_page * self._page, blocks.unsqueeze(2), alpha=of_block, out=table.unflatten(1, (-1, count)))
+            self._page = of_page * torch.arange(count, dtype=torch.int32, device=blocks.device)
+        table = self._table[: len(blocks)]
+        torch.add(self._page, blocks.unsqueeze(2), alpha=of_block, out=table.unflatten(1, (-1, count)))
         return table
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlanMetadata:
