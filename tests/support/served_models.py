@@ -120,10 +120,13 @@ def without_queries(served: Served, plan: Plan | None = None) -> Plan:
 
 
 def with_sinks(plan: Plan) -> Plan:
-    """Sinks in three of four layers, others for keys than for values."""
+    """Sinks in three of four layers, others for keys than for values; in none with a sliding window."""
     numbers = [(4, 4), (5, 0), (0, 0), (8, 4)]
     layers = []
     for layer, (k, v) in zip(plan.layers, numbers, strict=True):
+        if not layer.is_paged:
+            layers.append(layer)
+            continue
         keys, values = (dataclasses.replace(side, num_sink_tokens=n) for side, n in ((layer.k, k), (layer.v, v)))
         layers.append(dataclasses.replace(layer, k=keys, v=values))
     return dataclasses.replace(plan, layers=tuple(layers))
