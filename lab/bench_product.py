@@ -12,8 +12,8 @@ random phases of pages. Parts:
     DynamicCache
     generate an eager step of a dynamic cache, as ``generate`` takes it, for each --generate: by the kernels, and
              without ``attached``, where all pages are decoded
-    text     a text of --text tokens through a dynamic cache in chunks that end where tokens are packed, as
-             ``kvcal eval`` feeds it; 16 bits in chunks of a page
+    text     a text of --text tokens through the packed cache of ``kvcal eval``, in chunks as it feeds them; 16 bits
+             in chunks of a page
     model    whole steps as CUDA graphs, of --batch sequences and of all that fit in --memory GB of cache: tokens a
              second; 16 bits in a StaticCache that is read without a mask, by the backend that torch chooses
 
@@ -55,6 +55,7 @@ from kvcal.pages.layout_protocol import PAGE_TOKENS
 from kvcal.plan.plan import Format, LayerPlan, Plan, Workload, load_plan
 from kvcal.plan.tensors import layout_tensors
 from kvcal.stages.divergence import feed
+from kvcal.stages.measuring.cache import DecodedCache
 
 SHAPE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -172,7 +173,7 @@ def rows_of_text(plans: Plans, model: PreTrainedModel, given: argparse.Namespace
             for part in ids.split(PAGE_TOKENS, 1):
                 logits = model(input_ids=part, **with_cache(model, cache)).logits
         else:
-            *_, (_, logits) = feed(model, PlanCache(plan, model.config), ids)
+            *_, (_, logits) = feed(model, DecodedCache(plan, model.config), ids)
         float(logits[0, -1, 0])
         return 1000 * (time.perf_counter() - start)
 

@@ -8,8 +8,7 @@
 Needs vLLM and kvcal[compile] in one environment. The model has Llama-3-8B's shape, maybe fewer layers, and
 dummy weights; or that of Qwen3-Next, every fourth layer with full attention and the others with a state, whose
 prompts Triton's kernels compute; but for dense layers in place of experts. With drafts a model of one layer
-guesses tokens, of which random weights accept next to none: tokens a second are those of steps that verify, and
-grow by what a real model accepts.
+guesses tokens: tokens a second are one a request and step that verifies, and grow by what a real model accepts.
 
 Plans are those of --plan, or what the default recipe makes of this shape at each of --bits (``shared``:
 random where a calibration decides): in bases, with error feedback, sinks and windows. Prefixes are cached, as
@@ -128,7 +127,8 @@ class ServedByVllm:
             self.first_token_seconds(context // 2)  # warms up
             yield {"ready_s": time.perf_counter() - start}
             # While later prompts are computed, earlier ones already have new tokens.
-            room = steps + 2 * WARM_STEPS * (self.given.passes + 1) + count * -(-context // BATCHED)
+            made = steps + 2 * WARM_STEPS * (self.given.passes + 1) + count * -(-context // BATCHED)
+            room = (1 + self.given.drafts) * made
             prompt = context - room
             yield {"first_token_s": first_tokens(lambda prompt=prompt: self.first_token_seconds(prompt))}
             start = time.perf_counter()

@@ -14,6 +14,7 @@ Bytes are those of one rank; all ranks have the same.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -243,6 +244,15 @@ class Placed(NamedTuple):
         return [one._replace(num_blocks=num_blocks, block_bytes=fullest) for one in found]
 
 
+class PageNumbers(NamedTuple):
+    """Of pages in vLLM's memory: number n begins at byte n times ``unit``. Page p of block b has the number b times
+    ``of_block`` plus p times ``of_page``."""
+
+    unit: int
+    of_block: int
+    of_page: int
+
+
 class Window(NamedTuple):
     """Layers of one sliding window: ``tokens`` of a block; ``num_groups`` of layers, whose blocks are other
     ones; the blocks that a request of any length holds in each group, at most."""
@@ -264,7 +274,7 @@ class VllmPool:
                  as many layers as one has room for
         states   of layers that keep one, vLLM's own: in groups of as many layers as a block has room for, each with
                  a block, another one where prefixes are cached, and one a draft
-        drafts   of a model's layers, vLLM's own at 16 bits: next to the page of a block
+        drafts   of a model's layers, vLLM's own at 16 bits: behind the pages of a block
 
     Stages of a pipeline have as many blocks, with the same numbers, each in memory of its own: shares of equal
     bytes, and rings and sinks in as many blocks. A stage with more layers has larger blocks.
@@ -334,6 +344,15 @@ class VllmPool:
         pages = self.share_bytes * len(self.shard.blocks) * self.pages_per_block
         return max(self.rings.block_bytes, self.sinks.block_bytes, pages + self.draft_bytes, *windows)
 
+    def page_numbers(self, stride: int) -> PageNumbers:
+        """Where blocks lie ``stride`` bytes apart. Kernels multiply a page's number by one distance. Keys of drafts lie
+        behind the pages of each block: then that of all pages divides those of blocks and of a block's pages."""
+        if self.pages_per_block == 1:
+            return PageNumbers(stride, 1, 0)
+        distance = self.share_bytes * len(self.shard.blocks)
+        unit = math.gcd(stride, distance)
+        return PageNumbers(unit, stride // unit, distance // unit)
+
     @property
     def ring_blocks(self) -> int:
         """Of a request of any length, for rings and sinks."""
@@ -346,8 +365,12 @@ class VllmPool:
 
     @property
     def state_groups(self) -> int:
-        """Groups of layers with a state, whose blocks are other ones."""
-        return -(-self.shard.num_states // (self.room // self.state_bytes)) if self.state_bytes else 0
+        """Groups of layers with a state, whose blocks are other ones. A block that has keys of drafts next to its
+        pages has room for more."""
+        if not self.state_bytes:
+            return 0
+        room = max(self.room, self.share_bytes * len(self.shard.blocks) * self.pages_per_block + self.draft_bytes)
+        return -(-self.shard.num_states // (room // self.state_bytes))
 
     @property
     def state_blocks(self) -> int:
@@ -368,8 +391,9 @@ def vllm_pool(
     draft_bytes: int = 0,
 ) -> VllmPool:
     """The pool in which a sequence of the plan's workload takes the fewest bytes, of those with up to 40 pages
-    a block and 12 groups of states; with so many pages a block where ``pages_per_block`` says so. UsageError
-    where a model has states and their bytes are not known."""
+    a block and 12 groups of states; with so many pages a block where ``pages_per_block`` says so. Keys of drafts
+    do not choose: the plug-in does not know their bytes when it makes a pool. UsageError where a model has states
+    and their bytes are not known."""
     if not shard.num_states:
         return VllmPool(shard, has_prefixes, draft_bytes=draft_bytes)
     if not state_bytes:
@@ -379,9 +403,14 @@ def vllm_pool(
         )
     numbers = range(1, MAX_PAGES + 1) if pages_per_block is None else [pages_per_block]
     states = range(-(-shard.num_states // MAX_STATE_GROUPS), shard.num_states + 1)
-    pools = (VllmPool(shard, has_prefixes, state_bytes, pages, many) for pages in numbers for many in states)
     context = shard.plan.workload.context
-    return min(pools, key=lambda pool: (pool.blocks(context) * pool.block_bytes, pool.pages_per_block))
+
+    def taken(sizes: tuple[int, int]) -> tuple[int, int]:
+        pool = VllmPool(shard, has_prefixes, state_bytes, *sizes)
+        return pool.blocks(context) * pool.block_bytes, pool.pages_per_block
+
+    best = min(itertools.product(numbers, states), key=taken)
+    return VllmPool(shard, has_prefixes, state_bytes, *best, draft_bytes)
 
 
 def draft_token_bytes(layers: Sequence[AttentionGeometry], cache_dtype: CacheDtype, num_ranks: int) -> int:

@@ -68,7 +68,7 @@ def _mamba_1(of: Mapping[str, Any]) -> State:
 
 
 def _short_convolution(of: Mapping[str, Any]) -> State:
-    return State(of.get("conv_dim") or of["hidden_size"], of["conv_L_cache"] - 1, grows=False)
+    return State(of.get("conv_dim") or of["hidden_size"], of["conv_L_cache"] - 1)
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], State]] = {

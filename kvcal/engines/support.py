@@ -39,6 +39,8 @@ BOTH_WAYS = "tokens of an image attend to each other both ways, and attention wi
 WITHOUT_IMAGES = "serve it without images:"
 # Models for which SGLang takes backends of a list of its own.
 CLOSED_IN_SGLANG = ("gpt_oss",)
+# Models with states beside which drafts, of n-grams, are served in vLLM.
+DRAFTED = ("lfm2",)
 # In which the tests serve plans, the oldest first.
 TESTED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",)}
 PLUGIN = ("backend", "serving")  # which import the other modules of a plug-in
@@ -47,12 +49,15 @@ NO_TREE = "--disable-radix-cache"  # of SGLang, likewise
 
 
 def refusals(
-    layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: Engine, lookahead: int = 0
+    layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: Engine, lookahead: int = 0, model_type: str = ""
 ) -> Iterator[str]:
-    """Why an engine cannot serve this layer, with so many drafts a token; nothing if it can."""
+    """Why an engine cannot serve this layer of a model of this type, with so many drafts a token; nothing if it
+    can."""
     yield from choice.not_served(layer, engine)
-    if lookahead and layer.geometry.state_bytes:
-        yield "a state: drafts beside states were not tried"
+    if lookahead and layer.geometry.state_bytes and (engine != "vllm" or model_type not in DRAFTED):
+        others = f" other than {', '.join(DRAFTED)}'s" if engine == "vllm" else ""
+        ended = ", but for Qwen3-Next's and Qwen3.5's: there they ended in an illegal memory access"
+        yield f"a state: drafts beside states{others} were not tried in {engine}{ended if others else ''}"
     if lookahead and engine == "sglang" and SLIDING_WINDOW in layer.geometry_ways():
         yield f"{SLIDING_WINDOW.name}: drafts beside sliding windows were not tried in SGLang"
     if layer.is_paged and not layer.attention.is_latent:
@@ -157,7 +162,7 @@ def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead
             "without kvcal",
             hint="serve it in vLLM",
         )
-    by_reason = _by_reason(plan.layers, plan.cache_dtype, is_cuda, engine, lookahead)
+    by_reason = _by_reason(plan.layers, plan.cache_dtype, is_cuda, engine, lookahead, plan.model.model_type)
     if by_reason:
         parts = [f"layers {', '.join(map(str, found))}: {reason}" for reason, found in by_reason.items()]
         with_drafts = f" with {lookahead} drafts" if lookahead else ""
@@ -168,12 +173,12 @@ def require_served(plan: Plan, is_cuda: bool, engine: Engine = "vllm", lookahead
 
 
 def _by_reason(
-    layers: Sequence[LayerPlan], dtype: CacheDtype, is_cuda: bool, engine: Engine, lookahead: int
+    layers: Sequence[LayerPlan], dtype: CacheDtype, is_cuda: bool, engine: Engine, lookahead: int, model_type: str
 ) -> dict[str, list[int]]:
     """The layers of each reason."""
     by_reason: dict[str, list[int]] = {}
     for layer in layers:
-        for reason in dict.fromkeys(refusals(layer, dtype, is_cuda, engine, lookahead)):
+        for reason in dict.fromkeys(refusals(layer, dtype, is_cuda, engine, lookahead, model_type)):
             by_reason.setdefault(reason, []).append(layer.geometry.index)
     return by_reason
 
@@ -189,7 +194,7 @@ def _mend(plan: Plan, is_cuda: bool, engine: Engine, lookahead: int) -> str:
         (f"{DTYPE}; {FORMATS}", plain, "bfloat16", 0),
     )
     for hint, layers, dtype, drafts in changed:
-        if not _by_reason(layers, dtype, is_cuda, engine, drafts):
+        if not _by_reason(layers, dtype, is_cuda, engine, drafts, plan.model.model_type):
             return hint
     return NO_PLAN.format(engine)
 

@@ -163,35 +163,25 @@ def test_the_readme_asks_for_the_python_of_the_project() -> None:
 
 def test_the_results_of_the_readme_are_the_measured_ones() -> None:
     data = ROOT / "docs/measured/data"
-    dates = ("2026-11-29", "2026-11-28")  # the newest that has a row counts
-    found = [json.loads((data / f"{day}-plans-Qwen2.5-Coder-0.5B.json").read_text()) for day in dates]
-    names_of_rows = ("2026-11-29-longer-contests", *(f"{day}-rows-of-tables" for day in dates))
-    right = [json.loads((data / f"{name}.json").read_text())["right"] for name in names_of_rows]
+    found = json.loads((data / "2026-11-29-plans-Qwen2.5-Coder-0.5B.json").read_text())
+    right = json.loads((data / "2026-11-29-rows-of-tables.json").read_text())["right"]
     names = {
-        "fp8": "fp8 e4m3, scale 1, as in vLLM ([simulated](docs/real.md)) *",
+        "fp8": "fp8 e4m3, scale 1, as in vLLM ([simulated](docs/real.md))",
         "kivi-4-sinks": "KIVI-4, with the first and latest tokens at 16 bits as in our plans",
         "k3v2": "keys 3, values 2 bits in all layers, same basis",
-        "kivi-2-sinks": "KIVI-2, with the same first and latest tokens *",
+        "kivi-2-sinks": "KIVI-2, with the same first and latest tokens",
     }
     names |= {f"default@{bits}": f"**kvcal plan --bits {bits}**" for bits in ("4", "3", "2.74", "2.5", "2.25")}
     rows = {cells[0]: cells[1:] for cells in table_of(README, "# kvcal")}
     assert set(rows) == {"16 bits", *names.values()}
     for name, title in names.items():
         bits, *cells = rows[title]
-        newest = next(one for one in found if name in one["measured"])
-        assert title.endswith(" *") == (newest is not found[0])
-        assert float(bits) == pytest.approx(newest["plans"].get(name, {"bits": 8})["bits"], abs=0.0051)
-        measured = newest["measured"][name]
-        texts = [one for label in sorted(measured) for one in measured[label] if "kl" in one and one["kind"] != "code"]
+        assert float(bits) == pytest.approx(found["plans"][name]["bits"], abs=0.0051)
+        measured = found["measured"][name]
+        texts = [one for label in sorted(measured) for one in measured[label] if "kl" in one]
         counts = [one["count"] for one in texts]
         figures = [(1e3, [one["kl"] for one in texts], counts), (100, [one["same"] for one in texts], counts)]
-        tables = next(
-            (one for one in right if name in one and (one is not right[-1] or not name.startswith("default"))), None
-        )
-        if name == "k3v2" or tables is None:  # of other plans than these
-            assert cells.pop() == "not measured"
-        else:
-            figures.append((1, tables[name], tables["16-bit"]))
+        figures.append((1, right[name], right["16-bit"]))
         for cell, (scale, above, below) in zip(cells, figures, strict=True):
             told = [float(number) for number in cell.replace("*", "").split(" ± ")]
             assert told == pytest.approx([scale * one for one in ratio(above, below)], abs=0.051 if scale > 1 else 6e-4)

@@ -283,6 +283,21 @@ def test_states_take_a_block_more_for_prefixes_and_for_each_draft() -> None:
         capacity("vllm", plan, 10**10, 1, 32768)
 
 
+@pytest.mark.parametrize("draft_bytes", [0, 4096])
+def test_pages_of_long_blocks_have_numbers(draft_bytes: int) -> None:
+    """At equal distances, before keys of drafts."""
+    shape = SHAPES["qwen3-next"]
+    pool = vllm_pool(HeadShard(shape.plan(2), 0, 1, 4), shape.state_bytes(1, 3), draft_bytes=draft_bytes)
+    unit, of_block, of_page = pool.page_numbers(pool.block_bytes)
+    count, distance = pool.pages_per_block, 12 * pool.share_bytes
+    assert count > 1 and unit % 16 == 0 and (unit == distance) == (draft_bytes == 0)
+    for block in (0, 1, 1000):
+        first = block * pool.block_bytes
+        places = [unit * (block * of_block + page * of_page) for page in range(count)]
+        assert places == [first + page * distance for page in range(count)]
+        assert places[-1] + pool.pages.block_bytes <= first + pool.block_bytes - pool.draft_bytes
+
+
 def test_states_of_a_family_that_is_not_known_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="of the type 'rwkv' is not known"):
         state_bytes({"model_type": "rwkv"}, 1, 1, "bfloat16")

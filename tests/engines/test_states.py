@@ -29,7 +29,7 @@ CONFIGS["wide"] = {"model_type": "lfm2_moe", "hidden_size": 2048, "conv_L_cache"
         ("granite-4-h-small", 4, 0, (2048 + 2 * 128) * 3 * 2 + 32 * 64 * 128 * 2),  # each holds the one group
         ("falcon-h1-7b", 1, 0, (3072 + 2 * 256) * 3 * 2 + 24 * 128 * 256 * 2),
         ("jamba-mini", 1, 3, 8192 * 3 * 2 + 8192 * 16 * 2),  # drafts add nothing
-        ("lfm2-2.6b", 2, 3, 1024 * 2 * 2),
+        ("lfm2-2.6b", 2, 3, 1024 * (2 + 3) * 2),
         ("narrow", 1, 0, 512 * 2 * 2),
         ("wide", 1, 0, 2048 * 3 * 2),
         ("zamba2", 1, 0, (128 + 2 * 2 * 16) * 3 * 2 + 4 * 32 * 16 * 2),

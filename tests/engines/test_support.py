@@ -117,8 +117,14 @@ def test_layers_without_pages_are_refused() -> None:
         require_served(mixed, False, "sglang", 2)
     with pytest.raises(UnsupportedModel, match="of the type gpt_oss with attention backends of a list of its own"):
         require_served(replace(mixed, model=replace(mixed.model, model_type="gpt_oss")), False, "sglang")
-    with pytest.raises(UnsupportedModel, match="layers 2: a state: drafts beside states were not tried"):
-        require_served(replace(plan, layers=layers), is_cuda=False, lookahead=2)
+    for engine, model_type in (("vllm", "qwen3_next"), ("sglang", "lfm2")):
+        hybrid = replace(plan, layers=(plan.layers[0], layers[2]), model=replace(plan.model, model_type=model_type))
+        with pytest.raises(
+            UnsupportedModel, match=f"layers 2: a state: drafts beside states.* tried in {engine}"
+        ) as no:
+            require_served(hybrid, False, engine, 2)
+        assert no.value.hint == DRAFTS
+    require_served(hybrid, is_cuda=False, lookahead=2)
     with pytest.raises(UnsupportedModel, match="no layer has full attention"):
         require_served(replace(plan, layers=(window,)), is_cuda=False)
 

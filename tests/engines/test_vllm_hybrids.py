@@ -35,11 +35,13 @@ STATE_BYTES = 64 * 64 * 4
 
 
 class Hybrid(Served):
-    """A random LFM2 of 4 convolutions and 2 layers of attention in a folder, and a plan for it."""
+    """A random LFM2 of 4 convolutions and 2 layers of attention in a folder, and a plan for it. ``share``: of
+    what layers add to embeddings; with a small one many tokens come again, and drafts are right."""
 
     def __init__(
-        self, folder: Path, channels: int = 64, convolved: int = CONVOLVED, cache_dtype: CacheDtype = "float32"
-    ) -> None:
+        self, folder: Path, channels: int = 64, convolved: int = CONVOLVED, cache_dtype: CacheDtype = "float32",
+        share: float = 1,
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
         config = hf.Lfm2Config(
             hidden_size=channels, conv_dim=channels, intermediate_size=96, block_dim=channels,
@@ -50,6 +52,9 @@ class Hybrid(Served):
         )  # fmt: skip
         self.model = hf.Lfm2ForCausalLM(config)
         perturbed(self.model, 0.15)
+        for name, weight in self.model.named_parameters():
+            if name.endswith(("out_proj.weight", "w2.weight")):
+                weight.data *= share
         self.folder = folder
         self.model.save_pretrained(folder)
         formats = iter(FORMATS[1:])
@@ -72,17 +77,21 @@ class Hybrid(Served):
 @pytest.mark.parametrize("name", SHAPES)
 def test_vllms_planner_has_the_predicted_blocks(name: str, version: str, tmp_path: Path) -> None:
     """Bytes of a state by vLLM's own class methods, groups, bytes of a block, and blocks of a request, on 1 to 8
-    ranks; without prefix caching, with it and sinks, and with drafts."""
+    ranks; without prefix caching, with it and sinks, and with drafts, of n-grams or of a layer of the model, whose
+    keys lie behind the pages."""
     more = {"recent_window": 64, "num_sink_tokens": 0}
     sinks = more | {"num_sink_tokens": 8}
     cases = [
-        [name, bits, ranks, drafts, has_prefixes, context, formats]
+        [name, bits, ranks, drafts, has_prefixes, context, formats, by_mtp]
         for bits, context in ((2, 32768), (3, 8192), (4, 131072)) for ranks in (1, 2, 4, 8)
-        for drafts, has_prefixes, formats in ((0, False, more), (0, True, sinks), (3, True, more))
+        for drafts, has_prefixes, formats, by_mtp in (
+            (0, False, more, False), (0, True, sinks, False), (3, True, more, False), (3, True, sinks, True),
+            (3, False, more, True),
+        )
     ]  # fmt: skip
     found = run_in(version, tmp_path, "vllm_planner.py", cases)
     assert all(one["vllm"] == one["kvcal"] for one in found), list(zip(cases, found, strict=True))
-    assert len(found) == 36 and max(one["pages_per_block"] for one in found) > 1
+    assert len(found) == 60 and max(one["pages_per_block"] for one in found) > 1
 
 
 @pytest.fixture(scope="module")

@@ -113,17 +113,20 @@ def without_queries(served: Served, plan: Plan | None = None) -> Plan:
     """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
     chosen = FORMATS[1][0].boost
     layers = [
-        dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen)) if layer.k.needs_queries
-        else layer for layer in (plan or served.plan).layers
+        dataclasses.replace(layer, k=dataclasses.replace(layer.k, boost=chosen))
+        if layer.is_paged and layer.k.needs_queries else layer for layer in (plan or served.plan).layers
     ]  # fmt: skip
     return dataclasses.replace(plan or served.plan, layers=tuple(layers))
 
 
 def with_sinks(plan: Plan) -> Plan:
-    """Sinks in three of four layers, others for keys than for values."""
+    """Sinks in three of four layers, others for keys than for values; in none with a sliding window."""
     numbers = [(4, 4), (5, 0), (0, 0), (8, 4)]
     layers = []
     for layer, (k, v) in zip(plan.layers, numbers, strict=True):
+        if not layer.is_paged:
+            layers.append(layer)
+            continue
         keys, values = (dataclasses.replace(side, num_sink_tokens=n) for side, n in ((layer.k, k), (layer.v, v)))
         layers.append(dataclasses.replace(layer, k=keys, v=values))
     return dataclasses.replace(plan, layers=tuple(layers))

@@ -1,9 +1,11 @@
 """A program of vLLM's environment: its own planner on the specs of plans of hybrid shapes, and its own bytes of
 their states.
 
-    [[name, bits, ranks, drafts, has prefixes, context, formats' other keys], ...]
-    -> [{"vllm": [bytes of a state, groups of states, bytes of a block, blocks of a request of the context],
-         "kvcal": [the same, as predicted], "pages_per_block": of the prediction}, ...]
+    [[name, bits, ranks, drafts, has prefixes, context, formats' other keys, whether a layer of the model
+    drafts], ...]
+    -> [{"vllm": [bytes of a state, groups of states, bytes of a block, blocks of a request of the context, the byte
+         of a block where keys of the layer that drafts begin],
+         "kvcal": [the same, as predicted, and where its pages end], "pages_per_block": of the prediction}, ...]
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ def config_of(shape: Shape, ranks: int, drafts: int, has_prefixes: bool, context
     )  # fmt: skip
 
 
-def specs_of(shape: Shape, pool: VllmPool, config: Any, shapes: Any, dtypes: Any) -> dict[str, Any]:
-    """As the plug-in and vLLM's layers answer, in the order in which a model makes them."""
+def specs_of(shape: Shape, pool: VllmPool, config: Any, shapes: Any, dtypes: Any, drafts: bool) -> dict[str, Any]:
+    """As the plug-in and vLLM's layers answer, in the order in which a model makes them; one that drafts comes
+    last."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
     from kvcal.engines.vllm.rings import RingSpec, SinkSpec
@@ -88,11 +91,30 @@ def specs_of(shape: Shape, pool: VllmPool, config: Any, shapes: Any, dtypes: Any
             found.setdefault("rings", beside(RingSpec, pool.rings))
     if pool.sinks.block_bytes:
         found["sinks"] = beside(SinkSpec, pool.sinks)
+    if drafts:
+        heads = max(1, shape.kv_heads // config.parallel_config.tensor_parallel_size)
+        found["mtp.layers.0.attn"] = FullAttentionSpec(
+            block_size=tokens, num_kv_heads=heads, head_size=shape.head_dim, dtype=torch.bfloat16
+        )
     return found
 
 
+def shapes_of(model: Any, config: Any) -> Any:
+    """Of a layer's state, by its model's class method; a short convolution's by the layer, which keeps an input for
+    each draft."""
+    from vllm.model_executor.layers.mamba import short_conv
+
+    shapes = model.get_mamba_state_shape_from_config(config)
+    if len(shapes) > 1:
+        return shapes
+    own, ranks = config.model_config.hf_config, config.parallel_config.tensor_parallel_size
+    short_conv.get_tensor_model_parallel_world_size = lambda: ranks
+    layer = SimpleNamespace(conv_dim=own.conv_dim, L_cache=own.conv_L_cache, num_spec=config.num_speculative_tokens)
+    return short_conv.ShortConv.get_state_shape(layer)
+
+
 def planned(
-    name: str, bits: int, ranks: int, drafts: int, has_prefixes: bool, context: int, more: dict[str, int]
+    name: str, bits: int, ranks: int, drafts: int, has_prefixes: bool, context: int, more: dict[str, int], by_mtp: bool
 ) -> dict[str, Any]:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -108,23 +130,29 @@ def planned(
     config = config_of(shape, ranks, drafts, has_prefixes, context)
     module, class_name = shape.vllm.split(".")
     model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), class_name)
-    shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
+    shapes, dtypes = shapes_of(model, config), model.get_mamba_state_dtype_from_config(config)
     nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in zip(shapes, dtypes, strict=True))
     own = shape.state_bytes(ranks, drafts)
-    pool = vllm_pool(HeadShard(shape.plan(bits, context, **more), 0, ranks, 1 + drafts), own, has_prefixes)
-    groups = planner.get_kv_cache_groups(config, specs_of(shape, pool, config, shapes, dtypes))
+    draft_bytes = 2 * max(1, shape.kv_heads // ranks) * shape.head_dim * 2 if by_mtp else 0
+    shard = HeadShard(shape.plan(bits, context, **more), 0, ranks, 1 + drafts)
+    pool = vllm_pool(shard, own, has_prefixes, draft_bytes=draft_bytes)
+    groups = planner.get_kv_cache_groups(config, specs_of(shape, pool, config, shapes, dtypes, by_mtp))
     layout = config.cache_config.get_resolved_kv_cache_layout()
     block_bytes = planner._get_kv_cache_bytes_per_block(groups, layout)
     needed = sum(
         -(-group.kv_cache_spec.max_memory_usage_bytes(config) // group.kv_cache_spec.page_size_bytes)
         for group in groups
     )
+    tensors = planner.get_kv_cache_config_from_groups(config, groups, 1 << 30).kv_cache_tensors
+    behind = next((one.offset for one in tensors if one.layers[0].startswith("mtp.")), 0)
+    unit, _, of_page = pool.page_numbers(block_bytes)
+    last, page = unit * of_page * (pool.pages_per_block - 1), pool.share_bytes * len(shard.blocks)
     firsts = [next(iter(group.kv_cache_spec.kv_cache_specs.values())) if hasattr(group.kv_cache_spec, "kv_cache_specs")
               else group.kv_cache_spec for group in groups]  # fmt: skip
     of_states = sum(isinstance(spec, MambaSpec) for spec in firsts)
     return {
-        "vllm": [nbytes, of_states, block_bytes, needed],
-        "kvcal": [own, pool.state_groups, pool.block_bytes, pool.blocks(context)],
+        "vllm": [nbytes, of_states, block_bytes, needed, behind],
+        "kvcal": [own, pool.state_groups, pool.block_bytes, pool.blocks(context), last + page if by_mtp else 0],
         "pages_per_block": pool.pages_per_block,
     }  # fmt: skip
 

@@ -44,6 +44,7 @@ class PlanAttentionBackend(AttentionBackend):
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
         self._pool = pool
         rows: Tensor = self.req_to_token_pool.req_to_token
+        self.max_context_len = rows.shape[1]  # by which SGLang sizes masks of drafts, without lengths on the host
         self._pages = rows[:, ::PAGE_TOKENS]
         self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
         shard = pool.serving.shard

@@ -69,12 +69,16 @@ class PlanLayer:
         self._bound: tuple[Tensor, Tensor] | None = None
 
     def bind(self) -> None:
-        """vLLM's memory of all layers, as it is now. The shares of all layers follow the first one's."""
+        """vLLM's memory of all layers, as it is now. The shares of all layers follow the first one's. UnsupportedModel
+        for more of it than pages have numbers."""
         first, rings = self.serving.first.kv_cache, self.serving.ring.kv_cache
         if self._bound is None or self._bound[0] is not first or self._bound[1] is not rings:
             self._bound, own, pool = (first, rings), as_bytes(first), self.serving.pool
-            count, stride = pool.pages_per_block, own.stride(0) // pool.pages_per_block
-            pages = own.as_strided((len(own) * count, pool.pages.block_bytes), (stride, 1))
+            unit, *_ = self.serving.page_numbers
+            count = 1 + self.serving.pages_of([len(own) - 1])[-1]
+            if count > torch.iinfo(torch.int32).max:
+                raise UnsupportedModel(f"{own.stride(0) * len(own)} bytes of blocks, with pages at {unit} bytes each")
+            pages = own.as_strided((count, pool.pages.block_bytes), (unit, 1))
             self.step.bind(pages[:, self._first :], as_bytes(rings)[:, self._first_of_ring :])
             self.serving.bound(self.index, own)
 
@@ -254,17 +258,21 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         return PlanMetadata(decoded, lengths, table, chunks)
 
     def _pages_of(self, blocks: Tensor) -> Tensor:
-        """The pages of every request, int32 [B, pages], by its blocks, int32 [B, blocks]; at a fixed
+        """The numbers of every request's pages, int32 [B, pages], by its blocks, int32 [B, blocks]; at a fixed
         address."""
         count = self._serving.pool.pages_per_block
         if count == 1:
             return blocks
-        rows, width = self._lengths.shape[0], blocks.shape[1] * count
+        rows, width, (_, of_block, of_page) = (
+            self._lengths.shape[0],
+            blocks.shape[1] * count,
+            self._serving.page_numbers,
+        )
         if self._table.shape != (rows, width):
             self._table = torch.zeros(rows, width, dtype=torch.int32, device=blocks.device)
-            self._page = torch.arange(count, dtype=torch.int32, device=blocks.device)
+            self._page = of_page * torch.arange(count, dtype=torch.int32, device=blocks.device)
         table = self._table[: len(blocks)]
-        torch.add(self._page, blocks.unsqueeze(2), alpha=count, out=table.unflatten(1, (-1, count)))
+        torch.add(self._page, blocks.unsqueeze(2), alpha=of_block, out=table.unflatten(1, (-1, count)))
         return table
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlanMetadata:

@@ -26,7 +26,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvcal.engines.capacity import VllmPool, vllm_pool
+from kvcal.engines.capacity import PageNumbers, VllmPool, vllm_pool
 from kvcal.engines.prefill import Flash, torch_flash
 from kvcal.engines.scratch import Scratch
 from kvcal.engines.shard import HeadShard, rank_geometry, require_equal_plans
@@ -147,10 +147,15 @@ class Serving:
             for name, past, blocks in begun if past and past % PAGE_TOKENS == 0
         ]  # fmt: skip
 
+    @property
+    def page_numbers(self) -> PageNumbers:
+        """Of vLLM's memory, as it is now."""
+        return self.pool.page_numbers(self.first.kv_cache.stride(0) * self.first.kv_cache.itemsize)
+
     def pages_of(self, blocks: Sequence[int]) -> list[int]:
-        """The pages of these blocks, which lie side by side in each."""
-        count = self.pool.pages_per_block
-        return [block * count + page for block in blocks for page in range(count)]
+        """The numbers of these blocks' pages."""
+        (_, of_block, of_page), pages = self.page_numbers, range(self.pool.pages_per_block)
+        return [block * of_block + page * of_page for block in blocks for page in pages]
 
     def begin(self) -> None:
         """Bring windows to the rings of requests that begin."""
@@ -267,6 +272,13 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield "drafts of a model that makes all of them at once"
     if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
         yield "drafts whose number follows the batch"
+    if drafts is not None and config.model_config.is_hybrid and drafts.method in DRAFT_MODELS:
+        yield "drafts of a model beside states"
+    if drafts is not None and config.model_config.is_hybrid and config.device_config.device_type == "cpu":
+        yield (
+            "drafts beside states on a CPU, where vLLM's short convolutions take one token a step, and prefix caching "
+            "copies states of accepted tokens by Triton alone"
+        )
     yield from refused_connectors(config, drafts is not None and drafts.method in DRAFT_MODELS)
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
@@ -301,8 +313,9 @@ def _pool_of(shard: HeadShard, config: VllmConfig) -> VllmPool:
 
 
 def state_bytes(config: VllmConfig) -> int:
-    """Bytes of the state of a layer on a rank, by vLLM's own count; 0 of a model without states.
-    UnsupportedModel where its layers have unequal ones."""
+    """Bytes of the state of a layer on a rank, by vLLM's own count; 0 of a model without states. Layers of short
+    convolutions keep an input for each draft, which the count of their model leaves out. UnsupportedModel where
+    layers have unequal states."""
     model_config = config.model_config
     if not model_config.is_hybrid:
         return 0
@@ -310,7 +323,11 @@ def state_bytes(config: VllmConfig) -> int:
     if getattr(model, "get_mamba_specs_from_config", None) is not None:
         raise UnsupportedModel("states of unequal bytes are not served with a plan")
     shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    if len(shapes) == 1:
+        inputs = model_config.hf_text_config.conv_L_cache - 1
+        return nbytes // inputs * (inputs + config.num_speculative_tokens)
+    return nbytes
 
 
 def _served_model(config: VllmConfig) -> ServedModel:
