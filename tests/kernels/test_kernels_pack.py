@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cubin_resources import resources
+from cubin_resources import old_compiler_bytes, resources
 from kernel_oracle import (
     GROUP_HEADS,
     HEADS,
@@ -256,5 +256,5 @@ def test_pack_compiles(number: int) -> None:
 def test_append_compiles(number: int) -> None:
     """Heads of more than 128 channels spill a few registers more in parts (test_kernels_budget.py)."""
     variant, capability = variant_of(*APPENDED[number]), CAPABILITIES[number % len(CAPABILITIES)]
-    spilled = 64 if variant.head_dim > 128 else 16
+    spilled = 64 if variant.head_dim > 128 else 16 + old_compiler_bytes()
     assert_compiles(append_defines(variant, False, shared_room(capability)), capability, spilled)
