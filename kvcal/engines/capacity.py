@@ -345,8 +345,8 @@ class VllmPool:
         return max(self.rings.block_bytes, self.sinks.block_bytes, pages + self.draft_bytes, *windows)
 
     def page_numbers(self, stride: int) -> PageNumbers:
-        """Where blocks lie ``stride`` bytes apart. Kernels multiply a page's number by one distance. Keys of drafts lie
-        behind the pages of each block: then that of all pages divides those of blocks and of a block's pages."""
+        """The numbers of pages in blocks that are ``stride`` bytes apart. Kernels multiply a number by one distance.
+        Keys of drafts may follow a block's pages: then it divides that of blocks and that of pages."""
         if self.pages_per_block == 1:
             return PageNumbers(stride, 1, 0)
         distance = self.share_bytes * len(self.shard.blocks)

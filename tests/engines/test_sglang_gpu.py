@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_replay import Replay, assert_replayed
+from engine_replay import Replay, assert_near, assert_replayed
 from served_models import LENGTHS, Served, prompts, with_sinks, without_queries
 from sglang_cases import arguments
 from sglang_environment import answer_of_sglang, recorded
@@ -152,9 +152,7 @@ def assert_as_without_a_plan(gemma: Served, folder: Path, rounds: list[list[list
     )
     for number, answers in enumerate(found["rounds"]):
         for one, other in zip(answers, alone["rounds"][number], strict=True):
-            same = [a == b for a, b in zip(one["output"], other["output"], strict=True)]
-            count = same.index(False) if False in same else len(same)
-            assert count > 0 and one["chances"][:count] == pytest.approx(other["chances"][:count], abs=0.01)
+            assert_near((one["output"], one["chances"]), (other["output"], other["chances"]), 0.01)
     return found
 
 

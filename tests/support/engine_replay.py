@@ -284,6 +284,13 @@ def assert_attended(
     return replay
 
 
+def assert_near(one: tuple[list[int], list[float]], other: tuple[list[int], list[float]], most: float) -> None:
+    """Tokens and log-probabilities of a request in two runs: while tokens are the same, these differ by ``most``."""
+    same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one[0], other[0], strict=True)))
+    assert same
+    assert max(abs(a - b) for (a, b), _ in zip(zip(one[1], other[1], strict=True), same, strict=False)) <= most
+
+
 def assert_answers(
     found: dict[str, Any],
     replay: Replay,
